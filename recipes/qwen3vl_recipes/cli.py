@@ -97,7 +97,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "rows, steps and epochs, what it writes")  # fmt: skip
     add("--full", action="store_true", help="with --dry-run: show all settings and the memory of each stage too")
     add("--rehearse", action="store_true", help="take three steps of one rank at their real sizes on a fake GPU, show "
-        "where its memory goes and what a step launches, and exit; needs gcc and CUDA's torch, but no GPU")  # fmt: skip
+        "where its memory goes and what a step launches, and exit, with 1 if the run would fail or less than 4 GiB be "
+        "free; needs gcc and CUDA's torch, but no GPU")  # fmt: skip
     add("--rank", metavar="N", help="with --rehearse: the rank, or `last` (default: 0)")
     add("--gpus", type=int, metavar="N",
         help="with --dry-run or --rehearse: number of GPUs (default: the recipe's)")  # fmt: skip
@@ -178,8 +179,10 @@ def _rehearse(args: argparse.Namespace, chosen: Recipe, arguments: Sequence[str]
     from qwen3vl_recipes import rehearsal
 
     gpus, gpu = args.gpus or chosen.gpus or 1, args.gpu or chosen.gpu
-    rehearsal.enter(gpu, arguments)
     rank = gpus - 1 if args.rank == "last" else int(args.rank or 0)
+    if rank >= gpus:
+        raise ValueError(f"--rank is {rank}, expected 0 to {gpus - 1} of {gpus} GPUs")
+    rehearsal.enter(gpu, arguments)
     cfg = _configuration(args, chosen)
     return rehearsal.run(cfg, rank=rank, gpus=gpus, gpu=gpu, as_json=args.json, verbose=args.verbose)
 

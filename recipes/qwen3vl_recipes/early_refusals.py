@@ -43,6 +43,8 @@ def refuse_early(args: Namespace) -> None:
         _warn_of_environment(given)
     if ours and runs and args.save is None and "checkpoint.save" not in given:
         raise ValueError("checkpoint.save is None, expected a folder used only by this run: give --save")
+    if ours and args.rehearse and "_dist_train_" in args.recipe and "model.dist_train.use_dist_train" not in given:
+        raise ValueError(f"{args.recipe} has separate vision ranks, which cannot be rehearsed: expected another recipe")
     names = {"dataset.path (--data-path)": args.data_path} | {name: given[name] for name in _DATA if name in given}
     for name, path in names.items():
         if runs and isinstance(path, str):

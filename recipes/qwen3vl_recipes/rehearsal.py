@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qwen3vl_bridge.io.files import user_cache
+from qwen3vl_bridge.planning.estimate import FIXED_RESERVE
 from qwen3vl_bridge.planning.hardware import GIB, gpu_of
 from qwen3vl_bridge.rehearsal import fake_gpu
 from qwen3vl_bridge.terminal import show
@@ -39,12 +41,12 @@ def enter(gpu: str, arguments: Sequence[str]) -> None:
     """
     if "FAKE_GPU_LOG" in os.environ:
         return
+    kind = gpu_of(gpu)
     try:
         built = fake_gpu.build(user_cache() / "fake_gpu")
     except fake_gpu.FakeGPUError as error:
         raise ValueError(str(error)) from error
     log = Path(tempfile.mkdtemp(prefix="rehearsal-")) / "log"
-    kind = gpu_of(gpu)
     variables = fake_gpu.environment(built, log, kind.memory_bytes / GIB, kind.major)
     variables["HF_HUB_OFFLINE"] = "1"  # nothing is read from there
     sys.stdout.flush()
@@ -52,8 +54,9 @@ def enter(gpu: str, arguments: Sequence[str]) -> None:
 
 
 def run(cfg: ConfigContainer, *, rank: int, gpus: int, gpu: str, as_json: bool, verbose: bool) -> int:
-    """Rehearse a rank and print what was seen; 1 if the run would fail, for want of memory too."""
+    """Rehearse a rank and print what was seen; 1 if the run would fail, or leave less memory free than is assumed."""
     from qwen3vl_bridge.compat.library_logs import without_prints
+    from qwen3vl_bridge.models.qwen3_5 import delta_rule
     from qwen3vl_bridge.planning.from_config import plan_of
     from qwen3vl_bridge.rehearsal.one_rank import rehearse
 
@@ -63,6 +66,7 @@ def run(cfg: ConfigContainer, *, rank: int, gpus: int, gpu: str, as_json: bool, 
     try:
         with contextlib.redirect_stdout(sys.stderr) if verbose else without_prints():
             complete = dry_run.finalised(cfg, gpus)
+            logging.getLogger(delta_rule.__name__).setLevel(logging.ERROR)  # the run would say the same again
             try:
                 plan = plan_of(complete, gpus)
             except ValueError as error:
@@ -74,12 +78,13 @@ def run(cfg: ConfigContainer, *, rank: int, gpus: int, gpu: str, as_json: bool, 
     layers = complete.model.transformer_impl
     stage = None if plan is None else stage_of(plan, rank)
     planned = None if stage is None else stage.allocated
+    free = gpu_of(gpu).memory_bytes - seen.reserved
     if as_json:
-        whole = dataclasses.asdict(seen) | dict(layers=layers, peak=seen.peak, reserved=seen.reserved, planned=planned)
-        show(json.dumps(whole, indent=2))
+        sizes = dict(peak=seen.peak, reserved=seen.reserved, free=free, planned=planned)
+        show(json.dumps(dataclasses.asdict(seen) | dict(layers=layers) | sizes, indent=2))
     else:
-        _print(seen, planned, layers, gpu)
-    return _FAILED if seen.error else 0
+        _print(seen, planned, layers, free)
+    return _FAILED if seen.error or free < FIXED_RESERVE else 0
 
 
 def stage_of(plan: MemoryEstimate, rank: int) -> StageEstimate:
@@ -88,12 +93,14 @@ def stage_of(plan: MemoryEstimate, rank: int) -> StageEstimate:
     return next(each for each in plan.stages if each.stage == stage)
 
 
-def _print(seen: Rehearsal, planned: float | None, layers: str, gpu: str) -> None:
+def _print(seen: Rehearsal, planned: float | None, layers: str, free: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"rank {seen.rank} of {seen.world}, {layers} layers; a microbatch: {seen.row or 'none'}")
+    if layers == "local" and importlib.util.find_spec("transformer_engine") is None:
+        console.print("in a container with Transformer Engine, its layers run instead of the local ones")
     phases = Table("phase", title="GiB of GPU memory")
     for name in ("allocated after it", "at most", "reserved at most"):
         phases.add_column(name, justify="right")
@@ -112,15 +119,26 @@ def _print(seen: Rehearsal, planned: float | None, layers: str, gpu: str) -> Non
             launches.add_row(name, f"{number:,}", _amount(name, amount))
         for name, (number, nbytes) in seen.collectives.items():
             launches.add_row(name, f"{number:,}", _amount(name, nbytes))
-        for name, number in seen.waits.items():
-            launches.add_row(f"the host waits: {name}", f"{number:,}", "")
         console.print(launches)
+    if seen.waits:
+        waits = Table("number", "CUDA function", title="the host's waits in a step")
+        waits.add_column("line", overflow="fold")
+        for number, name, line in seen.waits:
+            waits.add_row(f"{number:,}", name, line)
+        console.print(waits)
     if planned is not None and not seen.error:
         ratio = seen.peak / planned
         console.print(f"planned {planned / GIB:.2f} GiB without reserve, allocated {seen.peak / GIB:.2f}: {ratio:.3f}")
-    console.print(f"reserved at most {seen.reserved / GIB:.2f} of {gpu_of(gpu).memory_bytes / GIB:.1f} GiB")
+    memory = (seen.reserved + free) / GIB
+    console.print(f"reserved at most {seen.reserved / GIB:.2f} of {memory:.1f} GiB: {free / GIB:.2f} are free")
     if seen.error:
         console.print(f"the run would fail: {seen.error}", markup=False)
+    elif free < FIXED_RESERVE:
+        console.print(
+            f"the run would probably fail: {FIXED_RESERVE / GIB:.0f} GiB are assumed for CUDA's context, NCCL and what "
+            "else a rehearsal does not see. Set dataset.max_patches, recompute (model.recompute_granularity), split "
+            "the model over more GPUs, or use larger ones"
+        )
 
 
 def _amount(name: str, amount: int) -> str:

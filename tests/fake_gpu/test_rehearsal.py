@@ -1,16 +1,24 @@
 """`qwen3vl train --rehearse`: a rank of a recipe at its real size, without a GPU."""
 
+import importlib.util
 import json
+import logging
 import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
+from unittest.mock import Mock
 
-from qwen3vl_bridge.rehearsal.one_rank import has_data, largest_row
+from qwen3vl_bridge.models.qwen3_5 import delta_rule
+from qwen3vl_bridge.planning import from_config
+from qwen3vl_bridge.rehearsal import one_rank
+from qwen3vl_bridge.rehearsal.one_rank import Phase, Rehearsal, has_data, largest_row
 
 import pytest
+import torch
 from PIL import Image
-from qwen3vl_recipes import qwen3_vl_8b_peft_config
+from qwen3vl_recipes import dry_run, qwen3_vl_8b_peft_config, rehearsal
 from qwen3vl_recipes.paths import set_paths
 
 from examples.digits.checkpoint import make_checkpoint
@@ -60,12 +68,53 @@ class TestAFirstRank:
         assert seen["collectives"]["reduce_scatter_tensor"][1] == pytest.approx(4 * 73_138_176, rel=0.01)
         assert seen["collectives"]["all_gather_into_tensor"][1] == pytest.approx(2 * 73_138_176, rel=0.01)
 
+    def test_waits_are_told_with_their_lines(self, seen):
+        """None is the rehearsal's own."""
+        lines = [line for *_, line in seen["waits"]]
+        assert any(line.startswith("optimizer/clip_grads.py:") for line in lines)
+        assert any(line.endswith(" sum_over_ranks") for line in lines)
+        assert not any("one_rank" in line or line.startswith("no known") for line in lines)
+
+
+@pytest.mark.parametrize(("name", "counted"), [("model", True), ("step 0, passes", False), ("step 1, passes", True)])
+def test_nothing_is_reserved_that_holds_less_than_is_allocated(name, counted):
+    """The allocator gives memory back after a model was sharded; the first step's compilation is none of the run's."""
+    most, others = Phase(name, 5, 9, 10, 0.0), Phase("step 2, passes", 5, 7, 8, 0.0)
+    seen = Rehearsal(0, 1, phases=[most, others])
+    assert (seen.peak, seen.reserved) == (9 if counted else 7, 10)
+
+
+@pytest.mark.parametrize(("reserved", "status"), [(35.2, 0), (35.4, 1), (38.37, 1)])
+def test_memory_is_left_for_what_is_not_seen(reserved, status, tmp_path, monkeypatch, caplog, capsys):
+    """An A100-40GB has 39.3 GiB, of which the planner keeps 4. Hints of the configuration are given once."""
+    seen = Rehearsal(0, 8, phases=[Phase("step 1, passes", 0, 0, round(reserved * GIB), 0.0)])
+    cfg = SimpleNamespace(model=SimpleNamespace(transformer_impl="local"))
+
+    def hinting(result):
+        return lambda *_, **__: [delta_rule.check_package(), result][1]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # no flash-linear-attention
+    caplog.set_level(logging.WARNING, delta_rule.__name__)  # and what it was, afterwards
+    monkeypatch.setenv("FAKE_GPU_LOG", str(tmp_path / "rehearsal" / "log"))
+    monkeypatch.setattr(one_rank, "rehearse", hinting(seen))
+    monkeypatch.setattr(dry_run, "finalised", hinting(cfg))
+    monkeypatch.setattr(from_config, "plan_of", Mock(side_effect=ValueError("none")))
+    found = rehearsal.run(cfg, rank=0, gpus=8, gpu="A100-40GB", as_json=False, verbose=True)
+    said = capsys.readouterr().out
+    assert found == status and f"of 39.3 GiB: {39.3 - reserved:.2f} are free" in said
+    assert ("would probably fail: 4 GiB are assumed" in said) == bool(status)
+    assert "Transformer Engine, its layers run instead" in said
+    assert caplog.text.count("many times as long and much more memory") == 1
+
 
 def test_experts_on_the_last_pipeline_stage(rehearse):
     sizes = ["model.num_layers=8", "model.pipeline_model_parallel_size=2"]
     status, seen = rehearse("--recipe", "qwen3_vl_30b_a3b_sft_config", "--rank", "last", *sizes)
     assert (status, seen["error"], seen["rank"]) == (0, None, 15)
     assert seen["collectives"]["all_to_all_single"][0] > 0
+    waits = {line.partition(":")[0] for *_, line in seen["waits"]}
+    assert "moe/token_dispatcher.py" in waits and "rehearsal/one_rank.py" not in waits
     assert not any("vision" in line for *_, line in seen["held"])
 
 
@@ -119,10 +168,10 @@ def asked_about(names: list[str]) -> dict:
     ),
 ])  # fmt: skip
 def test_recipes_fit_as_planned(rehearse, recipe, rank):
-    """Under Megatron-FSDP the planner adds peaks that need not coincide: measured 0.958, and 0.947 on the last rank."""
+    """Under Megatron-FSDP the planner adds peaks that need not coincide: measured 1.003, and 0.992 on the last rank."""
     status, seen = rehearse("--recipe", recipe, "--rank", rank)
     assert (status, seen["error"]) == (0, None)
-    assert seen["peak"] == pytest.approx(seen["planned"], rel=0.06 if "fsdp" in recipe else 0.02)
+    assert seen["peak"] == pytest.approx(seen["planned"], rel=0.05 if "fsdp" in recipe else 0.02)
     assert seen["reserved"] <= 0.95 * 80 * GIB
 
 

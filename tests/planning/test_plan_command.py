@@ -149,7 +149,7 @@ BAD_INPUT = {
     "--tp 2 --vision-recompute-method block": "expected 'uniform' or 'block' and 1 or more with 'full', and None",
     "--max-patches -1": "max_patches is -1",
     "--expert-load 0.5": "expert_load is 0.5",
-    "--gpu H1000": "unknown GPU 'H1000'",
+    "--gpu H1000": "GB200; `qwen3vl plan` takes another memory too, --gpu-memory",
     "--model 7B": "unknown model '7B'",
     "--model 235b": "or a hub id; the nearest name whose dimensions are known is 235B-A22B",
     "--fsdp --no-distributed-optimizer": "expected one of them",

@@ -32,6 +32,10 @@ RECIPE = ["--recipe", "qwen3_vl_2b_sft_config"]
     (["--recipe", "mine.py:made"], "mine.py has no function 'made'"),
     (["--recipe", "mine.py:make"], "mine.py:make returned 3, expected a configuration"),
     (RECIPE, "checkpoint.save is None, expected a folder used only by this run"),
+    ([*RECIPE, "--rehearse", "--rank", "8"], "--rank is 8, expected 0 to 7 of 8 GPUs"),
+    ([*RECIPE, "--rehearse", "--rank", "2", "--gpus", "2"], "--rank is 2, expected 0 to 1 of 2 GPUs"),
+    ([*RECIPE, "--rehearse", "--gpu", "H1000"], "unknown GPU 'H1000', expected .*GB200; `qwen3vl plan` takes"),
+    (["--recipe", "qwen3_vl_30b_a3b_sft_dist_train_config", "--rehearse"], "vision ranks, which cannot be rehearsed"),
     ([*RECIPE, "--save", "run", "--data-path", "/nowhere"],
      r"dataset.path \(--data-path\) is /nowhere: there is no such file or folder"),
 ])  # fmt: skip

@@ -46,7 +46,10 @@ def gpu_of(name: str) -> Gpu:
     """The GPU of a name, in any case; a ValueError lists the names."""
     gpu = {known.lower(): gpu for known, gpu in GPUS.items()}.get(name.lower())
     if gpu is None:
-        raise ValueError(f"unknown GPU {name!r}, expected one of {', '.join(GPUS)}; or give the memory instead")
+        raise ValueError(
+            f"unknown GPU {name!r}, expected one of {', '.join(GPUS)}; `qwen3vl plan` takes another memory too, "
+            "--gpu-memory"
+        )
     return gpu
 
 

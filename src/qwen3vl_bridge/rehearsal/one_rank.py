@@ -18,6 +18,7 @@ import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FunctionType
@@ -26,7 +27,7 @@ from typing import Any
 from qwen3vl_bridge.batch import SequenceLayout, TokenBatch, make_vision_inputs, mrope_positions, vision_slots
 from qwen3vl_bridge.batch.token_layout import segment_multiple
 from qwen3vl_bridge.data.dataset_provider import Qwen3VLConversationProvider
-from qwen3vl_bridge.rehearsal.fake_gpu import Event, between, mark, read_log
+from qwen3vl_bridge.rehearsal.fake_gpu import Event, between, mark, on_wait, read_log
 from qwen3vl_bridge.rehearsal.no_cudnn import without_cudnn
 from qwen3vl_bridge.training import checkpoint_manager, weight_loading
 from qwen3vl_bridge.training.callbacks import callbacks_of
@@ -80,7 +81,7 @@ class Rehearsal:
             the step is one entry.
         launches: number and amount (bytes; FLOPs of matrix products) of a step's events, by kind and name.
         collectives: number and bytes of a step's, by name; of two tensors, those of the larger.
-        waits: how often the host waited in a step, by CUDA function.
+        waits: (number, CUDA function, the line that waited) of the host's waits in a step, most first.
         error: what ended the run, or None.
     """
 
@@ -91,7 +92,7 @@ class Rehearsal:
     held: list[tuple[int, int, str]] = field(default_factory=list)
     launches: dict[str, tuple[int, int]] = field(default_factory=dict)
     collectives: dict[str, tuple[int, int]] = field(default_factory=dict)
-    waits: dict[str, int] = field(default_factory=dict)
+    waits: list[tuple[int, str, str]] = field(default_factory=list)
     error: str | None = None
 
     @property
@@ -102,9 +103,8 @@ class Rehearsal:
 
     @property
     def reserved(self) -> int:
-        """Bytes that torch's allocator reserved at most in a step, or before one if there was none."""
-        steps = [phase for phase in self.phases if phase.name.startswith("step")]
-        return max((phase.reserved for phase in steps or self.phases), default=0)
+        """Bytes that torch's allocator reserved at most, for the first step's compilation too: it keeps them."""
+        return max((phase.reserved for phase in self.phases), default=0)
 
 
 def rehearse(cfg: ConfigContainer, *, rank: int, world: int, log: Path) -> Rehearsal:
@@ -344,9 +344,10 @@ class _Recorder(Callback):
         self.report, self.start, self.step = report, time.monotonic(), 0
         self.before = 0  # bytes when the recorded step began
         self.counting = False  # while collectives are counted
+        self.waits: Counter[tuple[str, str]] = Counter()
+        self.counts_waits = ExitStack()
 
     def phase(self, name: str) -> None:
-        torch.cuda.synchronize()
         sizes = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         self.report.phases.append(Phase(name, *sizes, time.monotonic() - self.start))
         torch.cuda.reset_peak_memory_stats()
@@ -371,11 +372,25 @@ class _Recorder(Callback):
             self.before = torch.cuda.memory_allocated()
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=10**6)
         self.counting = self.step == _COUNTED
+        if self.counting:
+            self.counts_waits.enter_context(on_wait(self.waited))
         mark(f"step {self.step}")
+
+    def waited(self, function: bytes) -> None:
+        """Called below the line that waits, of which a gradient computed in C++ has none."""
+        frames = [
+            dict(filename=frame.f_code.co_filename, line=line, name=frame.f_code.co_name)
+            for frame, line in traceback.walk_stack(sys._getframe())
+        ]
+        line = _line(frames[1:])
+        if not line.startswith("rehearsal/one_rank.py:"):  # for balanced experts, which no run does
+            self.waits[function.decode(), line] += 1
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         mark("end")
         self.counting = False
+        self.counts_waits.close()
+        self.report.waits = sorted(((number, *where) for where, number in self.waits.items()), reverse=True)
         self.phase(f"step {self.step}, optimizer")
         self.see_what_is_held()
         self.step += 1
@@ -414,7 +429,7 @@ def _line(frames: Iterable[dict[str, Any]]) -> str:
     known = [frame for frame in frames if any(package in frame["filename"] for package in _PACKAGES)]
     backward = any("_engine_run_backward" in frame["name"] for frame in frames)
     if not (chosen := (known or frames)[:1]):
-        return "a line that torch does not know"
+        return "no known line of Python"
     frame = chosen[0]
     place = "/".join(Path(frame["filename"]).parts[-2:])
     return f"{place}:{frame['line']} {frame['name']}{' (backward)' if backward else ''}"
@@ -428,4 +443,3 @@ def _count(events: list[Event], report: Rehearsal) -> None:
         elif event.kind in ("kernel", "triton", "gemm", "memset"):
             amounts[event.kind].append(event.amount)
     report.launches = {name: (len(each), sum(each)) for name, each in amounts.items()}
-    report.waits = dict(Counter(event.name for event in events if event.kind == "wait"))

@@ -175,7 +175,7 @@ def check_package() -> None:
     if are_missing():
         logger.warning(
             "flash-linear-attention is not installed: layers of linear attention take torch functions, which need "
-            f"many times as long; pip install '{_PACKAGE}'"
+            f"many times as long and much more memory; pip install '{_PACKAGE}'"
         )
         return
     package, triton = (Version(importlib.import_module(name).__version__) for name in ("fla", "triton"))
