@@ -200,6 +200,7 @@ def on(
     rows: int | None = None,
     recompute: int | Literal["all"] | None = None,
     overlap: bool = False,
+    made_on_host: bool = False,
     **sizes: int,
 ) -> Recipe:
     """A recipe for this number of GPUs.
@@ -213,6 +214,7 @@ def on(
         rows: `global_batch_size`, if it differs from the kind's.
         recompute: as `layers` of `recompute_layers`; None to leave recomputation as the kind sets it.
         overlap: run experts' all-to-all under computation, which full recomputation excludes.
+        made_on_host: build the model there, where it is whole before Megatron-FSDP shards it; it needs first weights.
         **sizes: parallel sizes, as for `split`.
     """
 
@@ -220,6 +222,7 @@ def on(
         cfg = kind(size, family=family) if rows is None else kind(size, family=family, global_batch_size=rows)
         cfg = split(cfg, **sizes)
         cfg.model.overlap_moe_expert_parallel_comm = overlap
+        cfg.model.init_model_with_meta_device = made_on_host
         return cfg if recompute is None else recompute_layers(cfg, recompute)
 
     words = [f"{name.upper()} {number}" for name, number in sizes.items()]

@@ -46,7 +46,7 @@ qwen3_vl_8b_peft_dora_config = on(1, peft_dora, "8B", recompute="all")
 qwen3_vl_8b_pretrain_config = on(64, pretrain, "8B", tp=2)
 
 qwen3_vl_32b_sft_config = on(16, sft, "32B", tp=8, recompute="all")
-qwen3_vl_32b_sft_fsdp_config = on(16, sft_fsdp, "32B", recompute="all")
+qwen3_vl_32b_sft_fsdp_config = on(16, sft_fsdp, "32B", recompute="all", made_on_host=True)
 qwen3_vl_32b_sft_32k_config = on(32, sft_32k, "32B", tp=8, cp=2, recompute="all")
 qwen3_vl_32b_sft_128k_config = on(32, sft_128k, "32B", tp=8, cp=4, recompute="all")
 qwen3_vl_32b_sft_256k_config = on(64, sft_256k, "32B", tp=8, cp=8, recompute="all")

@@ -40,6 +40,29 @@ def test_an_optimizer_on_the_host_takes_the_same_steps(on_fake_gpu):
     assert on_fake_gpu(OPTIMIZER).result == {"moved": [True, True], "same": [True, True]}
 
 
+MADE_ON_HOST = """
+import qwen3vl_bridge
+from examples.digits.checkpoint import make_checkpoint
+from megatron.bridge import AutoBridge
+from qwen3vl_bridge.training.process_groups import initialize
+
+make_checkpoint(sys.argv[1])
+provider = AutoBridge.from_hf_pretrained(sys.argv[1]).to_megatron_provider(load_weights=False)
+provider.transformer_impl, provider.perform_initialization = "local", False
+provider.init_model_with_meta_device = True
+provider.finalize()
+groups = initialize(provider, seed=0)
+wanted = dict(wrap_with_ddp=False, init_model_with_meta_device=True, pg_collection=groups)
+(model,) = provider.provide_distributed_model(**wanted)
+result["devices"] = sorted({str(parameter.device) for parameter in model.parameters()})
+"""
+
+
+def test_a_model_that_is_made_on_the_host_takes_no_memory_of_the_gpu(on_fake_gpu, tmp_path):
+    """Local layers ask for the GPU by name, whatever device torch makes tensors on."""
+    assert on_fake_gpu(MADE_ON_HOST, str(tmp_path / "hf")).result["devices"] == ["meta"]
+
+
 def offloaded(built, folder, recipe: str, *settings: str, **variables: str) -> dict:
     log = Path(tempfile.mkdtemp(dir=folder)) / "log"  # of this run alone
     environment = fake_gpu.environment(built, log) | {"PYTHONPATH": ":".join(sys.path), **variables}

@@ -188,6 +188,8 @@ class VisionLanguageProvider(settings.VisionLanguageFields):
             fsdp = bool(given.get("use_megatron_fsdp"))
             settings.complete_ddp(self, given.get("ddp_config"), fsdp=fsdp)
         settings.complete_groups(self, given.get("pg_collection"), training=training)
+        if self.init_model_with_meta_device and self.transformer_impl == "local":
+            kwargs["use_cpu_initialization"] = True  # or local layers, which name their device, would be on the GPU
         model = super().provide_distributed_model(*args, **kwargs)
         for chunk, bare in zip(model, unwrap_model(model), strict=True):
             if chunk is not bare:  # runs set up this provider, of which a language model alone may have a copy

@@ -145,7 +145,7 @@ def rehearse(cfg: ConfigContainer, *, rank: int, world: int, log: Path) -> Rehea
         _balance_routing()
     cfg.model.register_post_wrap_hook(recorder.model_made)
     with tempfile.TemporaryDirectory() as folder, without_cudnn():
-        cfg.checkpoint.pretrained_checkpoint = None if cfg.peft is None else folder
+        cfg.checkpoint.pretrained_checkpoint = folder if cfg.peft or cfg.model.init_model_with_meta_device else None
         try:
             pretrain(cfg, forward_step, callbacks=[*callbacks_of(cfg), recorder])
         except Exception as error:
