@@ -78,7 +78,7 @@ def _headers(site: Path) -> list[Path]:
     others = [site / "triton/backends/nvidia/include", *sorted(Path("/usr/local").glob("cuda*/include"))]
     complete = [path for path in [*runtime, *others] if (path / "crt" / "host_defines.h").exists()]
     if not complete or not (runtime or (complete[0] / "cuda_runtime_api.h").exists()):
-        raise FakeGPUError("crt/host_defines.h not found: install Triton, a CUDA toolkit or the package nvidia-cuda-crt")
+        raise FakeGPUError("crt/host_defines.h not found: install Triton, a CUDA toolkit or nvidia-cuda-crt")
     return [*runtime[:1], complete[0]]
 
 
