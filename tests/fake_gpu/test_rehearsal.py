@@ -41,10 +41,10 @@ def rehearse(built, tmp_path_factory):
     return run
 
 
-class TestAFirstRank:
+class TestALastRank:
     @pytest.fixture(scope="class")
     def seen(self, rehearse):
-        status, seen = rehearse("--recipe", "qwen3_vl_8b_peft_config", "--gpus", "4")
+        status, seen = rehearse("--recipe", "qwen3_vl_8b_peft_config", "--gpus", "4", "--rank", "last")
         assert (status, seen["error"]) == (0, None)
         return seen
 
