@@ -22,7 +22,7 @@ from qwen3vl_bridge.checkpoint.formats.dcp_reader import DcpTensors
 from qwen3vl_bridge.checkpoint.formats.huggingface import side_files
 from qwen3vl_bridge.checkpoint.formats.layouts import TensorLayout
 from qwen3vl_bridge.checkpoint.formats.megatron import HF_FILES, find_iteration, format_of, model_keys
-from qwen3vl_bridge.checkpoint.formats.tensors import Segment, SegmentReader, Segments, Shape, Slice, Zeros
+from qwen3vl_bridge.checkpoint.formats.tensors import Segment, SegmentReader, Segments, Shape, Slice, TensorSpec, Zeros
 from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, layout_of, open_model, read_manifest, tool
 from qwen3vl_bridge.io.files import CheckpointError
 from qwen3vl_bridge.models.model import VisionLanguageModel
@@ -106,11 +106,8 @@ def load_weights(folder: str | Path, model: Sequence[torch.nn.Module], groups: P
     with fail_together():
         folder = find_iteration(Path(folder))
         refuse_adapters_alone(folder)
-        source, layout, expected = _stored_weights(folder, config, rows)
+        source, layout, found, expected = _stored_weights(folder, config, rows)
         longer = {name for row in rows.values() if row.of_vocabulary for name in layout.tensors(row)}
-        found = source.specs
-        if not any(map(is_of_mtp, expected)):  # a model may lack multi-token prediction
-            found = {name: spec for name, spec in found.items() if not is_of_mtp(name)}
         check_tensors(found, expected, f"{folder} does not fit the model", may_be_longer=longer)
     with fail_together(), torch.no_grad(), SegmentReader(source) as reader:
         for stage, chunk in enumerate(chunks):
@@ -142,23 +139,26 @@ def load_weights(folder: str | Path, model: Sequence[torch.nn.Module], groups: P
 
 def _stored_weights(
     folder: Path, config: VisionLanguageProvider, rows: Mapping[str, WeightRow]
-) -> tuple[DcpTensors, TensorLayout, dict[str, Shape]]:
-    """The tensors of a Megatron checkpoint, how weights are stored there, and the tensors that the model expects."""
+) -> tuple[DcpTensors, TensorLayout, dict[str, TensorSpec], dict[str, Shape]]:
+    """A Megatron checkpoint, how weights are stored there, its tensors but for multi-token prediction that the model
+    lacks, and the tensors that the model expects.
+    """
     ckpt_format, metadata = format_of(folder), read_metadata(folder)
     source = DcpTensors(metadata, model_keys(metadata, ckpt_format))
     layout = layout_of(ckpt_format, rows.values(), config.dimensions(), source.specs)
-    return source, layout, tensors_of(rows.values(), layout)
+    expected = tensors_of(rows.values(), layout)
+    predicts = any(map(is_of_mtp, expected))
+    found = {name: spec for name, spec in source.specs.items() if predicts or not is_of_mtp(name)}
+    return source, layout, found, expected
 
 
 def _check_quantised(folder: Path, model: Sequence[torch.nn.Module]) -> None:
     """Compare a checkpoint that ModelOpt has quantised with a model by their norms, which it leaves as they are."""
     config = unwrap_model(list(model))[0].config
     with fail_together():
-        source, _, expected = _stored_weights(folder, config, rows_by_name(config))
-        found, norms = ({name: one for name, one in of.items() if "norm" in name} for of in (source.specs, expected))
-        if not any(map(is_of_mtp, norms)):
-            found = {name: spec for name, spec in found.items() if not is_of_mtp(name)}
-        check_tensors(found, norms, f"{folder} does not fit the model", may_be_longer=())
+        _, _, *both = _stored_weights(folder, config, rows_by_name(config))
+        found, expected = ({name: one for name, one in tensors.items() if "norm" in name} for tensors in both)
+        check_tensors(found, expected, f"{folder} does not fit the model", may_be_longer=())
 
 
 @dataclass(frozen=True)
