@@ -1,12 +1,13 @@
 """What a forward and a backward pass ask of a GPU, ours beside Megatron-Bridge's own model and transformers.
 
     python -m benchmarks.kernel_accounting
+    python -m benchmarks.kernel_accounting --size 30B-A3B
     python -m benchmarks.kernel_accounting --detail     # and which operations a layer of each tower has
 
-No GPU is needed: every way runs on the fake GPU, with the 8B's widths, in bfloat16, on the same six samples with six
-pictures, packed into one row, or padded to six. Three depths of the towers are counted; the difference of two is a
-layer. Figures are of the whole 8B with 36 and 27 layers, those "/token" per real token; "beside" is what is in no
-layer, such as the loss.
+No GPU is needed: every way runs on the fake GPU, with a released model's widths, in bfloat16, on the same six samples
+with six pictures, packed into one row, or padded to six. Three depths of the towers are counted; the difference of two
+is a layer. Figures are of the whole model with all its layers, those "/token" per real token; "beside" is what is in no
+layer, such as the loss. Every expert gets as many tokens.
 
 - launches: kernels, products, copies and clearings on the GPU, from its log.
 - elementwise bytes: what kernels other than products and attention read and write: each operation's tensors once, seen
@@ -35,7 +36,7 @@ from qwen3vl_bridge.rehearsal import fake_gpu
 
 from benchmarks import measurement
 
-SIZE, WHOLE = "8B", (36, 27)  # layers of the text model and of the tower
+SIZES = {"8B": (36, 27), "30B-A3B": (48, 27)}  # layers of the text model and of the tower
 DEPTHS = {"base": (3, 3), "text": (4, 3), "vision": (3, 4)}
 WAYS = ("ours", "Megatron-Bridge", "transformers")
 PRODUCTS_PER_SECOND, BYTES_PER_SECOND = 989e12, 3.35e12  # an H100's in bfloat16, dense, and of its memory
@@ -54,12 +55,12 @@ class Asked(NamedTuple):
         return Asked(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
-def counted(way: str) -> dict[str, Any]:
+def counted(way: str, size: str) -> dict[str, Any]:
     """What `kernel_ledger` prints of a way. This process does not import Megatron, which may need a GPU to import."""
     built = fake_gpu.build(user_cache() / "fake_gpu")
     with tempfile.TemporaryDirectory() as folder:
         variables = fake_gpu.environment(built, Path(folder) / "log") | {"HF_HUB_OFFLINE": "1"}
-        command = [sys.executable, "-m", "benchmarks.kernel_ledger", way]
+        command = [sys.executable, "-m", "benchmarks.kernel_ledger", way, size]
         done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:
@@ -67,17 +68,17 @@ def counted(way: str) -> dict[str, Any]:
     return json.loads(lines[0].removeprefix("RESULT "))
 
 
-def row(way: str, rows: str, counts: dict[str, Any], ours: Asked | None) -> tuple[dict[str, Any], Asked]:
+def row(way: str, size: str, rows: str, counts: dict[str, Any], ours: Asked | None) -> tuple[dict[str, Any], Asked]:
     """A row of the results, and what the whole model asks; `ours` is None for ours, which comes first."""
     tokens, found = counts["tokens"], counts["found"]
     base, text, vision = (Asked(*found[f"{rows} {depth}"][0]) for depth in DEPTHS)
     layers, whole = [deeper.plus(base, -1) for deeper in (text, vision)], base
-    for layer, there, wanted in zip(layers, DEPTHS["base"], WHOLE, strict=True):
+    for layer, there, wanted in zip(layers, DEPTHS["base"], SIZES[size], strict=True):
         whole = whole.plus(layer, wanted - there)
     ours = ours or whole
     seconds = whole.flops / PRODUCTS_PER_SECOND, whole.nbytes / BYTES_PER_SECOND
     made: dict[str, Any] = {
-        "size": SIZE,
+        "size": size,
         "layers": "torch" if way == "transformers" else counts["layers"],
         "tokens": tokens,
         "rows": rows,
@@ -104,14 +105,15 @@ def main() -> None:
     """Count, print, append."""
     parser = measurement.parser(__doc__, "kernel_accounting.csv")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="default: all; ours is the measure")
+    parser.add_argument("--size", choices=SIZES, default="8B")
     parser.add_argument("--detail", action="store_true", help="print the operations of a layer of each tower too")
     options = parser.parse_args()
-    counts = {way: counted(way) for way in dict.fromkeys(("ours", *options.ways))}
+    counts = {way: counted(way, options.size) for way in dict.fromkeys(("ours", *options.ways))}
     results = []
     for rows in ("packed", "padded"):
         ours = None
         for way, found in counts.items():
-            made, whole = row(way, rows, found, ours)
+            made, whole = row(way, options.size, rows, found, ours)
             ours = ours or whole
             results.append(made)
             print("  ".join(f"{name} {value}" for name, value in made.items()), flush=True)

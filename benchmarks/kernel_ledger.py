@@ -1,4 +1,4 @@
-"""What `kernel_accounting` starts with the fake GPU: counts one way, named by the argument, and prints it as JSON."""
+"""What `kernel_accounting` starts with the fake GPU: counts one way of a size, its arguments, and prints it as JSON."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from qwen3vl_bridge.models.core_attention import layout_packed_seq_params, packe
 from qwen3vl_bridge.models.settings import has_transformer_engine
 from qwen3vl_bridge.rehearsal import fake_gpu
 from qwen3vl_bridge.rehearsal.no_cudnn import without_cudnn
+from qwen3vl_bridge.rehearsal.one_rank import _balance_routing
 from qwen3vl_bridge.training.process_groups import initialize
 from qwen3vl_bridge.training.step import to_device
 
@@ -33,10 +34,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForImageTextToText
 from transformers.models.qwen3_vl import modeling_qwen3_vl
+from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe
 
 from benchmarks import measurement
 from benchmarks.gpu import configuration, make_samples
-from benchmarks.kernel_accounting import DEPTHS, SIZE, Asked
+from benchmarks.kernel_accounting import DEPTHS, Asked
 from tests.host_waits.upstream import torch_attention
 from tests.model.checkpoints.test_stock_checkpoints import local_layers, stock_provider
 from tests.parity.batches import Sample, make_batch
@@ -59,6 +61,7 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.names: list[str] = []
         self.nbytes: list[int] = []
+        self.grouped: dict[int, int] = {}  # FLOPs of experts' products in one kernel, which is not in the log as one
         self.shape, self.chosen = placeholders.shape, [x.cuda() for x in placeholders.nonzero(as_tuple=True)]
 
     @classmethod
@@ -84,6 +87,8 @@ class Ledger(TorchDispatchMode):
         return found
 
     def _noted(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        if name == "aten._grouped_mm":
+            self.grouped[len(self.names)] = 2 * args[0].numel() * args[1].size(-1)
         with self.operation(name) as note:
             out = func(*args, **kwargs)
         read, written = (
@@ -179,9 +184,11 @@ def count(one_pass: Pass, model: nn.Module, placeholders: Tensor) -> tuple[Asked
             kind = "attention" if any(word in event.name for word in ATTENTION) else "other"
             asked[within[-1] if within else event.name]["product" if event.kind == "gemm" else kind] += 1
             flops += event.amount * (event.kind == "gemm")
+    flops += sum(ledger.grouped[operation] for operation in asked if operation in ledger.grouped)
     total, named = Asked(flops=flops), defaultdict(lambda: [0.0, 0.0])
     for operation, kinds in asked.items():
         is_elementwise = isinstance(operation, int) and kinds["other"] and not kinds["attention"]
+        is_elementwise = is_elementwise and operation not in ledger.grouped
         nbytes = ledger.nbytes[operation] if is_elementwise else 0
         total = total.plus(Asked(kinds.total(), kinds["other"] if is_elementwise else 0, nbytes))
         entry = named[
@@ -245,7 +252,8 @@ def of_bridge(config: Any, batch: TokenBatch, samples: list[Sample]) -> Iterator
         )
         return _mean(losses, inputs.loss_mask)
 
-    yield model.bfloat16().cuda().train(), loss
+    # With experts its provider freezes all but DeepStack's mergers by default.
+    yield model.bfloat16().cuda().train().requires_grad_(True), loss
 
 
 @contextmanager
@@ -307,19 +315,21 @@ def computable() -> Iterator[None]:
     torch.backends.cuda.enable_cudnn_sdp(False)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(nn.Conv3d, "forward", as_product))
-        stack.enter_context(mock.patch.multiple(modeling_qwen3_vl, **replaced))
+        for module in (modeling_qwen3_vl, modeling_qwen3_vl_moe):
+            stack.enter_context(mock.patch.multiple(module, **replaced))
         stack.enter_context(without_cudnn())
         yield
 
 
-def main(way: str) -> None:
+def main(way: str, size: str) -> None:
     """Count a way and print it as JSON."""
     quiet()
+    _balance_routing()
     found: dict[str, Any] = {}
     tokens, layers = 0, "Transformer Engine" if has_transformer_engine() else "local"
     for rows in ("packed", "padded"):
         for depth, (text, vision) in DEPTHS.items():
-            config = configuration(SIZE, text, vision, tiny=False)
+            config = configuration(size, text, vision, tiny=False)
             samples = make_samples(config, tiny=False)
             tokens = sum(len(sample.ids) for sample in samples)
             batch = make_batch(samples, config, packed=rows == "packed")
@@ -332,4 +342,4 @@ def main(way: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -45,11 +45,11 @@ def smallest(recipe: Recipe, gpu: str) -> tuple[int, MemoryEstimate] | None:
 
 
 def latest_rehearsals(file: Path = REHEARSALS) -> dict[str, list[dict[str, str]]]:
-    """For each recipe the latest row of each of its ranks that were rehearsed."""
+    """For each recipe the latest row of each of its ranks that were rehearsed, with each kind of layers."""
     with file.open() as lines:
-        rows = {(row["recipe"], row["rank"]): row for row in csv.DictReader(lines)}
+        rows = {(row["recipe"], row["rank"], row["layers"]): row for row in csv.DictReader(lines)}
     found: dict[str, list[dict[str, str]]] = {}
-    for (recipe, _rank), row in sorted(rows.items(), key=lambda item: int(item[0][1].split()[0])):
+    for (recipe, *_), row in sorted(rows.items(), key=lambda item: int(item[0][1].split()[0])):
         found.setdefault(recipe, []).append(row)
     return found
 
@@ -74,7 +74,10 @@ def table() -> str:
 
 
 def cell(ranks: list[dict[str, str]]) -> str:
-    """What ranks allocated beside what was planned, in GiB; what two ranks have in common once."""
+    """What ranks allocated beside what was planned, in GiB; what two ranks have in common once. With Transformer
+    Engine's layers, or local ones where it was not rehearsed with those.
+    """
+    ranks = [rank for rank in ranks if rank["layers"] == "transformer_engine"] or ranks
     return ", ".join(dict.fromkeys(f"{rank['allocated GiB']} / {rank['planned GiB']}" for rank in ranks)) or "-"
 
 

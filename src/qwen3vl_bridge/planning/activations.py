@@ -200,14 +200,19 @@ def moe_mlp(r: RankWidths) -> SavedTensors:
         "experts: linear_fc1 input": routed * dims["hidden"] * e,
         **gated_mlp(r, "experts", routed * dims["moe_ffn"] / split.expert_tp, weighted=True),
     }
-    # Products whose weights get no gradients, and no adapters. In a layer that is recomputed the inputs count: its peak
-    # is in the forward pass, which has them.
-    if Part.LANGUAGE_MODEL in training.frozen_weights and training.recompute.granularity != "full":
+    if _saves_no_inputs_of_experts(r):
         saved |= {"experts: linear_fc1 input": 0, "experts: input of linear_fc2": 0}
     if ffn := dims.sizes.get("shared_ffn", 0):  # the input of the shared expert is the router's
         saved |= gated_mlp(r, "shared expert", ffn / split.tp)
         saved |= {"shared expert: output": r.hidden * e, "shared expert: gate": e * r.token}
     return saved
+
+
+def _saves_no_inputs_of_experts(r: RankWidths) -> bool:
+    """Of products whose weights get no gradients, and no adapters. In a layer that is recomputed the inputs count: its
+    peak is in the forward pass, which has them.
+    """
+    return Part.LANGUAGE_MODEL in r.training.frozen_weights and r.training.recompute.granularity != "full"
 
 
 def output_layer(r: RankWidths, *, in_chunks: bool) -> SavedTensors:
@@ -450,16 +455,19 @@ def _mlp_gradients(r: RankWidths) -> float:
 
 
 def _experts_temporary(r: RankWidths) -> float:
-    """Gradients; with local layers more in the forward pass, where each step's variables live until the last returns:
-    tokens before and after the exchange, and experts' outputs before and after their concatenation.
+    """Gradients, or what the forward pass has more, where each step's variables live until the last returns: tokens
+    before and after the exchange, and experts' outputs before and after their concatenation. Transformer Engine's
+    layers have tokens and outputs after each exchange, both as received and in the order of experts or of tokens; of
+    those, what experts take is saved, unless their weights are frozen.
     """
     dims, split = r.dims, r.split
     routed = dims["topk"] * r.training.expert_load * r.token
     gradients = routed * (3 * dims["moe_ffn"] + 2 * dims["hidden"] * split.expert_tp)
-    if r.te:
-        return gradients
     several = dims["experts"] // split.ep > 1
-    return max(gradients, routed * dims["hidden"] * split.expert_tp * (2 + (split.ep > 1) + several))
+    copies = 2 + (split.ep > 1) + several
+    if r.te:
+        copies = 2 * (split.ep > 1) + 2 * several + _saves_no_inputs_of_experts(r)
+    return max(gradients, routed * dims["hidden"] * split.expert_tp * copies)
 
 
 def _attention_gradients(r: RankWidths) -> float:

@@ -1,0 +1,38 @@
+"""Copies and sums that a microbatch makes for gradients without Transformer Engine: megatron-core's own path's."""
+
+from collections import Counter
+
+import pytest
+
+from tests.fake_gpu.gradients import KINDS
+
+
+@pytest.fixture(scope="module")
+def found(on_fake_gpu):
+    return on_fake_gpu("tests.fake_gpu.gradients").result
+
+
+class TestGradients:
+    """One class: xdist gives a class to one process, and the program runs once."""
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_nothing_is_written_that_megatron_bridges_model_does_not_write(self, found, kind):
+        assert found[f"ours {kind}"] == found[f"Megatron-Bridge {kind}"]
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_each_parameters_gradient_is_added_once(self, found, kind):
+        """To `main_grad`."""
+        added = Counter()
+        for entry, times in found[f"ours {kind}"]["written"].items():
+            name, dtype, shape = entry.split(" ", 2)
+            if (name, dtype) == ("add_", "torch.float32"):
+                added[shape] += times
+        assert added == found[f"ours {kind}"]["parameters"]
+
+    def test_chunks_of_the_loss_add_sums_and_two_casts_of_one_weight(self, found):
+        whole, chunked = (Counter(found[name]["written"]) for name in ("ours dense", "chunked"))
+        assert not whole - chunked
+        more = {entry.rpartition(" [")[0]: times for entry, times in (chunked - whole).items()}
+        assert more == {"_to_copy torch.float32": 1, "_to_copy torch.bfloat16": 1, "add_ torch.float32": 3}
+        (shape,) = {entry.partition("[")[2] for entry in chunked - whole}
+        assert shape == "512, 80]"
