@@ -12,7 +12,6 @@ from typing import Any
 import qwen3vl_bridge  # noqa: F401  before Megatron
 from qwen3vl_bridge import Qwen3VLLoRA
 from qwen3vl_bridge.batch.device_transfer import HostCopy
-from qwen3vl_bridge.parallel import collectives
 from qwen3vl_bridge.rehearsal import fake_gpu
 from qwen3vl_bridge.rehearsal.one_rank import Rehearsal, _balance_routing, _fake_ranks, _Recorder
 from qwen3vl_bridge.training.callbacks import callbacks_of
@@ -50,7 +49,6 @@ def last_step(case: str, folder: Path) -> dict[str, Any]:
         topology = replace(TOPOLOGIES["CP2"], distributed_optimizer=True)
         shutdown()
         _fake_ranks(recorder)  # nothing is put back: cases after this one would have them too
-        collectives._device_of_collectives = lambda: torch.device("cuda", 0)  # as under NCCL
     split = Split(str(folder), topology, **settings)
     run = split.run
     # Losses that a kernel would compute are garbage, so nothing may judge them.

@@ -456,17 +456,15 @@ def _mlp_gradients(r: RankWidths) -> float:
 
 def _experts_temporary(r: RankWidths) -> float:
     """Gradients, or what the forward pass has more, where each step's variables live until the last returns: tokens
-    before and after the exchange, and experts' outputs before and after their concatenation. Transformer Engine's
-    layers have tokens and outputs after each exchange, both as received and in the order of experts or of tokens; of
-    those, what experts take is saved, unless their weights are frozen.
+    before and after their exchange, and experts' outputs, then concatenated or sorted back. What experts take is saved,
+    unless their weights are frozen.
     """
     dims, split = r.dims, r.split
     routed = dims["topk"] * r.training.expert_load * r.token
     gradients = routed * (3 * dims["moe_ffn"] + 2 * dims["hidden"] * split.expert_tp)
     several = dims["experts"] // split.ep > 1
-    copies = 2 + (split.ep > 1) + several
-    if r.te:
-        copies = 2 * (split.ep > 1) + 2 * several + _saves_no_inputs_of_experts(r)
+    # With Transformer Engine tokens are sorted by expert, and outputs back; with local layers outputs are concatenated.
+    copies = (1 + 2 * several if r.te else 2 + several) + (split.ep > 1) + _saves_no_inputs_of_experts(r)
     return max(gradients, routed * dims["hidden"] * split.expert_tp * copies)
 
 

@@ -27,6 +27,7 @@ from typing import Any
 from qwen3vl_bridge.batch import SequenceLayout, TokenBatch, make_vision_inputs, mrope_positions, vision_slots
 from qwen3vl_bridge.batch.token_layout import segment_multiple
 from qwen3vl_bridge.data.dataset_provider import Qwen3VLConversationProvider
+from qwen3vl_bridge.parallel import collectives
 from qwen3vl_bridge.rehearsal.fake_gpu import Event, between, mark, on_wait, read_log
 from qwen3vl_bridge.rehearsal.no_cudnn import without_cudnn
 from qwen3vl_bridge.training import checkpoint_manager, weight_loading
@@ -236,6 +237,7 @@ def _fake_ranks(recorder: _Recorder) -> None:
         for name, value in list(vars(module).items()):
             if isinstance(value, FunctionType) and value in replaced:
                 setattr(module, name, replaced[value])
+    collectives._device_of_collectives = lambda: torch.device("cuda", 0)  # as under NCCL: the fake takes any
 
 
 class _NoWeights:
