@@ -1,7 +1,13 @@
 """Recipes' expandable segments are those of torch's allocator, whatever initialises CUDA afterwards."""
 
+import re
+
 import pytest
 
+from .conftest import ROOT
+
+# How the script begins that docs/train.md has.
+(SCRIPT,) = re.findall(r"```python\n(.*?)\nif __name__", (ROOT / "docs" / "train.md").read_text(), re.DOTALL)
 # What a process does before it computes. Each runs in a child that has imported torch and nothing of ours.
 WAYS = {
     "the program": "from qwen3vl_bridge.cli.main import main; main(['train', '--list'])",
@@ -16,6 +22,7 @@ except SystemExit as done:
     "pretrain.py": "runpy.run_path('recipes/pretrain.py')",
     "Megatron-Bridge's launcher": "import qwen3vl_recipes.run_recipe",
     "a recipe": "from qwen3vl_recipes import qwen3_vl_8b_peft_config",
+    "a script as docs/train.md's": SCRIPT,
     "without recipes": "import qwen3vl_bridge",
     "CUDA first": "torch.cuda.init(); import qwen3vl_recipes",
 }
