@@ -1,6 +1,8 @@
 """What others have published: formulas as a special case, an estimator, and memory that people have seen."""
 
+import re
 from fractions import Fraction
+from pathlib import Path
 
 from qwen3vl_bridge.models.qwen3_vl import presets
 from qwen3vl_bridge.planning import activations
@@ -13,6 +15,7 @@ from qwen3vl_bridge.weights.rows import Dimensions, Part
 
 import pytest
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "memory.md"
 TOWER = frozenset({Part.VISION_MODEL, Part.VISION_PROJECTION})
 H100 = GPUS["H100"].memory_bytes
 
@@ -148,3 +151,28 @@ def test_recipes_that_megatron_bridge_publishes(name):
     worst = estimate(dimensions_of(presets.config_dict(size)), split, training).peak
     print(f"{name}: {worst.total / GIB:.0f} GiB, of which states {worst.states.total / GIB:.0f}")
     assert (worst.total <= H100) == fits
+
+
+def table(heading: str) -> list[list[str]]:
+    """The cells of the page's table whose first column is called so."""
+    (rows,) = re.findall(rf"^\| {heading} \|.*\n\|[-|]+\n((?:\|.*\n)+)", PAGE.read_text(), re.MULTILINE)
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows.splitlines()]
+
+
+def figures(config: dict, split: ModelSplit, training: TrainingSettings) -> list[str]:
+    """As on the page: the estimate, and the states in it."""
+    peak = estimate(dimensions_of(config), split, training).peak
+    return [f"{nbytes / GIB:.0f} GiB" for nbytes in (peak.total, peak.states.total)]
+
+
+def test_the_pages_runs():
+    rows = [[run.split(",")[0], published.split()[0], *ours] for run, published, *ours in table("run")]
+    assert rows == [[name.split(",")[0], str(seen), *figures(*of)] for name, (seen, *of) in SEEN.items()]
+
+
+def test_the_pages_recipes():
+    rows = [[recipe.split(",")[0], *ours, note.startswith("fits")] for recipe, *ours, note in table("recipe")]
+    assert rows == [
+        [name.split(",")[0], *figures(presets.config_dict(size), *of), fits]
+        for name, (size, *of, fits) in RECIPES.items()
+    ]
