@@ -2,6 +2,8 @@
 
 import importlib.util
 
+from qwen3vl_bridge.models.qwen3_5.delta_rule import CHUNK
+
 import pytest
 
 CASES = ["dense packed", "dense padded", "qwen3_5 packed", "moe packed", "LoRA packed", "CP2 packed"]
@@ -15,6 +17,13 @@ def run(on_fake_gpu, tmp_path_factory):
 
 
 of_each_case = pytest.mark.parametrize("case", CASES)
+
+
+def is_of_the_delta_rule(product: str) -> bool:
+    """By torch functions: of all heads at once with a chunk's tokens in some dimension, or a triangular system."""
+    function, *words = product.split()  # its type, m, n, k and the number of matrices
+    batched = function == "cublasSgemmStridedBatched" and str(CHUNK) in words[1:4]
+    return batched or function in ("cublasStrsm_v2", "cublasStrsmBatched")
 
 
 class TestAStep:
@@ -48,14 +57,18 @@ class TestAStep:
         others = [event.name for event in products if " bfloat16 " not in event.name]
         if case == "moe packed":
             others = [name for name in others if not (name.startswith("cublasSgemm float32") and "6" in name.split())]
-        assert len(products) > 100 and (not others or case.startswith("qwen3_5"))
+        elif case == "qwen3_5 packed":
+            others = [name for name in others if not is_of_the_delta_rule(name)]
+        assert len(products) > 100 and not others
 
-    @of_each_case
+    @pytest.mark.parametrize("case", [case for case in CASES if case != "CP2 packed"])
     def test_one_rank_sends_itself_no_tokens_or_images(self, run, case):
-        """What is left is megatron-core's: sums of losses and norms, parts of the weights."""
+        """What is left is megatron-core's: sums of losses and norms, parts of the weights. CP 2 has torch's fake ranks,
+        and nothing reaches NCCL.
+        """
         events = run.between(f"{case}: step 2", f"{case}: end")
         sent = {event.name for event in events if event.kind == "nccl"}
-        assert sent == (set() if case == "CP2 packed" else {"AllReduce", "AllGather", "Broadcast"})
+        assert sent == {"AllReduce", "AllGather", "Broadcast"}
 
     @of_each_case
     def test_the_batch_is_copied_on_a_stream_of_its_own(self, run, case):
