@@ -48,7 +48,6 @@ def enter(gpu: str, arguments: Sequence[str]) -> None:
         raise ValueError(str(error)) from error
     log = Path(tempfile.mkdtemp(prefix="rehearsal-")) / "log"
     variables = fake_gpu.environment(built, log, kind.memory_bytes / GIB, kind.major)
-    variables["HF_HUB_OFFLINE"] = "1"  # nothing is read from there
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, "-m", "qwen3vl_bridge", "train", *arguments], variables)
 
@@ -58,7 +57,7 @@ def run(cfg: ConfigContainer, *, rank: int, gpus: int, gpu: str, as_json: bool, 
     from qwen3vl_bridge.compat.library_logs import without_prints
     from qwen3vl_bridge.models.qwen3_5 import delta_rule
     from qwen3vl_bridge.planning.from_config import plan_of
-    from qwen3vl_bridge.rehearsal.one_rank import rehearse
+    from qwen3vl_bridge.rehearsal.one_rank import has_data, rehearse
 
     log = Path(os.environ["FAKE_GPU_LOG"])
     if not verbose:
@@ -72,6 +71,7 @@ def run(cfg: ConfigContainer, *, rank: int, gpus: int, gpu: str, as_json: bool, 
             except ValueError as error:
                 plan = None
                 show(f"no plan to compare with: {error}", error=True)
+            rows_are_full = not has_data(complete)
             seen = rehearse(cfg, rank=rank, world=gpus, log=log)
     finally:
         shutil.rmtree(log.parent, ignore_errors=True)
@@ -83,7 +83,7 @@ def run(cfg: ConfigContainer, *, rank: int, gpus: int, gpu: str, as_json: bool, 
         sizes = dict(peak=seen.peak, reserved=seen.reserved, free=free, planned=planned)
         show(json.dumps(dataclasses.asdict(seen) | dict(layers=layers) | sizes, indent=2))
     else:
-        _print(seen, planned, layers, free)
+        _print(seen, planned, layers, free, rows_are_full=rows_are_full)
     return _FAILED if seen.error or free < FIXED_RESERVE else 0
 
 
@@ -93,7 +93,7 @@ def stage_of(plan: MemoryEstimate, rank: int) -> StageEstimate:
     return next(each for each in plan.stages if each.stage == stage)
 
 
-def _print(seen: Rehearsal, planned: float | None, layers: str, free: int) -> None:
+def _print(seen: Rehearsal, planned: float | None, layers: str, free: int, *, rows_are_full: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -127,8 +127,8 @@ def _print(seen: Rehearsal, planned: float | None, layers: str, free: int) -> No
             waits.add_row(f"{number:,}", name, line)
         console.print(waits)
     if planned is not None and not seen.error:
-        ratio = seen.peak / planned
-        console.print(f"planned {planned / GIB:.2f} GiB without reserve, allocated {seen.peak / GIB:.2f}: {ratio:.3f}")
+        compared = f": {seen.peak / planned:.3f}" if rows_are_full else "; the plan is of rows full of images"
+        console.print(f"planned {planned / GIB:.2f} GiB without reserve, allocated {seen.peak / GIB:.2f}{compared}")
     memory = (seen.reserved + free) / GIB
     console.print(f"reserved at most {seen.reserved / GIB:.2f} of {memory:.1f} GiB: {free / GIB:.2f} are free")
     if seen.error:

@@ -75,10 +75,14 @@ def table() -> str:
 
 def cell(ranks: list[dict[str, str]]) -> str:
     """What ranks allocated beside what was planned, in GiB; what two ranks have in common once. With Transformer
-    Engine's layers, or local ones where it was not rehearsed with those.
+    Engine's layers, or marked with local ones, of a rank that was not rehearsed with those.
     """
-    ranks = [rank for rank in ranks if rank["layers"] == "transformer_engine"] or ranks
-    return ", ".join(dict.fromkeys(f"{rank['allocated GiB']} / {rank['planned GiB']}" for rank in ranks)) or "-"
+    local_first = sorted(ranks, key=lambda rank: rank["layers"] != "local")
+    chosen = {rank["rank"]: rank for rank in local_first}
+    marks = {"local": "*", "transformer_engine": ""}
+    each = (chosen[number] for number in dict.fromkeys(rank["rank"] for rank in ranks))
+    said = (f"{rank['allocated GiB']} / {rank['planned GiB']}{marks[rank['layers']]}" for rank in each)
+    return ", ".join(dict.fromkeys(said)) or "-"
 
 
 def main() -> None:

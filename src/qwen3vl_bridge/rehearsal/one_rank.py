@@ -78,8 +78,8 @@ class Rehearsal:
     Attributes:
         row: what a microbatch has.
         phases: in their order.
-        held: (bytes, tensors, the line that allocated them) at the peak of a step, most first. What was there before
-            the step is one entry.
+        held: (bytes, tensors, the line that allocated them) at the peak of a step, most first; before them what was
+            there before the step, in two entries.
         launches: number and amount (bytes; FLOPs of matrix products) of a step's events, by kind and name.
         collectives: number and bytes of a step's, by name; of two tensors, those of the larger.
         waits: (number, CUDA function, the line that waited) of the host's waits in a step, most first.
@@ -160,19 +160,26 @@ def rehearse(cfg: ConfigContainer, *, rank: int, world: int, log: Path) -> Rehea
 
 
 def _shorten(cfg: ConfigContainer, world: int) -> None:
-    """Three steps of few microbatches, which write nothing."""
+    """Three steps of few microbatches, which write and report nothing, whatever schedule the run has."""
     model, train = cfg.model, cfg.train
     split = model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
     replicas = max(world // split, 1)
     # As many microbatches as the pipeline holds at once, and two, because gradients are accumulated from the second on.
     most = max(2, model.pipeline_model_parallel_size * (2 if model.virtual_pipeline_model_parallel_size else 1))
     train.global_batch_size = replicas * min(most, -(-train.global_batch_size // replicas))
-    train.train_iters, train.num_epochs = STEPS, None
-    cfg.scheduler.lr_warmup_iters, cfg.scheduler.lr_decay_iters = 1, None
+    train.train_iters, train.train_samples, train.num_epochs = STEPS, None, None
+    train.rampup_batch_size = train.step_batch_size_schedule = None
     train.exit_signal_handler = train.exit_signal_handler_for_dataloader = False
+    train.exit_interval = train.exit_duration_in_mins = None
+    for name, value in vars(type(cfg.scheduler)(lr_warmup_iters=1)).items():
+        if name.startswith("lr_"):
+            setattr(cfg.scheduler, name, value)
     cfg.validation.eval_iters = 0
-    cfg.logger.log_interval, cfg.logger.tensorboard_dir = STEPS + 1, None
-    cfg.checkpoint.save = cfg.checkpoint.load = cfg.checkpoint.save_interval = None
+    cfg.logger, cfg.profiling = type(cfg.logger)(log_interval=STEPS + 1), type(cfg.profiling)()
+    cfg.ft = cfg.straggler = cfg.nvrx_straggler = cfg.inprocess_restart = None
+    checkpoint = cfg.checkpoint
+    checkpoint.save = checkpoint.load = checkpoint.save_interval = checkpoint.ckpt_step = None
+    checkpoint.async_save = False
     logging.getLogger(checkpoint_manager.__name__).setLevel(logging.ERROR)  # it would warn of that
     cfg.guard = None  # it would judge losses that are not computed
     cfg.dataset.num_workers, cfg.dataset.balance_over = 0, None
@@ -310,10 +317,10 @@ def full_row(cfg: ConfigContainer) -> TokenBatch:
     vision = model.vision_config
     merge = vision.spatial_merge_size
     multiple = segment_multiple(model.context_parallel_size)
-    images = max(_IMAGES, model.context_parallel_size)  # ranks get as many of them
+    most = (getattr(cfg.dataset, "max_patches", None) or length * merge**2) // merge**2
+    images = max(min(_IMAGES, most, length // 8), model.context_parallel_size)  # ranks get as many of them
     each = length // images // multiple * multiple
-    most = getattr(cfg.dataset, "max_patches", None) or length * merge**2
-    tokens = min(each - 4, most // merge**2 // images)
+    tokens = max(min(each - 4, most // images), 1)
     height = math.isqrt(tokens)
     width = tokens // height
     image = [model.vision_start_token_id, *[model.image_token_id] * (height * width), model.vision_end_token_id]
@@ -404,7 +411,12 @@ class _Recorder(Callback):
         if self.step <= _RECORDED:
             trace = torch.cuda.memory._snapshot()["device_traces"][0]
             torch.cuda.memory._record_memory_history(None)
-            self.report.held = [(self.before, 0, "before the step"), *_held_at_peak(trace)]
+            made = next((phase.allocated for phase in self.report.phases if phase.name == "model"), 0)
+            states = [
+                (made, 0, "the model: weights, gradients"),
+                (self.before - made, 0, "the optimizer's states, workspaces"),
+            ]
+            self.report.held = [*(state for state in states if state[0] > 0), *_held_at_peak(trace)]
 
 
 def _held_at_peak(trace: list[dict[str, Any]]) -> list[tuple[int, int, str]]:
