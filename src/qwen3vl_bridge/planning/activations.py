@@ -15,6 +15,7 @@ output is the next layer's input, where packed rows are copied on a CPU.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -334,6 +335,7 @@ class Activations(NamedTuple):
     stored: dict[str, float]  # until its backward pass, by module
     temporary: float  # maximum while a layer is computed: recomputed activations, gradients of a layer
     logits: float  # while the loss is computed, with their gradients
+    ahead: float = 0.0  # of the next microbatch, if each of its layers comes with the end of one of this microbatch's
 
     @property
     def total(self) -> float:
@@ -360,7 +362,9 @@ def chunk_activations(
     r, work = RankWidths(dims, split, training), work or MicrobatchWork.of(dims, split, training)
     hidden, deepstack_layers = dims["hidden"] * r.e, len(dims.indices["deepstack_mergers"])
     in_chunks = 0 < training.loss_chunk_tokens < work.tokens
-    text, temporary = _with_recomputation(_text_layers(r, chunk.layers, work.slots), training.recompute)
+    layers = _text_layers(r, chunk.layers, work.slots)
+    text, temporary = _with_recomputation(layers, training.recompute)
+    ahead = _of_next_microbatch([_with_recomputation([layer], training.recompute)[0] for layer in layers])
     text += sum(embedding(r, pre_process=chunk.pre_process).values())
     stored, temporary, logits = {"language model": text * work.tokens}, temporary * work.tokens, 0.0
     if training.trains_mtp:
@@ -394,7 +398,13 @@ def chunk_activations(
         stored["sent between towers"] = (1 + deepstack_layers) * hidden * work.vision_tokens * split.cp
         received = stored["sent between towers"] * vision_trained
         temporary, logits = temporary + received, logits + received
-    return Activations({module: nbytes for module, nbytes in stored.items() if nbytes}, temporary, logits)
+    stored = {module: nbytes for module, nbytes in stored.items() if nbytes}
+    return Activations(stored, temporary, logits, ahead * work.tokens)
+
+
+def _of_next_microbatch(layers: list[float]) -> float:
+    """What is held at most beside a microbatch's layers, while the next one's come, first to last, as its own leave."""
+    return max(itertools.accumulate(a - b for a, b in zip(layers, [0.0, *reversed(layers)], strict=False)), default=0.0)
 
 
 def _text_layers(r: RankWidths, numbers: Sequence[int], slots: float) -> list[LayerActivations]:
@@ -409,9 +419,9 @@ def _text_layers(r: RankWidths, numbers: Sequence[int], slots: float) -> list[La
             saved = {f"adapter of {name}": lora.rank * r.e for name in adapted}
             # Gathered from sequence-parallel ranks. Source: Megatron-Bridge 0.6.2, ParallelLinearAdapter.
             kept = {"in_proj"} if lora.regathers else {"in_proj", "linear_qkv", "linear_fc1"}
-            saved |= {
-                f"adapter of {n}: input of other ranks": (dims["hidden"] - r.hidden) * r.e for n in adapted & kept
-            }
+            # Beside this rank's part with Transformer Engine, with local layers in its place.
+            gathered = dims["hidden"] - r.hidden * (not r.te or r.hidden == dims["hidden"])
+            saved |= {f"adapter of {n}: gathered input": gathered * r.e for n in adapted & kept}
             if lora.dora:  # the sum of both outputs is a factor, whose gradient and the magnitudes' are as large
                 outputs = {name: sizes[name][1] * r.e for name in adapted}
                 saved |= {f"adapter of {name}: output": n for name, n in outputs.items()}
@@ -421,8 +431,9 @@ def _text_layers(r: RankWidths, numbers: Sequence[int], slots: float) -> list[La
                 widest = max(3 * n - freed * (name == "linear_fc1") for name, n in outputs.items())
                 layer = layer._replace(gradients=max(layer.gradients, widest + 2 * r.hidden * r.e))
             layer = layer._replace(saved=layer.saved | saved)
-        if r.training.overlaps_experts and r.norm_input != r.e:  # what nodes hand on, of which norms save a copy
-            layer = layer._replace(saved=layer.saved | {"inputs of both norms": 2 * r.hidden * r.e})
+        if r.training.overlaps_experts:  # what nodes hand on: shared experts' part, inputs copied by norms
+            parts = 2 * (r.norm_input != r.e) + (moe and "shared_ffn" in dims.sizes)
+            layer = layer._replace(saved=layer.saved | {"handed on": parts * r.hidden * r.e})
         by_number |= dict.fromkeys(same, layer)
     if (bits := r.training.eight_bits) is not None and numbers:
         chunk = range(numbers[0], numbers[-1] + 1)

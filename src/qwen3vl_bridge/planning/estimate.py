@@ -194,7 +194,7 @@ def estimate(
         if stages is None or chunks[0].stage in stages:
             stored = [chunk_activations(dims, split, training, chunk) for chunk in chunks]
             if training.overlaps_experts and split.pp == 1 and microbatches > 1:
-                stored = [with_next_microbatch(one, len(chunks[0].layers)) for one in stored]
+                stored = [with_next_microbatch(one) for one in stored]
             held = microbatches_in_flight(
                 split, chunks[0].stage, microbatches, [one.total for one in stored], ahead=training.overlaps_experts
             )
@@ -202,14 +202,11 @@ def estimate(
     return MemoryEstimate(split, training, tuple(estimates), vision_split)
 
 
-def with_next_microbatch(one: Activations, layers: int) -> Activations:
-    """In addition, what the combined schedule of a single stage holds of the next microbatch: its tower, and while the
-    last layer's backward pass runs its first layer. After that, each of its layers comes with the end of one of this
-    microbatch's.
-    """
+def with_next_microbatch(one: Activations) -> Activations:
+    """In addition, what the combined schedule of a single stage holds of the next microbatch: its tower and layers."""
     once = {"language model", "loss", "multi-token prediction"}
     stored = {name: nbytes * (2 - (name in once)) for name, nbytes in one.stored.items()}
-    return one._replace(stored=stored, temporary=one.temporary + one.stored["language model"] / layers)
+    return one._replace(stored=stored, temporary=one.temporary + one.ahead)
 
 
 def microbatches_in_flight(
