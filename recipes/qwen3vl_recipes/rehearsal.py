@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import importlib.util
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
 
 _FAILED = 1
+_FOLDER = "rehearsal-"
 _LINES = 16  # of code that hold memory, most first
 
 
@@ -40,13 +42,15 @@ def enter(gpu: str, arguments: Sequence[str]) -> None:
         ValueError: the fake GPU cannot be built here.
     """
     if "FAKE_GPU_LOG" in os.environ:
+        if (folder := Path(os.environ["FAKE_GPU_LOG"]).parent).name.startswith(_FOLDER):  # and none of a caller's
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
         return
     kind = gpu_of(gpu)
     try:
         built = fake_gpu.build(user_cache() / "fake_gpu")
     except fake_gpu.FakeGPUError as error:
         raise ValueError(str(error)) from error
-    log = Path(tempfile.mkdtemp(prefix="rehearsal-")) / "log"
+    log = Path(tempfile.mkdtemp(prefix=_FOLDER)) / "log"
     variables = fake_gpu.environment(built, log, kind.memory_bytes / GIB, kind.major)
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, "-m", "qwen3vl_bridge", "train", *arguments], variables)
@@ -62,19 +66,16 @@ def run(cfg: ConfigContainer, *, rank: int, gpus: int, gpu: str, as_json: bool, 
     log = Path(os.environ["FAKE_GPU_LOG"])
     if not verbose:
         logging.getLogger("qwen3vl_bridge").setLevel(logging.WARNING)  # losses and the like are garbage
-    try:
-        with contextlib.redirect_stdout(sys.stderr) if verbose else without_prints():
-            complete = dry_run.finalised(cfg, gpus)
-            logging.getLogger(delta_rule.__name__).setLevel(logging.ERROR)  # the run would say the same again
-            try:
-                plan = plan_of(complete, gpus)
-            except ValueError as error:
-                plan = None
-                show(f"no plan to compare with: {error}", error=True)
-            rows_are_full = not has_data(complete)
-            seen = rehearse(cfg, rank=rank, world=gpus, log=log)
-    finally:
-        shutil.rmtree(log.parent, ignore_errors=True)
+    with contextlib.redirect_stdout(sys.stderr) if verbose else without_prints():
+        complete = dry_run.finalised(cfg, gpus)
+        logging.getLogger(delta_rule.__name__).setLevel(logging.ERROR)  # the run would say the same again
+        try:
+            plan = plan_of(complete, gpus)
+        except ValueError as error:
+            plan = None
+            show(f"no plan to compare with: {error}", error=True)
+        rows_are_full = not has_data(cfg)
+        seen = rehearse(cfg, rank=rank, world=gpus, log=log)
     layers = complete.model.transformer_impl
     stage = None if plan is None else stage_of(plan, rank)
     planned = None if stage is None else stage.allocated

@@ -114,6 +114,13 @@ def test_memory_is_left_for_what_is_not_seen(reserved, status, tmp_path, monkeyp
     assert caplog.text.count("many times as long and much more memory") == 1
 
 
+@pytest.mark.parametrize(("full", "compared"), [(True, ": 0.500"), (False, "; the plan is of rows full of images")])
+def test_a_plan_of_full_rows_is_not_compared_with_rows_of_data(full, compared, capsys):
+    seen = Rehearsal(0, 1, phases=[Phase("step 1, passes", 0, 4 * GIB, 4 * GIB, 0.0)])
+    rehearsal._print(seen, 8 * GIB, "transformer_engine", 40 * GIB, rows_are_full=full)
+    assert f"planned 8.00 GiB without reserve, allocated 4.00{compared}\n" in capsys.readouterr().out
+
+
 @pytest.mark.usefixtures("no_groups")
 @pytest.mark.parametrize("settings", [
     {"scheduler.lr_warmup_iters": 0, "scheduler.lr_warmup_fraction": 0.03},

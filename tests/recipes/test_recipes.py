@@ -233,6 +233,18 @@ def test_a_rehearsed_rank_allocates_what_is_planned():
                 assert float(row["ratio"]) == pytest.approx(1, abs=0.05 if "_fsdp_" in name else 0.02), row
 
 
+def test_the_page_on_memory_has_the_ratios_of_rehearsals():
+    page = " ".join((ROOT / "docs" / "memory.md").read_text("utf-8").split())
+    ranks = [row for found in latest_rehearsals(ROOT / REHEARSALS).values() for row in found if row["ratio"]]
+    for layers, verb in (("local", "that is"), ("transformer_engine", "it is")):
+        said = []
+        for fsdp in (False, True):
+            of = [float(x["ratio"]) for x in ranks if x["layers"] == layers and ("_fsdp_" in x["recipe"]) == fsdp]
+            said.append((f"{min(of):.3f} to {max(of):.3f}", len(of)))
+        (most, count), (sharded, of_sharded) = said
+        assert f"{verb} {most} of the plan ({count} ranks), under Megatron-FSDP {sharded} ({of_sharded})" in page
+
+
 PLANS = {
     "local": lambda cfg, gpus: plan_of(finalised(cfg, gpus), gpus),
     "transformer_engine": memory_plan,
