@@ -168,7 +168,7 @@ def _shorten(cfg: ConfigContainer, world: int) -> None:
     most = max(2, model.pipeline_model_parallel_size * (2 if model.virtual_pipeline_model_parallel_size else 1))
     train.global_batch_size = replicas * min(most, -(-train.global_batch_size // replicas))
     train.train_iters, train.train_samples, train.num_epochs = STEPS, None, None
-    train.rampup_batch_size = train.step_batch_size_schedule = None
+    train.rampup_batch_size = None
     train.exit_signal_handler = train.exit_signal_handler_for_dataloader = False
     train.exit_interval = train.exit_duration_in_mins = None
     for name, value in vars(type(cfg.scheduler)(lr_warmup_iters=1)).items():
