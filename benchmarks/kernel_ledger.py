@@ -22,7 +22,7 @@ from qwen3vl_bridge.models.core_attention import layout_packed_seq_params, packe
 from qwen3vl_bridge.models.settings import has_transformer_engine
 from qwen3vl_bridge.rehearsal import fake_gpu
 from qwen3vl_bridge.rehearsal.no_cudnn import without_cudnn
-from qwen3vl_bridge.rehearsal.one_rank import _balance_routing
+from qwen3vl_bridge.rehearsal.one_rank import balance_routing
 from qwen3vl_bridge.training.process_groups import initialize
 from qwen3vl_bridge.training.step import to_device
 
@@ -187,8 +187,8 @@ def count(one_pass: Pass, model: nn.Module, placeholders: Tensor) -> tuple[Asked
     flops += sum(ledger.grouped[operation] for operation in asked if operation in ledger.grouped)
     total, named = Asked(flops=flops), defaultdict(lambda: [0.0, 0.0])
     for operation, kinds in asked.items():
-        is_elementwise = isinstance(operation, int) and kinds["other"] and not kinds["attention"]
-        is_elementwise = is_elementwise and operation not in ledger.grouped
+        is_product = kinds["attention"] or operation in ledger.grouped
+        is_elementwise = isinstance(operation, int) and kinds["other"] and not is_product
         nbytes = ledger.nbytes[operation] if is_elementwise else 0
         total = total.plus(Asked(kinds.total(), kinds["other"] if is_elementwise else 0, nbytes))
         entry = named[
@@ -324,7 +324,7 @@ def computable() -> Iterator[None]:
 def main(way: str, size: str) -> None:
     """Count a way and print it as JSON."""
     quiet()
-    _balance_routing()
+    balance_routing()
     found: dict[str, Any] = {}
     tokens, layers = 0, "Transformer Engine" if has_transformer_engine() else "local"
     for rows in ("packed", "padded"):

@@ -25,7 +25,7 @@ from benchmarks import measurement
 
 GIB = 2**30
 # Of Qwen3.5 in mxfp8: Transformer Engine has no attention for heads of 256 on Blackwell without flash-attn.
-_WITH_FLASH_ATTN = {f"qwen35_vl_{size}_pretrain_fp8_mx_config" for size in ("35b_a3b", "122b_a10b", "397b_a17b")}
+WITH_FLASH_ATTN = {f"qwen35_vl_{size}_pretrain_fp8_mx_config" for size in ("35b_a3b", "122b_a10b", "397b_a17b")}
 
 
 def rehearsed(recipe: str, rank: str) -> dict[str, Any]:
@@ -59,23 +59,30 @@ def row(recipe: str, rank: str) -> dict[str, Any]:
     }
 
 
-def replan(file: Path) -> None:
-    """Write again what is planned for the rows of a file. Flash-linear-attention must be installed for local layers."""
+@functools.cache
+def _plan(recipe: str, layers: str) -> Any:
     from qwen3vl_bridge.planning.from_config import plan_of
 
     from qwen3vl_recipes.dry_run import finalised, memory_plan
+
+    cfg, gpus = recipes()[recipe](), recipes()[recipe].gpus
+    return plan_of(finalised(cfg, gpus), gpus) if layers == "local" else memory_plan(cfg, gpus)
+
+
+def planned_now(one: dict[str, str]) -> float:
+    """GiB planned for a row's rank; of Qwen3.5 with local layers only if flash-linear-attention is installed."""
     from qwen3vl_recipes.rehearsal import stage_of
 
-    @functools.cache
-    def plan(recipe: str, layers: str) -> Any:
-        cfg, gpus = recipes()[recipe](), recipes()[recipe].gpus
-        return plan_of(finalised(cfg, gpus), gpus) if layers == "local" else memory_plan(cfg, gpus)
+    return stage_of(_plan(one["recipe"], one["layers"]), int(one["rank"].split()[0])).allocated / GIB
 
+
+def replan(file: Path) -> None:
+    """Write again what is planned for the rows of a file."""
     with file.open() as lines:
         rows = list(csv.DictReader(lines))
     for one in rows:
         if one["planned GiB"]:
-            planned = stage_of(plan(one["recipe"], one["layers"]), int(one["rank"].split()[0])).allocated / GIB
+            planned = planned_now(one)
             one |= {"planned GiB": f"{planned:.2f}", "ratio": f"{float(one['allocated GiB']) / planned:.3f}"}
     with file.open("w", newline="") as written:
         writer = csv.DictWriter(written, list(rows[0]), lineterminator="\n")
@@ -86,7 +93,7 @@ def replan(file: Path) -> None:
 def main() -> None:
     """Rehearse, print and append to the results."""
     parser = measurement.parser(__doc__, "rehearsal.csv")
-    names = [n for n, one in recipes().items() if one.gpus and "dist_train" not in n and n not in _WITH_FLASH_ATTN]
+    names = [n for n, one in recipes().items() if one.gpus and "dist_train" not in n and n not in WITH_FLASH_ATTN]
     parser.add_argument("--recipes", nargs="+", default=names)
     parser.add_argument("--replan", action="store_true", help="only write again what is planned, of every row")
     options = parser.parse_args()

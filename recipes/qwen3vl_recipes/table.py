@@ -77,11 +77,11 @@ def cell(ranks: list[dict[str, str]]) -> str:
     """What ranks allocated beside what was planned, in GiB; what two ranks have in common once. With Transformer
     Engine's layers, or marked with local ones, of a rank that was not rehearsed with those.
     """
-    local_first = sorted(ranks, key=lambda rank: rank["layers"] != "local")
-    chosen = {rank["rank"]: rank for rank in local_first}
-    marks = {"local": "*", "transformer_engine": ""}
-    each = (chosen[number] for number in dict.fromkeys(rank["rank"] for rank in ranks))
-    said = (f"{rank['allocated GiB']} / {rank['planned GiB']}{marks[rank['layers']]}" for rank in each)
+    chosen: dict[str, dict[str, str]] = {}
+    for rank in ranks:
+        if rank["layers"] != "local" or rank["rank"] not in chosen:
+            chosen[rank["rank"]] = rank
+    said = (f"{x['allocated GiB']} / {x['planned GiB']}{'*' * (x['layers'] == 'local')}" for x in chosen.values())
     return ", ".join(dict.fromkeys(said)) or "-"
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 import qwen3vl_bridge  # noqa: F401  before Megatron
-from qwen3vl_bridge.rehearsal.one_rank import _balance_routing
+from qwen3vl_bridge.rehearsal.one_rank import balance_routing
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -70,6 +70,6 @@ def second_microbatch(way: str, kind: str, chunk: int = 0) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    _balance_routing()
+    balance_routing()
     found = {f"{way} {kind}": second_microbatch(way, kind) for kind in KINDS for way in ("ours", "Megatron-Bridge")}
     leave(found | {"chunked": second_microbatch("ours", "dense", chunk=32)})

@@ -13,7 +13,7 @@ import qwen3vl_bridge  # noqa: F401  before Megatron
 from qwen3vl_bridge import Qwen3VLLoRA
 from qwen3vl_bridge.batch.device_transfer import HostCopy
 from qwen3vl_bridge.rehearsal import fake_gpu
-from qwen3vl_bridge.rehearsal.one_rank import Rehearsal, _balance_routing, _fake_ranks, _Recorder
+from qwen3vl_bridge.rehearsal.one_rank import Rehearsal, _fake_ranks, _Recorder, balance_routing
 from qwen3vl_bridge.training.callbacks import callbacks_of
 from qwen3vl_bridge.training.process_groups import shutdown
 
@@ -89,7 +89,7 @@ def saves(run: Run, folder: Path) -> bool:
 
 if __name__ == "__main__":
     folder, *cases = sys.argv[1:]
-    _balance_routing()
+    balance_routing()
     # Roots are taken of sums that are not computed, which may be below zero.
     norm, tolist = optimizer.get_grad_norm_fp32, HostCopy.tolist
     optimizer.get_grad_norm_fp32 = lambda *args, **kwargs: abs(norm(*args, **kwargs))

@@ -35,7 +35,7 @@ SourceFileLoader.get_code = _without_asserts
 def stand_ins() -> ExitStack:
     """For what reads values: entered, to be closed."""
     from qwen3vl_bridge.rehearsal.no_cudnn import without_cudnn
-    from qwen3vl_bridge.rehearsal.one_rank import _balance_routing
+    from qwen3vl_bridge.rehearsal.one_rank import balance_routing
     from qwen3vl_bridge.training.guard import StepGuard
 
     from megatron.core.optimizer import optimizer
@@ -61,7 +61,7 @@ def stand_ins() -> ExitStack:
 
     stack = ExitStack()
     stack.enter_context(without_cudnn())
-    _balance_routing()
+    balance_routing()
     stack.enter_context(mock.patch.object(Pair, "reference_results", on_host))
     stack.enter_context(mock.patch.object(test_parity, "run_megatron", copied))
     stack.enter_context(mock.patch.object(StepGuard, "_judge", allow))

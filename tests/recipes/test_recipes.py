@@ -7,7 +7,6 @@ from pathlib import Path
 from qwen3vl_bridge import registry
 from qwen3vl_bridge.models.settings import replicas_of
 from qwen3vl_bridge.peft.lora import Qwen3VLDoRA, Qwen3VLLoRA
-from qwen3vl_bridge.planning.from_config import plan_of
 from qwen3vl_bridge.planning.hardware import GIB, GPUS, HOST_BYTES, HOST_RESERVE
 from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
 
@@ -16,9 +15,10 @@ import qwen3vl_recipes
 from qwen3vl_recipes.base import DIST_TRAIN_PATCHES, dist_train
 from qwen3vl_recipes.dry_run import finalised, memory_plan
 from qwen3vl_recipes.registry import find, recipes
-from qwen3vl_recipes.rehearsal import stage_of
 from qwen3vl_recipes.table import BEGIN, END, FREE, REHEARSALS, cell, latest_rehearsals, smallest
 from qwen3vl_recipes.table import KINDS as KINDS_OF_GPUS
+
+from benchmarks.rehearsal import WITH_FLASH_ATTN, planned_now
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,7 +48,6 @@ PROXY = {"qwen35_vl_proxy_sft_config", "qwen35_vl_proxy_sft_fsdp_config"}
 DIST_TRAIN = {f"qwen3_vl_{size}_sft_dist_train_config" for size in ("30b_a3b", "235b_a22b")}
 # Heads of 256 need flash-attn on a B200, which a rehearsal has not: without it Transformer Engine computes all scores,
 # from lengths that it reads on the GPU.
-WITH_FLASH_ATTN = {f"qwen35_vl_{size}_pretrain_fp8_mx_config" for size in ("35b_a3b", "122b_a10b", "397b_a17b")}
 
 
 @pytest.fixture(autouse=True)
@@ -245,22 +244,13 @@ def test_the_page_on_memory_has_the_ratios_of_rehearsals():
         assert f"{verb} {most} of the plan ({count} ranks), under Megatron-FSDP {sharded} ({of_sharded})" in page
 
 
-PLANS = {
-    "local": lambda cfg, gpus: plan_of(finalised(cfg, gpus), gpus),
-    "transformer_engine": memory_plan,
-}
-
-
 @pytest.mark.usefixtures("no_groups")
 def test_the_planner_still_says_what_rehearsals_were_compared_with():
     """Of Qwen3.5 with local layers it depends on whether flash-linear-attention is installed."""
     for name, ranks in latest_rehearsals(ROOT / REHEARSALS).items():
-        recipe = recipes()[name]
         for row in ranks:
             if row["planned GiB"] and (row["layers"] != "local" or name.startswith("qwen3_vl_")):
-                plan = PLANS[row["layers"]](recipe(), recipe.gpus)
-                stage = stage_of(plan, int(row["rank"].split()[0]))
-                assert stage.allocated / GIB == pytest.approx(float(row["planned GiB"]), abs=0.01), row
+                assert planned_now(row) == pytest.approx(float(row["planned GiB"]), abs=0.01), row
 
 
 @pytest.mark.usefixtures("no_groups")

@@ -364,7 +364,6 @@ def chunk_activations(
     in_chunks = 0 < training.loss_chunk_tokens < work.tokens
     layers = _text_layers(r, chunk.layers, work.slots)
     text, temporary = _with_recomputation(layers, training.recompute)
-    ahead = _of_next_microbatch([_with_recomputation([layer], training.recompute)[0] for layer in layers])
     text += sum(embedding(r, pre_process=chunk.pre_process).values())
     stored, temporary, logits = {"language model": text * work.tokens}, temporary * work.tokens, 0.0
     if training.trains_mtp:
@@ -398,6 +397,9 @@ def chunk_activations(
         stored["sent between towers"] = (1 + deepstack_layers) * hidden * work.vision_tokens * split.cp
         received = stored["sent between towers"] * vision_trained
         temporary, logits = temporary + received, logits + received
+    ahead = 0.0
+    if training.overlaps_experts:
+        ahead = _of_next_microbatch([_with_recomputation([layer], training.recompute)[0] for layer in layers])
     stored = {module: nbytes for module, nbytes in stored.items() if nbytes}
     return Activations(stored, temporary, logits, ahead * work.tokens)
 

@@ -143,7 +143,7 @@ def rehearse(cfg: ConfigContainer, *, rank: int, world: int, log: Path) -> Rehea
     # Of shards' places in their tensors, which the other ranks would tell: only checkpoints have them.
     param_and_grad_buffer.validate_uneven_dtensor = lambda *_: None
     if cfg.model.num_moe_experts:
-        _balance_routing()
+        balance_routing()
     cfg.model.register_post_wrap_hook(recorder.model_made)
     with tempfile.TemporaryDirectory() as folder, without_cudnn():
         cfg.checkpoint.pretrained_checkpoint = folder if cfg.peft or cfg.model.init_model_with_meta_device else None
@@ -264,7 +264,7 @@ def _first_of_all(tuner: CachingAutotuner, *args: Any, **kwargs: Any) -> dict[An
     return {launcher: float(number) for number, launcher in enumerate(tuner.launchers)}
 
 
-def _balance_routing() -> None:
+def balance_routing() -> None:
     """Give every expert as many tokens. The router's kernels run, but their result is not computed."""
     dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
     preprocess, gather = dispatcher.preprocess, token_dispatcher.gather_from_sequence_parallel_region
