@@ -77,20 +77,25 @@ def run(cfg: ConfigContainer, *, rank: int, gpus: int, gpu: str, as_json: bool, 
         rows_are_full = not has_data(cfg)
         seen = rehearse(cfg, rank=rank, world=gpus, log=log)
     layers = complete.model.transformer_impl
-    stage = None if plan is None else stage_of(plan, rank)
+    stage = None if plan is None else stage_of(plan, rank, replicas_last=complete.dist.use_tp_pp_dp_mapping)
     planned = None if stage is None else stage.allocated
     free = gpu_of(gpu).memory_bytes - seen.reserved
     if as_json:
-        sizes = dict(peak=seen.peak, reserved=seen.reserved, free=free, planned=planned)
+        sizes = dict(peak=seen.peak, reserved=seen.reserved, free=free, planned=planned, rows_are_full=rows_are_full)
         show(json.dumps(dataclasses.asdict(seen) | dict(layers=layers) | sizes, indent=2))
     else:
         _print(seen, planned, layers, free, rows_are_full=rows_are_full)
     return _FAILED if seen.error or free < FIXED_RESERVE else 0
 
 
-def stage_of(plan: MemoryEstimate, rank: int) -> StageEstimate:
-    """What the planner estimates for a rank: megatron-core numbers the ranks of a pipeline stage consecutively."""
-    stage = rank // (plan.split.world // plan.split.pp)
+def stage_of(plan: MemoryEstimate, rank: int, *, replicas_last: bool = False) -> StageEstimate:
+    """What the planner estimates for a rank.
+
+    megatron-core numbers the ranks of a pipeline stage consecutively, or with `use_tp_pp_dp_mapping` (`replicas_last`)
+    those of a replica, among them the ranks of one of its stages.
+    """
+    split = plan.split
+    stage = rank // (split.tp * split.cp) % split.pp if replicas_last else rank // (split.world // split.pp)
     return next(each for each in plan.stages if each.stage == stage)
 
 

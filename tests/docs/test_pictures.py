@@ -3,6 +3,7 @@
 import re
 
 from qwen3vl_bridge.batch import token_index
+from qwen3vl_bridge.planning.hardware import GIB, GPUS
 
 import pytest
 
@@ -41,7 +42,8 @@ def test_the_gallery_prints_the_rehearsal_that_it_draws():
     planned = next(row for row in reversed(recipe) if row["layers"] == "local")["planned GiB"]
     ratio = allocated / float(planned)
     assert f"planned {planned} GiB without reserve, allocated {allocated:.2f}: {ratio:.3f}\n" in page
-    assert f"reserved at most {reserved:.2f} of 79.1 GiB\n" in page
+    memory = GPUS["H100"].memory_bytes / GIB
+    assert f"reserved at most {reserved:.2f} of {memory:.1f} GiB: {memory - reserved:.2f} are free\n" in page
 
 
 def test_the_page_on_speed_has_the_latest_counts_of_launches_and_bytes():
@@ -66,6 +68,12 @@ def test_the_page_on_speed_has_the_latest_counts_of_launches_and_bytes():
     ]
     (sentence,) = re.findall(r"^Ours launches .*?times\.", page, re.MULTILINE | re.DOTALL)
     assert re.findall(r"\d\.\d+", sentence) == shares
+    ours, theirs = (latest["30B-A3B", "Transformer Engine", way] for way in ("ours", "Megatron-Bridge"))
+    products = 128 * 2 * 3  # of each expert's two weights, forward and for two gradients
+    launches = [int(x["launches of a text layer"]) - products for x in (ours, theirs)]
+    nbytes = [int(x["kB/token of a text layer"]) for x in (ours, theirs)]
+    (sentence,) = re.findall(r"The rest of a layer .*?bytes\.", page, re.DOTALL)
+    assert re.findall(r"\d\.\d+", sentence) == [f"{mine / other:.2f}" for mine, other in (launches, nbytes)]
 
 
 def test_each_token_of_the_packed_row_lies_where_the_code_puts_it():

@@ -36,8 +36,8 @@ EMBEDDING = "language_model.embedding.word_embeddings.weight"
 
 
 def last_step(case: str, folder: Path) -> dict[str, Any]:
-    """Of the last step of a case, "kind rows": which functions wait, how many graphs are compiled, what is sent to a
-    rank that does not exist; and of a save before it, whether it is complete.
+    """Of the last step of a case, "kind rows": which functions wait, what is sent to a rank that does not exist; how
+    many graphs are compiled after the first step; and of a save before the last, whether it is complete.
     """
     kind, rows = case.split()
     make_checkpoint(folder, **OPTIONS.get(kind, {}))
@@ -65,7 +65,8 @@ def last_step(case: str, folder: Path) -> dict[str, Any]:
                 complete = saves(run, folder / "run")
             fake_gpu.mark(f"{case}: step {number}")
             waits.clear()
-            graphs = counters["stats"]["unique_graphs"]
+            if number == 1:
+                graphs = counters["stats"]["unique_graphs"]
             with fake_gpu.on_wait(lambda _: waits.update([place_in_code()])):
                 step_with_callbacks(run)
         fake_gpu.mark(f"{case}: end")

@@ -41,6 +41,12 @@ with torch.cuda.stream(side):
     torch.nn.functional.linear(x.bfloat16(), w.T.bfloat16(), w[0].bfloat16())
 mark("end of products")
 result["side"] = side.cuda_stream
+mark("other products")
+torch.dot(x[0], x[1])
+doubles = torch.ones(2, 4, 4, dtype=torch.float64, device="cuda")
+torch.bmm(doubles, doubles)
+torch.linalg.solve_triangular(doubles, doubles, upper=True)
+mark("end of other products")
 
 x, index = torch.ones(8, 8, device="cuda"), torch.zeros(2, dtype=torch.long, device="cuda")
 host, pinned = torch.ones(8), torch.ones(8).pin_memory()
@@ -118,6 +124,12 @@ def test_products_of_every_library(run):
     casts = [event for event in events if event.kind == "kernel" and event.stream == run.result["side"]]
     assert len(casts) == 3 and all("bfloat16_copy_kernel" in event.name for event in casts)
     assert all(event.kind != "wait" for event in events)
+
+
+def test_products_of_unknown_sizes_are_told_too(run):
+    events = run.between("other products", "end of other products")
+    names = [event.name.split()[0] for event in events if event.kind == "gemm"]
+    assert names == ["cublasSdot_v2", "cublasDgemmStridedBatched", "cublasDtrsmBatched"]
 
 
 @pytest.mark.parametrize("line", WAITS)

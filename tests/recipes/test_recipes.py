@@ -1,7 +1,9 @@
 """Every recipe is there, is built and completed without any network, and is what it says."""
 
+import importlib.metadata
 import inspect
 import socket
+from importlib.util import find_spec
 from pathlib import Path
 
 from qwen3vl_bridge import registry
@@ -12,12 +14,14 @@ from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
 
 import pytest
 import qwen3vl_recipes
+import torch
 from qwen3vl_recipes.base import DIST_TRAIN_PATCHES, dist_train
 from qwen3vl_recipes.dry_run import finalised, memory_plan
 from qwen3vl_recipes.registry import find, recipes
 from qwen3vl_recipes.table import BEGIN, END, FREE, REHEARSALS, cell, latest_rehearsals, smallest
 from qwen3vl_recipes.table import KINDS as KINDS_OF_GPUS
 
+from benchmarks import flash_attn_shapes
 from benchmarks.rehearsal import WITH_FLASH_ATTN, planned_now
 
 ROOT = Path(__file__).parents[2]
@@ -230,6 +234,21 @@ def test_a_rehearsed_rank_allocates_what_is_planned():
             assert not row["error"] and float(row["reserved GiB"]) <= most, row
             if row["planned GiB"]:
                 assert float(row["ratio"]) == pytest.approx(1, abs=0.05 if "_fsdp_" in name else 0.02), row
+
+
+@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn is installed")
+def test_shapes_of_flash_attn_take_the_place_of_the_package(tmp_path, monkeypatch):
+    """As Transformer Engine finds and imports it."""
+    monkeypatch.syspath_prepend(flash_attn_shapes.provide(tmp_path))
+    assert importlib.metadata.version("flash-attn") == flash_attn_shapes.VERSION
+    flash_attn = importlib.import_module("flash_attn.flash_attn_interface")
+    query, *pair = (torch.ones(6, heads, 256, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        saved = []
+        result = flash_attn.flash_attn_varlen_func(query, *pair, None, None, 6, 6, causal=True)
+    result.sum().backward()
+    assert result.shape == query.shape and [x.grad.shape for x in pair] == [x.shape for x in pair]
+    assert [(x.shape, x.dtype) for x in saved[3:5]] == [(query.shape, torch.bfloat16), ((4, 6), torch.float32)]
 
 
 def test_the_page_on_memory_has_the_ratios_of_rehearsals():

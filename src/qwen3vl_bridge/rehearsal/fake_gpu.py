@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -21,6 +22,8 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "fake_gpu"
 _PREFIXES = ("__cuda", "cuda", "cublas", "cusolver", "cusparse", "nccl")
+# Of linear algebra: a letter for the type comes first, or Ex last. Their first argument is a handle.
+_ALGEBRA = re.compile(r"cublas([SDCZ](?!et)|I[sdcz])[a-z].*|cublas[A-Z][a-z]+Ex")
 _TORCH = ("torch_cuda", "c10_cuda", "torch_python", "torch_cuda_linalg")
 
 
@@ -60,7 +63,8 @@ def build(folder: str | os.PathLike[str]) -> Path:
     _gcc(aside, *headers, "-o", "defined.so", *runtime)
     wanted = {name for path in libraries for name in _symbols(path, "--undefined-only") if name.startswith(_PREFIXES)}
     generated = sorted(wanted - _symbols(aside / "defined.so", "--defined-only"))
-    (aside / "generated.c").write_text("".join(f"long {name}(void) {{ return 0; }}\n" for name in generated))
+    lines = ["int other_product(const char *, void *);", *map(_generated, generated)]
+    (aside / "generated.c").write_text("\n".join(lines))
     _gcc(aside, *headers, "-o", "libfakegpu.so", *runtime, "generated.c")
     _gcc(aside, "-Wl,-soname,libcuda.so.1", "-o", "libcuda.so.1", str(SOURCES / "driver.c"))
     _gcc(aside, "-Wl,-soname,libnvidia-ml.so.1", "-o", "libnvidia-ml.so.1", str(SOURCES / "nvml.c"))
@@ -70,6 +74,12 @@ def build(folder: str | os.PathLike[str]) -> Path:
     except OSError:  # another process was faster
         shutil.rmtree(aside)
     return built
+
+
+def _generated(name: str) -> str:
+    if _ALGEBRA.fullmatch(name):
+        return f'int {name}(void *handle) {{ return other_product("{name}", handle); }}'
+    return f"long {name}(void) {{ return 0; }}"
 
 
 def _headers(site: Path) -> list[Path]:

@@ -8,6 +8,7 @@ row: the largest of the data, or without data one full of images. Nothing is put
 from __future__ import annotations
 
 import functools
+import importlib.util
 import itertools
 import logging
 import math
@@ -57,7 +58,7 @@ _COLLECTIVES = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"),
     *("all_to_all", "all_to_all_single", "broadcast", "reduce", "isend", "irecv", "send", "recv"),
 )
-_PACKAGES = ("/qwen3vl_bridge/", "/megatron/", "/transformer_engine/", "/fla/")
+_PACKAGES = ("qwen3vl_bridge", "megatron.core", "megatron.bridge", "transformer_engine", "fla")
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class Rehearsal:
     @property
     def peak(self) -> int:
         """Bytes allocated at most, but for the first step, whose compilation allocates for itself."""
-        steady = [p for p in self.phases if p.name == "model" or (p.name.startswith("step") and "step 0" not in p.name)]
+        steady = [p for p in self.phases if p.name in ("model", "failed") or p.name.startswith(("step 1", "step 2"))]
         return max((phase.peak for phase in steady or self.phases), default=0)
 
     @property
@@ -149,7 +150,7 @@ def rehearse(cfg: ConfigContainer, *, rank: int, world: int, log: Path) -> Rehea
         cfg.checkpoint.pretrained_checkpoint = folder if cfg.peft or cfg.model.init_model_with_meta_device else None
         try:
             pretrain(cfg, forward_step, callbacks=[*callbacks_of(cfg), recorder])
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             traceback.print_exc()
             report.error = f"{type(error).__name__}: {error}"
             recorder.phase("failed")
@@ -440,9 +441,16 @@ def _held_at_peak(trace: list[dict[str, Any]]) -> list[tuple[int, int, str]]:
     return sorted(((sum(sizes), len(sizes), line) for line, sizes in held.items()), reverse=True)
 
 
+@functools.cache
+def _folders() -> tuple[str, ...]:
+    """Of the packages whose lines are told: not any folder of such a name, as clones of ours have."""
+    specs = [importlib.util.find_spec(name) for name in _PACKAGES]
+    return tuple(f"{folder}/" for spec in specs if spec for folder in spec.submodule_search_locations or ())
+
+
 def _line(frames: Iterable[dict[str, Any]]) -> str:
     frames = list(frames)
-    known = [frame for frame in frames if any(package in frame["filename"] for package in _PACKAGES)]
+    known = [frame for frame in frames if frame["filename"].startswith(_folders())]
     backward = any("_engine_run_backward" in frame["name"] for frame in frames)
     if not (chosen := (known or frames)[:1]):
         return "no known line of Python"

@@ -1,0 +1,23 @@
+"""docs/speed.md's goal: ours launches and moves at most 0.8 of what Megatron-Bridge's model does."""
+
+import csv
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("built")
+def test_a_pass_launches_and_moves_at_most_what_the_goal_says(tmp_path):
+    """The 8B with the layers that are installed; of local ones packed 0.58 and 0.57, padded 0.60 and 0.61."""
+    command = [sys.executable, "-m", "benchmarks.kernel_accounting", "--ways", "ours", "Megatron-Bridge"]
+    variables = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run([*command, "--csv", tmp_path / "rows.csv"], env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    with (tmp_path / "rows.csv").open() as lines:
+        theirs = {row["rows"]: row for row in csv.DictReader(lines) if row["way"] == "Megatron-Bridge"}
+    assert theirs.keys() == {"packed", "padded"}
+    for row in theirs.values():
+        assert min(float(row["of ours"]), float(row["bytes of ours"])) >= 1 / 0.8
