@@ -4,7 +4,6 @@ placeholders (`embed_tokens`), decode.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -80,21 +79,6 @@ class MRopeGPTModel(GPTModel):
             config.rope_parameters,
             fused=config.apply_rope_fusion,
         )
-
-    @functools.wraps(GPTModel.forward, assigned=())  # verl looks at the signature
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        attention_mask: Tensor | None,
-        decoder_input: Tensor | None = None,
-        **arguments: Any,
-    ) -> Any:
-        """Like GPTModel's; called without a vision tower, whose model embeds tokens itself, it embeds [b, s] tokens."""
-        if decoder_input is None and self.pre_process:
-            embedded = self.embedding(input_ids, position_ids=None)
-            decoder_input = scatter_sequence(embedded, self.config, self.pg_collection)
-        return super().forward(input_ids, position_ids, attention_mask, decoder_input, **arguments)
 
     def _postprocess(
         self,
