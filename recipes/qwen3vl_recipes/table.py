@@ -74,14 +74,10 @@ def table() -> str:
 
 
 def cell(ranks: list[dict[str, str]]) -> str:
-    """What ranks allocated beside what was planned, in GiB; what two ranks have in common once. With Transformer
-    Engine's layers, or marked with local ones, of a rank that was not rehearsed with those.
+    """What ranks allocated with Transformer Engine's layers beside what was planned, in GiB; what two have in common
+    once.
     """
-    chosen: dict[str, dict[str, str]] = {}
-    for rank in ranks:
-        if rank["layers"] != "local" or rank["rank"] not in chosen:
-            chosen[rank["rank"]] = rank
-    said = (f"{x['allocated GiB']} / {x['planned GiB']}{'*' * (x['layers'] == 'local')}" for x in chosen.values())
+    said = (f"{x['allocated GiB']} / {x['planned GiB']}" for x in ranks if x["layers"] == "transformer_engine")
     return ", ".join(dict.fromkeys(said)) or "-"
 
 
