@@ -49,7 +49,7 @@ def build(folder: str | os.PathLike[str]) -> Path:
         raise FakeGPUError("torch is installed without CUDA: the fake GPU needs its CUDA build")
     if missing := [program for program in ("gcc", "nm") if shutil.which(program) is None]:
         raise FakeGPUError(f"{' and '.join(missing)} not found: the fake GPU is built from C")
-    sources = sorted(SOURCES.iterdir())
+    sources = [Path(__file__), *sorted(SOURCES.iterdir())]
     key = [path.read_bytes() for path in sources] + [f"{path} {path.stat().st_size}".encode() for path in libraries]
     built = Path(folder).resolve() / hashlib.sha256(b"\0".join(key)).hexdigest()[:16]
     if (built / "libfakegpu.so").exists():
