@@ -9,6 +9,8 @@ from importlib.util import find_spec
 
 import pytest
 
+pytestmark = pytest.mark.slow  # on CPUs `test_schedule_plan.py` compares its values by default
+
 # A rank of a recipe at its real widths, with few layers. What megatron-core's nodes do is marked in the log.
 PROGRAM = """
 import contextlib, os
@@ -168,7 +170,6 @@ result = dict(error=seen.error)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(find_spec("transformer_engine") is None, reason="Transformer Engine is not installed")
 @pytest.mark.parametrize(("name", "world", "shared"), [
     ("qwen3_vl_30b_a3b_sft_config", 8, 0), ("qwen35_vl_35b_a3b_pretrain_config", 32, 2),
