@@ -3,8 +3,10 @@
 import importlib.metadata
 import inspect
 import socket
+import sys
 from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import patch
 
 from qwen3vl_bridge import registry
 from qwen3vl_bridge.models.settings import replicas_of
@@ -50,8 +52,6 @@ IN_8_BITS = {
 }
 PROXY = {"qwen35_vl_proxy_sft_config", "qwen35_vl_proxy_sft_fsdp_config"}
 DIST_TRAIN = {f"qwen3_vl_{size}_sft_dist_train_config" for size in ("30b_a3b", "235b_a22b")}
-# Heads of 256 need flash-attn on a B200, which a rehearsal has not: without it Transformer Engine computes all scores,
-# from lengths that it reads on the GPU.
 
 
 @pytest.fixture(autouse=True)
@@ -243,10 +243,11 @@ def test_shapes_of_flash_attn_take_the_place_of_the_package(tmp_path, monkeypatc
     """As Transformer Engine finds and imports it."""
     monkeypatch.syspath_prepend(flash_attn_shapes.provide(tmp_path))
     assert importlib.metadata.version("flash-attn") == flash_attn_shapes.VERSION
-    flash_attn = importlib.import_module("flash_attn.flash_attn_interface")
+    with patch.dict(sys.modules):  # no other test finds it there
+        flash_attn = importlib.import_module("flash_attn.flash_attn_interface")
     query, *pair = (torch.ones(6, heads, 256, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
+    saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        saved = []
         result = flash_attn.flash_attn_varlen_func(query, *pair, None, None, 6, 6, causal=True)
     result.sum().backward()
     assert result.shape == query.shape and [x.grad.shape for x in pair] == [x.shape for x in pair]

@@ -100,7 +100,7 @@ class Rehearsal:
     @property
     def peak(self) -> int:
         """Bytes allocated at most, but for the first step, whose compilation allocates for itself."""
-        steady = [p for p in self.phases if p.name in ("model", "failed") or p.name.startswith(("step 1", "step 2"))]
+        steady = [phase for phase in self.phases if not phase.name.startswith(("optimizer", "step 0"))]
         return max((phase.peak for phase in steady or self.phases), default=0)
 
     @property
