@@ -103,19 +103,21 @@ def sft(
         # `guard` checks losses and gradients before weights change, and names samples.
         rerun_state_machine=config.RerunStateMachineConfig(check_for_nan_in_loss=False),
         mixed_precision="bf16_mixed",
-        env_vars=_allocator(),
+        env_vars=environment(experts=bool(model.moe_layers)),
     )
     return recompute_layers(cfg)
 
 
-def _allocator() -> dict[str, Any]:
-    """Expandable segments, which reduce fragmentation on nearly full GPUs; the second variable because of the first.
+def environment(*, experts: bool) -> dict[str, Any]:
+    """Variables that Megatron-Bridge's set-up sets unless the user has.
 
-    Megatron-Bridge's recipes have the same two, and its set-up keeps what the user has set by the first name. torch
-    also reads the one asked for here.
+    Expandable segments reduce fragmentation on nearly full GPUs; Megatron-Bridge's recipes set the same two, the second
+    because of the first. With experts, Transformer Engine computes those of a layer in one kernel on a Hopper.
     """
-    chosen = "PYTORCH_ALLOC_CONF" in os.environ
-    return {} if chosen else {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "0"}
+    grouped = {"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"} if experts else {}
+    if "PYTORCH_ALLOC_CONF" in os.environ:  # the newer name, which the one here would put out of force
+        return grouped
+    return grouped | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "0"}
 
 
 def sft_fsdp(size: str, **settings: Any) -> Qwen3VLConfigContainer:

@@ -108,3 +108,10 @@ def test_recipes_let_the_allocator_grow_its_segments():
     assert os.environ[old] == "max_split_size_mb:64"
     os.environ[new] = "max_split_size_mb:64"  # which the older name would put out of force
     assert old not in recipes()["qwen3_vl_2b_sft_config"]().env_vars
+
+
+@pytest.mark.parametrize(
+    ("name", "experts"), [("qwen3_vl_30b_a3b_sft_config", True), ("qwen3_vl_8b_sft_config", False)]
+)
+def test_recipes_of_experts_ask_for_transformer_engines_grouped_product(name, experts):
+    assert recipes()[name]().env_vars.get("NVTE_USE_CUTLASS_GROUPED_GEMM") == ("1" if experts else None)

@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 from qwen3vl_bridge.models.core_attention import SegmentAttention
+from qwen3vl_bridge.models.experts import GroupedExperts
 from qwen3vl_bridge.models.rope import RotarySelfAttention
 from qwen3vl_bridge.models.router import BalancedRouter, ReleasingMoELayer
 
@@ -98,12 +99,16 @@ def _adapt(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
     layer, attention = spec.submodules, spec.submodules.self_attention
     attention.module = RotarySelfAttention
     has_experts = isinstance(layer.mlp, functools.partial) and layer.mlp.func in (MoELayer, ReleasingMoELayer)
+    local = backend(config)
     if has_experts:
         modules = dataclasses.replace(layer.mlp.keywords["submodules"], router=BalancedRouter)
+        if isinstance(local, LocalBackend):
+            grouped = functools.partial(GroupedExperts, *modules.experts.args, **modules.experts.keywords)
+            modules = dataclasses.replace(modules, experts=grouped)
         layer.mlp = functools.partial(
             ReleasingMoELayer, *layer.mlp.args, **layer.mlp.keywords | dict(submodules=modules)
         )
-    if not isinstance(local := backend(config), LocalBackend):
+    if not isinstance(local, LocalBackend):
         return spec
     norm = local.layer_norm(rms_norm=config.normalization == "RMSNorm")
     layer.input_layernorm = layer.pre_mlp_layernorm = norm

@@ -1,0 +1,124 @@
+"""The grouped product of local experts against megatron-core's, which computes one expert after the other."""
+
+from itertools import accumulate
+
+from qwen3vl_bridge.models.experts import LINEARS, GroupedExperts, GroupedProduct, together
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.distributed import distributed_data_parallel
+from megatron.core.transformer.moe.experts import SequentialMLP
+
+from tests.parity.conftest import make_pair
+from tests.parity.on_ranks import Split
+from tests.parity.topologies import Topology
+
+
+@given(
+    counts=st.lists(st.integers(0, 5), min_size=2, max_size=6).filter(any),
+    frozen=st.sets(st.integers(0, 5)),
+    order=st.sampled_from(["ascending", "descending", "mixed", "apart"]),
+    seed=st.integers(0, 2**31),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_product_is_that_of_each_experts_tokens(counts, frozen, order, seed):
+    """Also of experts without tokens, or frozen, and of weights that do not lie together."""
+    torch.manual_seed(seed)
+    place = torch.randn(len(counts), 8, 12)
+    places = {"descending": torch.arange(len(counts)).flip(0), "mixed": torch.randperm(len(counts))}
+    weights = [place[i] for i in places.get(order, range(len(counts)))]
+    weights = [weight.clone() for weight in weights] if order == "apart" else weights
+    weights = [weight.requires_grad_(i not in frozen) for i, weight in enumerate(weights)]
+    x, gradient = torch.randn(sum(counts), 12, requires_grad=True), torch.randn(sum(counts), 8)
+    ends = torch.tensor([*accumulate(counts)], dtype=torch.int32)
+    inputs = [x, *(weight for weight in weights if weight.requires_grad)]
+    product = GroupedProduct.apply(x, ends, *weights)
+    found = torch.autograd.grad(product, inputs, gradient)
+    each = [part @ weight.T for part, weight in zip(x.split(counts), weights, strict=True)]
+    expected = torch.autograd.grad(torch.cat(each), inputs, gradient, materialize_grads=True)
+    torch.testing.assert_close(product, torch.cat(each))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.fixture
+def layer(moe_folder) -> GroupedExperts:
+    (first, *_) = layers_with_experts(make_pair(moe_folder).megatron)
+    return first
+
+
+def layers_with_experts(model) -> list[GroupedExperts]:
+    return [module for module in model.modules() if isinstance(module, GroupedExperts)]
+
+
+def results(layer, counts, dtype=torch.float32, forward=GroupedExperts.grouped_forward) -> list[torch.Tensor]:
+    """Outputs, and gradients of tokens, scores and weights."""
+    torch.manual_seed(4)
+    x = torch.randn(sum(counts), layer.config.hidden_size, dtype=dtype, requires_grad=True)
+    scores = torch.rand(sum(counts), requires_grad=True)
+    layer.zero_grad()
+    out, bias = forward(layer, x, torch.tensor(counts), scores)
+    assert bias is None
+    out.backward(torch.randn_like(out))
+    return [out, *(tensor.grad for tensor in (x, scores, *layer.parameters()))]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_is_megatron_cores(layer, fused, dtype, monkeypatch):
+    layer.to(dtype).config.bias_activation_fusion = fused
+    counts = [3, 0, 7, *[2] * (layer.num_local_experts - 3)]
+    expected = results(layer, counts, dtype, SequentialMLP.forward)
+    monkeypatch.setattr(SequentialMLP, "forward", lambda *_: pytest.fail("one after the other"))
+    for one, other in zip(results(layer, counts, dtype), expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("part", ["", "linear_fc1", "linear_fc2"])
+@pytest.mark.parametrize("when", ["register_forward_hook", "register_forward_pre_hook"])
+def test_a_hook_of_one_expert_sees_its_tokens(layer, part, when):
+    sizes, counts = [], [5, 3, *[2] * (layer.num_local_experts - 2)]
+    getattr(layer.local_experts[1].get_submodule(part), when)(lambda _, args, *__: sizes.append(len(args[0])))
+    results(layer, counts)
+    assert sizes == [3]
+
+
+def test_rows_that_are_no_experts_are_refused(layer):
+    """megatron-core's refusal; torch's product would leave what was in memory there."""
+    rows = layer.num_local_experts + 1
+    with pytest.raises(RuntimeError, match="split_with_sizes"):
+        layer(torch.randn(rows, layer.config.hidden_size), torch.ones(rows - 1, dtype=torch.long), torch.rand(rows))
+
+
+def test_no_tokens_at_all(layer):
+    out, *gradients = results(layer, [0] * layer.num_local_experts)
+    assert len(out) == 0 and all(gradient is not None and not gradient.any() for gradient in gradients)
+
+
+def assert_together(layer) -> None:
+    """In the experts' order, without a copy."""
+    for kind in LINEARS:
+        weights = [getattr(expert, kind).weight for expert in layer.local_experts]
+        assert together(weights).data_ptr() == weights[0].data_ptr()
+        torch.testing.assert_close(together(weights), torch.stack(weights), rtol=0, atol=0)
+
+
+def test_weights_lie_together_from_the_start(layer):
+    assert_together(layer)
+    assert [*layer.local_experts] == [layer.local_experts[i] for i in range(layer.num_local_experts)]
+
+
+def test_the_distributed_optimizers_buffer_has_weights_together_and_its_hooks_are_called(moe_folder, monkeypatch):
+    """With `overlap_param_gather` each linear layer has one, which waits for the layer's weights."""
+    topology = Topology(1, distributed_optimizer=True)
+    split = Split(str(moe_folder), topology, ddp__overlap_param_gather=True, ddp__overlap_grad_reduce=True)
+    calls = []
+    monkeypatch.setattr(distributed_data_parallel, "is_graph_capturing", lambda: calls.append(0))
+    for layer in layers_with_experts(split.run.model[0]):
+        assert_together(layer)
+        calls.clear()
+        counts = torch.ones(layer.num_local_experts, dtype=torch.long)
+        layer.forward(torch.randn(len(counts), layer.config.hidden_size), counts, torch.rand(len(counts)))
+        assert len(calls) == len(LINEARS) * layer.num_local_experts
