@@ -85,6 +85,13 @@ def test_a_hook_of_one_expert_sees_its_tokens(layer, part, when):
     assert sizes == [3]
 
 
+def test_gradients_that_products_add_to_others_are_of_single_weights(layer, monkeypatch):
+    for expert in layer.local_experts:
+        expert.linear_fc2.gradient_accumulation_fusion = True
+    monkeypatch.setattr(SequentialMLP, "forward", lambda *_: "one after the other")
+    assert layer(torch.randn(1, 4), torch.tensor([1]), torch.rand(1)) == "one after the other"
+
+
 def test_rows_that_are_no_experts_are_refused(layer):
     """megatron-core's refusal; torch's product would leave what was in memory there."""
     rows = layer.num_local_experts + 1

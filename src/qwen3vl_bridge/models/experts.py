@@ -63,6 +63,7 @@ class GroupedExperts(SequentialMLP):
         return all(
             type(linear) is plain
             and linear.bias is None
+            and not linear.gradient_accumulation_fusion  # into `main_grad`, by APEX' products of single weights
             and linear.weight.dtype == x.dtype
             and not any(size * x.element_size() % ALIGNMENT for size in linear.weight.shape)
             and not _has_hooks(linear)

@@ -28,6 +28,7 @@ from typing import Any
 from qwen3vl_bridge.batch import SequenceLayout, TokenBatch, make_vision_inputs, mrope_positions, vision_slots
 from qwen3vl_bridge.batch.token_layout import segment_multiple
 from qwen3vl_bridge.data.dataset_provider import Qwen3VLConversationProvider
+from qwen3vl_bridge.models.settings import has_transformer_engine
 from qwen3vl_bridge.parallel import collectives
 from qwen3vl_bridge.rehearsal.fake_gpu import Event, between, mark, on_wait, read_log
 from qwen3vl_bridge.rehearsal.no_cudnn import without_cudnn
@@ -39,6 +40,7 @@ from qwen3vl_bridge.training.step import forward_step
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.bridge.training.config import ConfigContainer, TokenizerConfig
 from megatron.bridge.training.pretrain import pretrain
@@ -54,6 +56,7 @@ from torch.utils._pytree import tree_leaves
 # in the third.
 STEPS, _RECORDED, _COUNTED = 3, 1, 2
 _IMAGES = 8
+_GROUPED, _GROUPED_END = "grouped product, FLOP:", "end of a grouped product"
 _COLLECTIVES = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"),
     *("all_to_all", "all_to_all_single", "broadcast", "reduce", "isend", "irecv", "send", "recv"),
@@ -145,6 +148,7 @@ def rehearse(cfg: ConfigContainer, *, rank: int, world: int, log: Path) -> Rehea
     param_and_grad_buffer.validate_uneven_dtensor = lambda *_: None
     if cfg.model.num_moe_experts:
         balance_routing()
+        mark_grouped_products()
     cfg.model.register_post_wrap_hook(recorder.model_made)
     with tempfile.TemporaryDirectory() as folder, without_cudnn():
         cfg.checkpoint.pretrained_checkpoint = folder if cfg.peft or cfg.model.init_model_with_meta_device else None
@@ -287,6 +291,30 @@ def balance_routing() -> None:
 
     dispatcher.preprocess = balanced
     token_dispatcher.gather_from_sequence_parallel_region = gathered
+
+
+def mark_grouped_products() -> None:
+    """Write the FLOPs of all experts' products into the log: where they are one kernel, only that reads their sizes."""
+
+    def marked(function: Callable, flops: Callable[..., int]) -> Callable:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            mark(f"{_GROUPED}{flops(*args)}")
+            result = function(*args, **kwargs)
+            mark(_GROUPED_END)
+            return result
+
+        return run
+
+    F.grouped_mm = marked(F.grouped_mm, lambda a, b: 2 * a.numel() * b.size(-1))
+    if has_transformer_engine():
+        import transformer_engine_torch as engine
+
+        engine.te_general_grouped_gemm = marked(engine.te_general_grouped_gemm, flops_of_grouped_gemm)
+
+
+def flops_of_grouped_gemm(a: list[torch.Tensor], transpose_a: bool, b: list[torch.Tensor], transpose_b: bool, *_: Any):
+    """Of Transformer Engine's function, whose first factors are [m, k] if transposed, and second [n, k] if not."""
+    return sum(2 * one.numel() * other.size(1 if transpose_b else 0) for one, other in zip(a, b, strict=True))
 
 
 def has_data(cfg: ConfigContainer) -> bool:
@@ -467,3 +495,16 @@ def _count(events: list[Event], report: Rehearsal) -> None:
         elif event.kind in ("kernel", "triton", "gemm", "memset"):
             amounts[event.kind].append(event.amount)
     report.launches = {name: (len(each), sum(each)) for name, each in amounts.items()}
+    number, flops = report.launches.get("gemm", (0, 0))
+    report.launches["gemm"] = number, flops + sum(_of_grouped_kernels(events))
+
+
+def _of_grouped_kernels(events: list[Event]) -> Iterator[int]:
+    """FLOPs of grouped products in which no product of a single expert was launched."""
+    flops = 0
+    for event in events:
+        if event.kind == "gemm" or event.name == _GROUPED_END:
+            yield flops * (event.kind == "mark")
+            flops = 0
+        elif event.name.startswith(_GROUPED):
+            flops = int(event.name.removeprefix(_GROUPED))
