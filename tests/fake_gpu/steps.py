@@ -3,6 +3,7 @@
 The third step of each case is marked in the log; the first two compile kernels and allocate.
 """
 
+import gc
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -90,6 +91,8 @@ def saves(run: Run, folder: Path) -> bool:
 
 if __name__ == "__main__":
     folder, *cases = sys.argv[1:]
+    gc.collect()
+    gc.freeze()  # collections of set-ups and compilations need not walk through what is imported
     balance_routing()
     # Roots are taken of sums that are not computed, which may be below zero.
     norm, tolist = optimizer.get_grad_norm_fp32, HostCopy.tolist
