@@ -46,8 +46,9 @@ def leave(result: Any) -> NoReturn:
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory) -> Path:
+    """Where the user's cache would have it, if that were the folder that pytest makes."""
     try:
-        return fake_gpu.build(tmp_path_factory.mktemp("fake_gpu"))
+        return fake_gpu.build(tmp_path_factory.mktemp("cache") / "qwen3vl_bridge" / "fake_gpu")
     except fake_gpu.FakeGPUError as error:
         pytest.skip(str(error))
 

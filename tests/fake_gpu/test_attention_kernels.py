@@ -1,7 +1,6 @@
-"""Which kernel of torch computes attention without Transformer Engine on an H100; where Transformer Engine has none."""
+"""Which kernel of torch computes attention without Transformer Engine on an H100."""
 
 import json
-from importlib.util import find_spec
 
 import pytest
 
@@ -46,28 +45,3 @@ def test_the_kernel(run, case):
     flash, efficient = (any(word in name for name in names) for word in ("pytorch_flash", "fmha_cutlass"))
     assert (flash, efficient) == ((True, False) if case.startswith("bfloat16") else (False, True))
     assert not [name for name in names if "softmax" in name or "cublas" in name]
-
-
-WARNINGS = """
-import qwen3vl_bridge
-from qwen3vl_bridge.models.settings import warn_of_unfused_attention
-from qwen3vl_recipes import qwen3_vl_4b_sft_config, qwen35_vl_4b_sft_config
-
-for recipe in (qwen3_vl_4b_sft_config, qwen35_vl_4b_sft_config):
-    for layers in ("transformer_engine", "local"):
-        model = recipe().model
-        model.transformer_impl = layers
-        print(layers, "with heads of", model.kv_channels, file=sys.stderr)
-        warn_of_unfused_attention(model)
-"""
-
-
-@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn has kernels for all")
-@pytest.mark.parametrize(("major", "expected"), [("8", [128, 256]), ("9", []), ("10", [256])])
-def test_heads_without_a_kernel_of_transformer_engine_are_named(on_fake_gpu, major, expected):
-    stderr = on_fake_gpu(WARNINGS, FAKE_GPU_MAJOR=major).stderr
-    assert stderr.count("transformer_engine with heads of") == stderr.count("local with heads of") == 2
-    warnings = [line for line in stderr.splitlines() if "no kernel of cuDNN" in line]
-    assert len(warnings) == len(expected)
-    for line, width in zip(warnings, expected, strict=True):
-        assert f"heads of {width} on compute capability {major}.0" in line

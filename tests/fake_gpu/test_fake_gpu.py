@@ -87,6 +87,7 @@ os.wait()
 """
 
 MEMORY = """
+result["capability"] = torch.cuda.get_device_capability()
 before = torch.cuda.mem_get_info()[0]
 x = torch.empty(3 << 30, dtype=torch.uint8, device="cuda")
 result["taken"] = before - torch.cuda.mem_get_info()[0]
@@ -159,7 +160,10 @@ def test_every_process_has_a_log_of_its_own(run):
 
 @pytest.mark.parametrize("segments", ["True", "False"])
 def test_memory_has_its_real_size(on_fake_gpu, segments):
-    run = on_fake_gpu(MEMORY, gib=8, PYTORCH_CUDA_ALLOC_CONF=f"expandable_segments:{segments}")
+    """On another GPU than Hopper's."""
+    variables = {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{segments}", "FAKE_GPU_MAJOR": "10"}
+    run = on_fake_gpu(MEMORY, gib=8, **variables)
+    assert run.result["capability"] == [10, 0]
     assert 3 << 30 <= run.result["taken"] <= (3 << 30) + (20 << 20)  # torch maps segments of 20 MiB
     assert run.result["allocated"] == [3 << 30, 6 << 30]
     assert "Tried to allocate 6.00 GiB" in run.result["error"]

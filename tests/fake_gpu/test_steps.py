@@ -1,14 +1,25 @@
 """What training steps in Megatron-Bridge's loop ask of an H100: kernels, waits of the host, streams of copies."""
 
 import importlib.util
+from collections import Counter
+from typing import NamedTuple
 
 from qwen3vl_bridge.models.qwen3_5.delta_rule import CHUNK
 
 import pytest
 
 CASES = ["dense packed", "dense padded", "qwen3_5 packed", "moe packed", "LoRA packed", "CP2 packed"]
-# Read at the end of a step, where Megatron-Bridge has waited for its own losses.
-AFTER_THE_STEP = {"batch/device_transfer.py:tolist", "training/run_log.py:on_train_step_end"}
+UPSTREAM = ("megatron-core", "Megatron-Bridge")
+# The sums of losses and norms, once in a step: the guard reads them, or without one the log, at the end of the step.
+SUMS = "batch/device_transfer.py:tolist"
+
+
+class Wait(NamedTuple):
+    package: str
+    function: str
+
+
+NORM, STEP = Wait("megatron-core", "optimizer/clip_grads.py:get_grad_norm_fp32"), Wait("", "the optimizer's step")
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +42,21 @@ class TestAStep:
 
     @of_each_case
     def test_no_line_of_ours_waits(self, run, case):
-        waits = run.result[case]["waits"]
-        assert waits.keys() <= AFTER_THE_STEP
-        assert set(waits.values()) <= {1}
+        waits = [Wait(*wait) for wait in run.result[case]["waits"]]
+        assert Counter(wait.function for wait in waits if wait.package not in UPSTREAM and wait != STEP) == {SUMS: 1}
+
+    @of_each_case
+    def test_the_guard_waits_last_before_the_optimizer_steps(self, run, case):
+        """After megatron-core, which waits for the norm unless Transformer Engine computes it. Without a guard nobody
+        waits for the sums before Megatron-Bridge has waited for its own.
+        """
+        waits = [Wait(*wait) for wait in run.result[case]["waits"]]
+        before, after = waits[: waits.index(STEP)], waits[waits.index(STEP) + 1 :]
+        if case == "dense padded":
+            assert after[-1].function == SUMS and after[-2].package == "Megatron-Bridge"
+        else:
+            assert before.pop().function == SUMS
+        assert (before[-1:] == [NORM]) == (importlib.util.find_spec("transformer_engine") is None)
 
     @of_each_case
     def test_nothing_is_compiled_again(self, run, case):
@@ -56,7 +79,7 @@ class TestAStep:
         products = [event for event in run.between(f"{case}: step 2", f"{case}: end") if event.kind == "gemm"]
         others = [event.name for event in products if " bfloat16 " not in event.name]
         if case == "moe packed":
-            others = [name for name in others if not (name.startswith("cublasSgemm float32") and "6" in name.split())]
+            others = [name for name in others if not (" float32 " in name and "6" in name.split())]
         elif case == "qwen3_5 packed":
             others = [name for name in others if not is_of_the_delta_rule(name)]
         assert len(products) > 100 and not others
@@ -85,9 +108,10 @@ class TestAStep:
         numbers = {name: number for name, (number, _) in run.result["CP2 packed"]["sent"].items()}
         assert (numbers["all_to_all_single"], numbers["all_gather_into_tensor"]) == (4 * 2, 4 * 4 + 1)
 
-    def test_a_save_between_steps_is_complete(self, run):
+    @pytest.mark.parametrize("case", ["dense packed", "moe packed", "LoRA packed"])
+    def test_a_save_between_steps_is_complete(self, run, case):
         """The step after it passes the same tests."""
-        assert run.result["dense packed"]["complete"]
+        assert run.result[case]["complete"]
 
     @pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="flash-linear-attention is not installed")
     def test_linear_attention_takes_the_kernels_of_its_package(self, run):

@@ -8,6 +8,7 @@ row: the largest of the data, or without data one full of images. Nothing is put
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import itertools
 import logging
@@ -132,6 +133,8 @@ def rehearse(cfg: ConfigContainer, *, rank: int, world: int, log: Path) -> Rehea
             "ranks tell one another the sizes of what they send (model.variable_seq_lengths or model.dist_train), and "
             "a rehearsal has only one rank: expected model.variable_seq_lengths=False and no separate vision ranks"
         )
+    gc.collect()
+    gc.freeze()  # collections, of which compiling asks for many, need not walk through what is imported
     report = Rehearsal(rank, world)
     recorder = _Recorder(report)
     _replace_row(cfg, functools.partial(largest_row if has_data(cfg) else full_row, cfg), report)

@@ -1,0 +1,130 @@
+"""`qwen3vl train --rehearse` without a fake GPU: what is made of a run before it, and of what was seen."""
+
+import importlib.util
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+from qwen3vl_bridge.models.qwen3_5 import delta_rule
+from qwen3vl_bridge.planning import from_config
+from qwen3vl_bridge.planning.split import ModelSplit
+from qwen3vl_bridge.rehearsal import one_rank
+from qwen3vl_bridge.rehearsal.one_rank import Phase, Rehearsal, has_data, largest_row
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from qwen3vl_recipes import dry_run, qwen3_vl_8b_peft_config, rehearsal
+from qwen3vl_recipes.paths import set_paths
+
+from .rows import make_rows
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(("name", "counted"), [("model", True), ("step 0, passes", False), ("step 1, passes", True)])
+def test_nothing_is_reserved_that_holds_less_than_is_allocated(name, counted):
+    """The allocator gives memory back after a model was sharded; the first step's compilation is none of the run's."""
+    most, others = Phase(name, 5, 9, 10, 0.0), Phase("step 2, passes", 5, 7, 8, 0.0)
+    seen = Rehearsal(0, 1, phases=[most, others])
+    assert (seen.peak, seen.reserved) == (9 if counted else 7, 10)
+
+
+def test_a_run_that_fails_shows_the_most_that_it_allocated():
+    phases = [Phase("model", 5, 9, 10, 0.0), Phase("step 0, passes", 5, 12, 12, 0.0), Phase("failed", 5, 70, 79, 0.0)]
+    assert Rehearsal(0, 1, phases=phases).peak == 70
+
+
+def test_lines_are_of_packages_and_not_of_folders_with_their_names():
+    """A clone of the project has its environment, with torch, below a folder of the project's name."""
+    upstream = Path(parallel_state.__file__)
+    files = ["/home/qwen3vl_bridge/.venv/lib/site-packages/torch/nn/functional.py", str(upstream)]
+    frames = [{"filename": file, "line": 7, "name": "forward"} for file in files]
+    assert one_rank._line(frames) == "core/parallel_state.py:7 forward"
+    assert one_rank._line(frames[:1]) == "nn/functional.py:7 forward"
+
+
+@pytest.mark.parametrize(
+    ("replicas_last", "stages"), [(False, [0, 0, 0, 0, 1, 1, 1, 1]), (True, [0, 0, 1, 1, 0, 0, 1, 1])]
+)
+def test_the_stage_of_a_rank(replicas_last, stages):
+    """As megatron-core numbers ranks, with and without `use_tp_pp_dp_mapping`."""
+    plan = SimpleNamespace(split=ModelSplit(8, tp=2, pp=2), stages=[SimpleNamespace(stage=stage) for stage in range(2)])
+    assert [rehearsal.stage_of(plan, rank, replicas_last=replicas_last).stage for rank in range(8)] == stages
+    order = "tp-cp-ep-pp-dp" if replicas_last else "tp-cp-ep-dp-pp"
+    ranks = parallel_state.RankGenerator(tp=2, ep=1, dp=2, pp=2, cp=1, order=order).get_ranks("pp")
+    assert all([stages[rank] for rank in group] == [0, 1] for group in ranks)
+
+
+@pytest.mark.parametrize(("reserved", "status"), [(35.2, 0), (35.4, 1), (38.37, 1)])
+def test_memory_is_left_for_what_is_not_seen(reserved, status, tmp_path, monkeypatch, caplog, capsys):
+    """An A100-40GB has 39.3 GiB, of which the planner keeps 4. Hints of the configuration are given once."""
+    seen = Rehearsal(0, 8, phases=[Phase("step 1, passes", 0, 0, round(reserved * GIB), 0.0)])
+    cfg = SimpleNamespace(model=SimpleNamespace(transformer_impl="local"), dataset=None)
+
+    def hinting(result):
+        return lambda *_, **__: [delta_rule.check_package(), result][1]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # no flash-linear-attention
+    caplog.set_level(logging.WARNING, delta_rule.__name__)  # and what it was, afterwards
+    monkeypatch.setenv("FAKE_GPU_LOG", str(tmp_path / "rehearsal" / "log"))
+    monkeypatch.setattr(one_rank, "rehearse", hinting(seen))
+    monkeypatch.setattr(dry_run, "finalised", hinting(cfg))
+    monkeypatch.setattr(from_config, "plan_of", Mock(side_effect=ValueError("none")))
+    found = rehearsal.run(cfg, rank=0, gpus=8, gpu="A100-40GB", as_json=False, verbose=True)
+    said = capsys.readouterr().out
+    assert found == status and f"of 39.3 GiB: {39.3 - reserved:.2f} are free" in said
+    assert ("would probably fail: 4 GiB are assumed" in said) == bool(status)
+    assert "Transformer Engine, its layers run instead" in said
+    assert caplog.text.count("many times as long and much more memory") == 1
+
+
+@pytest.mark.parametrize(("full", "compared"), [(True, ": 0.500"), (False, "; the plan is of rows full of images")])
+def test_a_plan_of_full_rows_is_not_compared_with_rows_of_data(full, compared, capsys):
+    seen = Rehearsal(0, 1, phases=[Phase("step 1, passes", 0, 4 * GIB, 4 * GIB, 0.0)])
+    rehearsal._print(seen, 8 * GIB, "transformer_engine", 40 * GIB, rows_are_full=full)
+    assert f"planned 8.00 GiB without reserve, allocated 4.00{compared}\n" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("no_groups")
+@pytest.mark.parametrize("settings", [
+    {"scheduler.lr_warmup_iters": 0, "scheduler.lr_warmup_fraction": 0.03},
+    {"scheduler.lr_decay_style": "WSD", "scheduler.lr_wsd_decay_iters": 10},
+    {"train.train_iters": None, "train.train_samples": 6400, "scheduler.lr_warmup_iters": 0},
+    {"train.exit_interval": 2, "train.exit_duration_in_mins": 0},
+    {"checkpoint.save": "run", "checkpoint.async_save": True},
+    {"checkpoint.load": "run", "checkpoint.ckpt_step": 100},
+    {"logger.wandb_project": "p", "logger.wandb_exp_name": "n", "logger.mlflow_experiment": "m"},
+])  # fmt: skip
+def test_three_steps_whatever_the_run_schedules_saves_and_reports(settings):
+    cfg = qwen3_vl_8b_peft_config()
+    for path, value in settings.items():
+        part, name = path.split(".")
+        setattr(getattr(cfg, part), name, value)
+    one_rank._shorten(cfg, 8)
+    cfg = dry_run.finalised(cfg, 8)
+    assert cfg.train.train_iters == one_rank.STEPS
+    assert not any((cfg.train.exit_interval, cfg.train.exit_duration_in_mins, cfg.checkpoint.save, cfg.checkpoint.load))
+    assert not any((cfg.logger.wandb_project, cfg.logger.mlflow_experiment, cfg.logger.tensorboard_dir))
+
+
+@pytest.mark.usefixtures("no_groups")
+@pytest.mark.parametrize(("length", "patches", "images"), [(8192, None, 8), (8192, 24, 6), (32, None, 4), (8, 4, 1)])
+def test_the_smallest_rows_have_images(length, patches, images):
+    cfg = qwen3_vl_8b_peft_config()
+    cfg.dataset.seq_length = cfg.model.seq_length = length
+    cfg.dataset.max_patches = patches
+    row = one_rank.full_row(dry_run.finalised(cfg, 1))
+    assert row.input_ids.shape == (1, length) and sum(map(bool, row.layout.lengths)) == images
+    assert len(row.vision.pixel_values) <= (patches or 4 * length)
+
+
+def test_the_largest_row(tmp_path):
+    make_rows(tmp_path)
+    cfg = set_paths(qwen3_vl_8b_peft_config(), hf_path=tmp_path / "model", data_path=tmp_path)
+    cfg.dataset.seq_length = 64
+    row = largest_row(cfg)
+    assert has_data(cfg) and not has_data(qwen3_vl_8b_peft_config())
+    assert row.input_ids.shape == (1, 64) and len(row.vision.pixel_values) == 4 * 28
