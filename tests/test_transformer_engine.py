@@ -19,7 +19,7 @@ NAMES = {
     "MXFP8BlockScaling NVFP4BlockScaling",
     "transformer_engine.pytorch": "TransformerLayer UserBufferQuantizationMode fp8_autocast fp8_model_init",
     "transformer_engine.pytorch.attention.dot_product_attention": "backends context_parallel",
-    "transformer_engine.pytorch.cpp_extensions": "",
+    "transformer_engine.pytorch.cpp_extensions": "gemm",
     "transformer_engine.pytorch.distributed": "checkpoint get_all_rng_states",
     "transformer_engine.pytorch.float8_tensor": "Float8Tensor",
     "transformer_engine.pytorch.fp8": "FP8GlobalStateManager fp8_autocast",

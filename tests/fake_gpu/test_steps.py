@@ -84,6 +84,12 @@ class TestAStep:
             others = [name for name in others if not is_of_the_delta_rule(name)]
         assert len(products) > 100 and not others
 
+    def test_experts_are_one_product(self, run):
+        """Of four microbatches, in three layers, of two linear ones: outputs, gradients of inputs and of weights."""
+        events = run.between("moe packed: step 2", "moe packed: end")
+        grouped = [event.name for event in events if event.kind == "kernel" and "prepare_grouped_gemm" in event.name]
+        assert len(grouped) == 4 * 3 * 2 * 3
+
     @pytest.mark.parametrize("case", [case for case in CASES if case != "CP2 packed"])
     def test_one_rank_sends_itself_no_tokens_or_images(self, run, case):
         """What is left is megatron-core's: sums of losses and norms, parts of the weights. CP 2 has torch's fake ranks,

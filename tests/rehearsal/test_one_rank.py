@@ -10,6 +10,7 @@ from qwen3vl_bridge.models.qwen3_5 import delta_rule
 from qwen3vl_bridge.planning import from_config
 from qwen3vl_bridge.planning.split import ModelSplit
 from qwen3vl_bridge.rehearsal import one_rank
+from qwen3vl_bridge.rehearsal.fake_gpu import Event
 from qwen3vl_bridge.rehearsal.one_rank import Phase, Rehearsal, has_data, largest_row
 
 import pytest
@@ -43,6 +44,29 @@ def test_lines_are_of_packages_and_not_of_folders_with_their_names():
     frames = [{"filename": file, "line": 7, "name": "forward"} for file in files]
     assert one_rank._line(frames) == "core/parallel_state.py:7 forward"
     assert one_rank._line(frames[:1]) == "nn/functional.py:7 forward"
+
+
+def test_products_of_all_experts_have_the_flops_that_their_caller_knows():
+    """In one kernel, of which the fake GPU sees no sizes; in one for each expert it does."""
+
+    def event(kind: str, name: str, amount: int = 0) -> Event:
+        return Event(kind, name, amount, 0)
+
+    begin, end = event("mark", f"{one_rank._GROUPED}{700}"), event("mark", one_rank._GROUPED_END)
+    kernel, single = event("kernel", "GemmUniversal"), event("gemm", "cublasLtMatmul bfloat16 8 8 8 1", 350)
+    report = Rehearsal(0, 1)
+    one_rank._count([single, begin, kernel, end, begin, single, single, end, begin, kernel, end], report)
+    assert report.launches == {"kernel": (2, 0), "gemm": (3, 3 * 350 + 2 * 700)}
+
+
+@pytest.mark.parametrize("transposed", [(True, False), (False, False), (False, True)])
+def test_flops_of_transformer_engines_grouped_product(transposed):
+    """Of its three layouts: outputs, gradients of inputs, gradients of weights."""
+    tokens, (n, k) = [3, 0, 5], (4, 6)
+    x, y, weight = [torch.empty(t, k) for t in tokens], [torch.empty(t, n) for t in tokens], [torch.empty(n, k)] * 3
+    first, second = {(True, False): (weight, x), (False, False): (weight, y), (False, True): (x, y)}[transposed]
+    found = one_rank.flops_of_grouped_gemm(first, transposed[0], second, transposed[1], "more")
+    assert found == 2 * sum(tokens) * n * k
 
 
 @pytest.mark.parametrize(

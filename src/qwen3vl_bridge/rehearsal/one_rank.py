@@ -310,9 +310,9 @@ def mark_grouped_products() -> None:
 
     F.grouped_mm = marked(F.grouped_mm, lambda a, b: 2 * a.numel() * b.size(-1))
     if has_transformer_engine():
-        import transformer_engine_torch as engine
+        from transformer_engine.pytorch.cpp_extensions import gemm
 
-        engine.te_general_grouped_gemm = marked(engine.te_general_grouped_gemm, flops_of_grouped_gemm)
+        gemm.tex.te_general_grouped_gemm = marked(gemm.tex.te_general_grouped_gemm, flops_of_grouped_gemm)
 
 
 def flops_of_grouped_gemm(a: list[torch.Tensor], transpose_a: bool, b: list[torch.Tensor], transpose_b: bool, *_: Any):
