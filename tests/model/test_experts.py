@@ -43,6 +43,15 @@ def test_the_product_is_that_of_each_experts_tokens(counts, frozen, order, seed)
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_frozen_weights_keep_no_inputs(frozen):
+    kept = []
+    x, weights = torch.randn(4, 12, requires_grad=True), [torch.randn(8, 12, requires_grad=not frozen) for _ in "ab"]
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape) or tensor, lambda x: x):
+        GroupedProduct.apply(x, torch.tensor([1, 4], dtype=torch.int32), *weights)
+    assert (x.shape in kept) == (not frozen)
+
+
 @pytest.fixture
 def layer(moe_folder) -> GroupedExperts:
     (first, *_) = layers_with_experts(make_pair(moe_folder).megatron)

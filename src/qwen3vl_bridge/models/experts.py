@@ -117,7 +117,7 @@ class GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
         """[t, k] -> [t, n]."""
-        ctx.save_for_backward(x, ends, *weights)
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[2:]) else None, ends, *weights)
         return F.grouped_mm(x, together(weights).mT, offs=ends)
 
     @staticmethod
