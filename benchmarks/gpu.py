@@ -35,8 +35,9 @@ from typing import Any
 import qwen3vl_bridge  # noqa: F401  before Megatron
 from qwen3vl_bridge.compat.library_logs import quiet
 from qwen3vl_bridge.models.flops import Trained, tower_costs
-from qwen3vl_bridge.models.qwen3_vl.presets import hf_config
+from qwen3vl_bridge.models.size_presets import as_transformers
 from qwen3vl_bridge.planning.from_config import plan_of
+from qwen3vl_bridge.registry import preset
 from qwen3vl_bridge.training.callbacks import callbacks_of
 from qwen3vl_bridge.training.config import GuardConfig
 from qwen3vl_bridge.training.metrics import peak_operations
@@ -92,12 +93,14 @@ def configuration(size: str, text_layers: int, vision_layers: int, *, tiny: bool
     small.architectures = ["Qwen3VLForConditionalGeneration"]
     if tiny:
         return small
-    config = hf_config(size)
-    taps = len(config.vision_config.deepstack_visual_indexes)
-    config.text_config.num_hidden_layers, config.vision_config.depth = text_layers, vision_layers
-    config.vision_config.deepstack_visual_indexes = [
-        number * vision_layers // (taps + 1) for number in range(1, taps + 1)
-    ]
+    whole = preset(size)
+    text, vision = whole["text_config"], whole["vision_config"]
+    text["num_hidden_layers"], vision["depth"] = text_layers, vision_layers
+    if "layer_types" in text:
+        text["layer_types"] = text["layer_types"][:text_layers]
+    if taps := len(vision.get("deepstack_visual_indexes", ())):
+        vision["deepstack_visual_indexes"] = [number * vision_layers // (taps + 1) for number in range(1, taps + 1)]
+    config = as_transformers(whole)
     for name in ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"):
         setattr(config, name, getattr(small, name))
     return config

@@ -2,28 +2,35 @@
 
     python -m benchmarks.kernel_accounting
     python -m benchmarks.kernel_accounting --size 30B-A3B
+    python -m benchmarks.kernel_accounting --size 9B    # Qwen3.5, which needs flash-linear-attention
     python -m benchmarks.kernel_accounting --detail     # and which operations a layer of each tower has
 
 No GPU is needed: every way runs on the fake GPU, with a released model's widths, in bfloat16, on the same six samples
 with six pictures, packed into one row, or padded to six. Three depths of the towers are counted; the difference of two
-is a layer. Figures are of the whole model with all its layers, those "/token" per real token; "beside" is what is in no
-layer, such as the loss. Every expert gets as many tokens.
+is a layer, of Qwen3.5's text model four layers, one of them with full attention. Figures are of the whole model with
+all its layers, those "/token" per real token; "beside" is what is in no layer, such as the loss. Every expert gets as
+many tokens. Multi-token prediction is off.
 
 - launches: kernels, products, copies and clearings on the GPU, from its log.
-- elementwise bytes: what kernels other than products and attention read and write: each operation's tensors once, seen
-  by a dispatch mode of torch; of a kernel that torch compiled, its arguments, those written in place twice; of
-  Transformer Engine's functions, arguments and results.
-- GFLOP: of matrix products, from the log; attention is not among them.
+- elementwise bytes: what kernels other than products, attention and the delta rule read and write: each operation's
+  tensors once, seen by a dispatch mode of torch; of a kernel that torch compiled, its arguments, those written in place
+  twice; of a package's kernel in Triton and of Transformer Engine's functions, arguments and results.
+- GFLOP: of matrix products, from the log; attention and the delta rule are not among them.
 - least us: of an H100, computed: products at 989 TFLOP/s and elementwise bytes at 3.35 TB/s, one after the other.
 
 Both Megatron models have Transformer Engine's layers if it is installed, whose attention (cuDNN's) is left out, else
 megatron-core's local layers, with the same attention of torch's; transformers has `sdpa`, over a packed row with a mask
 of blocks. In favour of the others, positions, offsets of pictures and the search for true entries of masks are not
 counted: they depend on values, which a fake GPU does not compute. Their convolution of patches counts as one product.
+
+All have flash-linear-attention's delta rule. Megatron-Bridge's Qwen3.5 needs Transformer Engine: megatron-core's
+local norms cannot multiply by 1 + weight. With local layers it is counted with norms that multiply by the weight, which
+are cheaper. transformers' convolution before the delta rule does not stop at the bounds of packed samples.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -36,10 +43,30 @@ from qwen3vl_bridge.rehearsal import fake_gpu
 
 from benchmarks import measurement
 
-SIZES = {"8B": (36, 27), "30B-A3B": (48, 27)}  # layers of the text model and of the tower
-DEPTHS = {"base": (3, 3), "text": (4, 3), "vision": (3, 4)}
+BASE = 4, 3  # text and vision layers of the first of three depths
 WAYS = ("ours", "Megatron-Bridge", "transformers")
 PRODUCTS_PER_SECOND, BYTES_PER_SECOND = 989e12, 3.35e12  # an H100's in bfloat16, dense, and of its memory
+
+
+class Size(NamedTuple):
+    """Layers of the text model and of the tower; after how many the text model's kinds of layers repeat."""
+
+    text: int
+    vision: int
+    period: int = 1
+
+    def depths(self) -> dict[str, tuple[int, int]]:
+        """Text and vision layers of the models that are counted."""
+        text, vision = BASE
+        return {"base": BASE, "text": (text + self.period, vision), "vision": (text, vision + 1)}
+
+
+SIZES = {
+    "8B": Size(36, 27),
+    "30B-A3B": Size(48, 27),
+    "9B": Size(32, 27, period=4),
+    "35B-A3B": Size(40, 27, period=4),
+}
 
 
 class Asked(NamedTuple):
@@ -59,7 +86,8 @@ def counted(way: str, size: str) -> dict[str, Any]:
     """What `kernel_ledger` prints of a way. This process does not import Megatron, which may need a GPU to import."""
     built = fake_gpu.build(user_cache() / "fake_gpu")
     with tempfile.TemporaryDirectory() as folder:
-        variables = fake_gpu.environment(built, Path(folder) / "log") | {"HF_HUB_OFFLINE": "1"}
+        # More memory than an H100's, which transformers' logits do not fit.
+        variables = fake_gpu.environment(built, Path(folder) / "log", gib=1000) | {"HF_HUB_OFFLINE": "1"}
         command = [sys.executable, "-m", "benchmarks.kernel_ledger", way, size]
         done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
@@ -71,10 +99,11 @@ def counted(way: str, size: str) -> dict[str, Any]:
 def row(way: str, size: str, rows: str, counts: dict[str, Any], ours: Asked | None) -> tuple[dict[str, Any], Asked]:
     """A row of the results, and what the whole model asks; `ours` is None for ours, which comes first."""
     tokens, found = counts["tokens"], counts["found"]
-    base, text, vision = (Asked(*found[f"{rows} {depth}"][0]) for depth in DEPTHS)
-    layers, whole = [deeper.plus(base, -1) for deeper in (text, vision)], base
-    for layer, there, wanted in zip(layers, DEPTHS["base"], SIZES[size], strict=True):
-        whole = whole.plus(layer, wanted - there)
+    shape = SIZES[size]
+    base, *deeper = (Asked(*found[f"{rows} {depth}"][0]) for depth in shape.depths())
+    text, vision = layers = [one.plus(base, -1) for one in deeper]
+    rest = base.plus(text, -BASE[0] / shape.period).plus(vision, -BASE[1])
+    whole = rest.plus(text, shape.text / shape.period).plus(vision, shape.vision)
     ours = ours or whole
     seconds = whole.flops / PRODUCTS_PER_SECOND, whole.nbytes / BYTES_PER_SECOND
     made: dict[str, Any] = {
@@ -94,7 +123,6 @@ def row(way: str, size: str, rows: str, counts: dict[str, Any], ours: Asked | No
     for tower, layer in zip(("text", "vision"), layers, strict=True):
         made[f"launches of a {tower} layer"] = round(layer.launches)
         made[f"kB/token of a {tower} layer"] = f"{layer.nbytes / tokens / 1e3:.0f}"
-    rest = base.plus(text.plus(base, -1), -DEPTHS["base"][0]).plus(vision.plus(base, -1), -DEPTHS["base"][1])
     return made | {
         "launches beside": round(rest.launches),
         "kB/token beside": f"{rest.nbytes / tokens / 1e3:.0f}",
@@ -108,6 +136,8 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="8B")
     parser.add_argument("--detail", action="store_true", help="print the operations of a layer of each tower too")
     options = parser.parse_args()
+    if SIZES[options.size].period > 1 and importlib.util.find_spec("fla") is None:
+        parser.error(f"--size {options.size} has linear attention: install flash-linear-attention")
     counts = {way: counted(way, options.size) for way in dict.fromkeys(("ours", *options.ways))}
     results = []
     for rows in ("packed", "padded"):
@@ -117,7 +147,7 @@ def main() -> None:
             ours = ours or whole
             results.append(made)
             print("  ".join(f"{name} {value}" for name, value in made.items()), flush=True)
-            for depth in DEPTHS if options.detail else ():
+            for depth in SIZES[options.size].depths() if options.detail else ():
                 print_operations(found["found"], rows, depth, found["tokens"])
     measurement.append(options.csv, results)
 

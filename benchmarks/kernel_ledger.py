@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from inspect import isroutine
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import qwen3vl_bridge  # noqa: F401  before Megatron
 from qwen3vl_bridge.batch import TokenBatch
 from qwen3vl_bridge.compat.library_logs import quiet
 from qwen3vl_bridge.models.core_attention import layout_packed_seq_params, packed_seq_params
+from qwen3vl_bridge.models.qwen3_5.delta_rule import with_chunks
 from qwen3vl_bridge.models.settings import has_transformer_engine
 from qwen3vl_bridge.rehearsal import fake_gpu
 from qwen3vl_bridge.rehearsal.no_cudnn import without_cudnn
@@ -28,20 +29,26 @@ from qwen3vl_bridge.training.step import to_device
 
 import torch
 import torch.nn.functional as F
+from megatron.bridge.models.qwen_vl.qwen3_vl_provider import DistTrainConfig
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from torch import Tensor, nn
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForImageTextToText
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_vl import modeling_qwen3_vl
 from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe
+from triton.runtime.jit import JITFunction
 
 from benchmarks import measurement
 from benchmarks.gpu import configuration, make_samples
-from benchmarks.kernel_accounting import DEPTHS, Asked
+from benchmarks.kernel_accounting import SIZES, Asked
 from tests.host_waits.upstream import torch_attention
-from tests.model.checkpoints.test_stock_checkpoints import local_layers, stock_provider
+from tests.model.checkpoints import test_stock_checkpoints as stock_qwen3_vl
 from tests.parity.batches import Sample, make_batch
+from tests.qwen3_5 import test_upstream_mappings as stock_qwen3_5
 from tests.ranks import forget_models
 
 LAUNCHES = ("kernel", "triton", "gemm", "memset")
@@ -61,7 +68,9 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.names: list[str] = []
         self.nbytes: list[int] = []
-        self.grouped: dict[int, int] = {}  # FLOPs of experts' products in one kernel, which is not in the log as one
+        # FLOPs of products that are not in the log as such: of experts in one kernel; 0 of the delta rule's, as of
+        # attention's.
+        self.products: dict[int, int] = {}
         self.shape, self.chosen = placeholders.shape, [x.cuda() for x in placeholders.nonzero(as_tuple=True)]
 
     @classmethod
@@ -88,7 +97,7 @@ class Ledger(TorchDispatchMode):
 
     def _noted(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         if name == "aten._grouped_mm":
-            self.grouped[len(self.names)] = 2 * args[0].numel() * args[1].size(-1)
+            self.products[len(self.names)] = 2 * args[0].numel() * args[1].size(-1)
         with self.operation(name) as note:
             out = func(*args, **kwargs)
         read, written = (
@@ -116,14 +125,24 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def of_others(self) -> Iterator[None]:
-        """What torch does not dispatch within the block: kernels that it compiled, Transformer Engine's functions."""
-        launch = CachingAutotuner.run
+        """What torch does not dispatch within the block: kernels that it compiled, packages' kernels in Triton,
+        Transformer Engine's functions.
+        """
+        launch, launch_of_package = CachingAutotuner.run, JITFunction.run
 
         def launched(tuner: CachingAutotuner, *args: Any, **kwargs: Any) -> Any:
             with self.operation(tuner.fn.__name__) as note:
                 result = launch(tuner, *args, **kwargs)
             named = zip(tuner.fn.arg_names, args, strict=False)
             note(sum(_nbytes(x) * (1 + name.startswith("in_out")) for name, x in named if isinstance(x, Tensor)))
+            return result
+
+        def of_package(kernel: JITFunction, *args: Any, warmup: bool, **kwargs: Any) -> Any:
+            if kernel.__module__.startswith("fla.ops."):
+                self.products[len(self.names)] = 0
+            with self.operation(kernel.__name__) as note:
+                result = launch_of_package(kernel, *args, warmup=warmup, **kwargs)
+            note(sum(map(_nbytes, _tensors((args, kwargs)))))
             return result
 
         def in_order(tuner: CachingAutotuner, *_: Any, **__: Any) -> dict[Any, float]:
@@ -141,6 +160,7 @@ class Ledger(TorchDispatchMode):
         with ExitStack() as stack:
             # Timing configurations would copy tensors to the host and back.
             stack.enter_context(mock.patch.multiple(CachingAutotuner, run=launched, benchmark_all_configs=in_order))
+            stack.enter_context(mock.patch.object(JITFunction, "run", of_package))
             if has_transformer_engine():
                 import transformer_engine_torch as engine
 
@@ -184,10 +204,10 @@ def count(one_pass: Pass, model: nn.Module, placeholders: Tensor) -> tuple[Asked
             kind = "attention" if any(word in event.name for word in ATTENTION) else "other"
             asked[within[-1] if within else event.name]["product" if event.kind == "gemm" else kind] += 1
             flops += event.amount * (event.kind == "gemm")
-    flops += sum(ledger.grouped[operation] for operation in asked if operation in ledger.grouped)
+    flops += sum(ledger.products[operation] for operation in asked if operation in ledger.products)
     total, named = Asked(flops=flops), defaultdict(lambda: [0.0, 0.0])
     for operation, kinds in asked.items():
-        is_product = kinds["attention"] or operation in ledger.grouped
+        is_product = kinds["attention"] or operation in ledger.products
         is_elementwise = isinstance(operation, int) and kinds["other"] and not is_product
         nbytes = ledger.nbytes[operation] if is_elementwise else 0
         total = total.plus(Asked(kinds.total(), kinds["other"] if is_elementwise else 0, nbytes))
@@ -216,20 +236,19 @@ def _mean(losses: Tensor, mask: Tensor) -> Tensor:
 
 
 @contextmanager
-def _local(provider: Any) -> Iterator[None]:
-    with torch_attention(), local_layers(provider):
-        yield
-
-
-@contextmanager
 def of_bridge(config: Any, batch: TokenBatch, samples: list[Sample]) -> Iterator[tuple[nn.Module, Pass]]:
     """Megatron-Bridge's model, with our positions and offsets of the same rows."""
+    stock = stock_qwen3_5 if config.model_type.startswith("qwen3_5") else stock_qwen3_vl
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        provider = stock_provider(Path(folder))
+        provider = stock.stock_provider(Path(folder))
     provider.seq_length, provider.bf16, provider.params_dtype = batch.input_ids.numel(), True, torch.bfloat16
     provider.gradient_accumulation_fusion = False  # which needs APEX
-    with nullcontext() if has_transformer_engine() else _local(provider):
+    provider.mtp_num_layers, provider.dist_train = None, DistTrainConfig()  # of which Qwen3.5's has none
+    with ExitStack() as stack:
+        if not has_transformer_engine():
+            stack.enter_context(torch_attention())
+            stack.enter_context(stock.local_layers(provider))
         provider.finalize()
         groups = initialize(provider, seed=0)
         (model,) = provider.provide_distributed_model(
@@ -258,12 +277,13 @@ def of_bridge(config: Any, batch: TokenBatch, samples: list[Sample]) -> Iterator
 
 @contextmanager
 def of_transformers(config: Any, batch: TokenBatch, samples: list[Sample]) -> Iterator[tuple[nn.Module, Pass]]:
-    """Rows with its mask of real tokens; a packed row with one of blocks."""
+    """Rows with its mask of real tokens; a packed row with one of blocks, and their bounds for linear attention."""
     with torch.device("cuda"):
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     inputs, pixels = to_device(batch.local(), model), _pictures(samples)
-    lengths = batch.layout.padded_lengths
-    if batch.layout.packed:
+    lengths, bounds = batch.layout.padded_lengths, {}
+    if (packed := layout_packed_seq_params(inputs.layout)) is not None:
+        bounds["cu_seq_lens_q"] = packed.cu_seqlens_q
         mask = torch.block_diag(*[torch.ones(n, n, dtype=torch.bool) for n in lengths]).tril()[None, None].cuda()
     else:
         mask = (~batch.layout.padding_mask()).long().view(batch.input_ids.shape).cuda()
@@ -276,6 +296,7 @@ def of_transformers(config: Any, batch: TokenBatch, samples: list[Sample]) -> It
             attention_mask=mask,
             labels=labels,
             use_cache=False,
+            **bounds,
             **pixels,
         ).loss
 
@@ -295,7 +316,7 @@ WAYS = {"ours": ours, "Megatron-Bridge": of_bridge, "transformers": of_transform
 @contextmanager
 def computable() -> Iterator[None]:
     """In place of what a fake GPU cannot do: cuDNN's attention and its convolution of whole
-    patches, and indices computed on the GPU.
+    patches, indices computed on the GPU, and questions about values there.
     """
 
     def as_product(conv: nn.Conv3d, x: Tensor) -> Tensor:
@@ -315,7 +336,16 @@ def computable() -> Iterator[None]:
     torch.backends.cuda.enable_cudnn_sdp(False)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(nn.Conv3d, "forward", as_product))
-        for module in (modeling_qwen3_vl, modeling_qwen3_vl_moe):
+        # Whether bounds of segments fit the row, and whether a mask leaves anything out.
+        stack.enter_context(
+            mock.patch.object(GatedDeltaNet, "_resolve_cu_seqlens", lambda _, bounds, *__, **___: bounds)
+        )
+        for text_model in (modeling_qwen3_5.Qwen3_5TextModel, modeling_qwen3_5_moe.Qwen3_5MoeTextModel):
+            stack.enter_context(mock.patch.object(text_model, "_update_linear_attn_mask", lambda _, mask, __: mask))
+        for module in (modeling_qwen3_5, modeling_qwen3_5_moe):
+            kernel = with_chunks(module.chunk_gated_delta_rule)
+            stack.enter_context(mock.patch.object(module, "chunk_gated_delta_rule", kernel))
+        for module in (modeling_qwen3_vl, modeling_qwen3_vl_moe, modeling_qwen3_5, modeling_qwen3_5_moe):
             stack.enter_context(mock.patch.multiple(module, **replaced))
         stack.enter_context(without_cudnn())
         yield
@@ -328,7 +358,7 @@ def main(way: str, size: str) -> None:
     found: dict[str, Any] = {}
     tokens, layers = 0, "Transformer Engine" if has_transformer_engine() else "local"
     for rows in ("packed", "padded"):
-        for depth, (text, vision) in DEPTHS.items():
+        for depth, (text, vision) in SIZES[size].depths().items():
             config = configuration(size, text, vision, tiny=False)
             samples = make_samples(config, tiny=False)
             tokens = sum(len(sample.ids) for sample in samples)

@@ -51,8 +51,10 @@ def test_the_page_on_speed_has_the_latest_counts_of_launches_and_bytes():
     packed = [x for x in benchmarks.rows_of("kernel_accounting") if x["rows"] == "packed"]
     latest = {(x["size"], x["layers"], x["way"]): x for x in packed}
     counts = {key: [int(x[name]) for name in ("launches", "elementwise kB/token")] for key, x in latest.items()}
-    lines = {"8B": "", "30B-A3B": ""}
+    lines = {"8B": "", "30B-A3B": "", "9B": ""}
     for (size, layers, way), x in latest.items():
+        if size not in lines:
+            continue
         launches, nbytes = counts[size, layers, way]
         of_layers = f"{int(x['launches of a text layer']):,}, {x['launches of a vision layer']}"
         least = f"{x['least us/token']}, {100 * float(x["products' share"]):.0f} %"
@@ -61,13 +63,15 @@ def test_the_page_on_speed_has_the_latest_counts_of_launches_and_bytes():
         )
     for each in lines.values():
         assert f"|---|---|---|---|---|---|\n{each}\n" in page
-    shares = [
-        f"{ours / theirs:.2f}"
-        for layers in ("local", "Transformer Engine")
-        for ours, theirs in zip(counts["8B", layers, "ours"], counts["8B", layers, "Megatron-Bridge"], strict=True)
-    ]
-    (sentence,) = re.findall(r"^Ours launches .*?times\.", page, re.MULTILINE | re.DOTALL)
-    assert re.findall(r"\d\.\d+", sentence) == shares
+    sentences = re.findall(r"^Ours launches .*?times\.", page, re.MULTILINE | re.DOTALL)
+    (of_experts,) = re.findall(r"^Of the 35B-A3B .*?times\.", page, re.MULTILINE | re.DOTALL)
+    for size, sentence in zip(("8B", "9B", "35B-A3B"), [*sentences, of_experts], strict=True):
+        shares = [
+            f"{ours / theirs:.2f}"
+            for layers in ("local", "Transformer Engine")
+            for ours, theirs in zip(counts[size, layers, "ours"], counts[size, layers, "Megatron-Bridge"], strict=True)
+        ]
+        assert re.findall(r"\d\.\d+", sentence) == shares, size
     ours, theirs = (latest["30B-A3B", "Transformer Engine", way] for way in ("ours", "Megatron-Bridge"))
     products = 128 * 2 * 3  # of each expert's two weights, forward and for two gradients
     launches = [int(x["launches of a text layer"]) - products for x in (ours, theirs)]

@@ -1,7 +1,8 @@
 """A loaded model has the names and values that Megatron-Bridge's own bridge of the family gives, tensor by tensor."""
 
+import contextlib
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,12 +47,15 @@ from .tiny import one_rank
 
 
 def stock_bridge(folder: Path) -> Any:
-    config = AutoConfig.from_pretrained(folder)
-    bridge = (Qwen35VLMoEBridge if config.model_type == "qwen3_5_moe" else Qwen35VLBridge)()
+    bridge = _bridge(config := AutoConfig.from_pretrained(folder))
     names = list(load_file(folder / "model.safetensors"))
     state = SimpleNamespace(source=SimpleNamespace(get_all_keys=lambda: names))
     bridge.hf_pretrained = SimpleNamespace(state=state, config=config)
     return bridge
+
+
+def _bridge(config: Any) -> Any:
+    return (Qwen35VLMoEBridge if config.model_type == "qwen3_5_moe" else Qwen35VLBridge)()
 
 
 def module_of(model: nn.Module, name: str) -> nn.Module:
@@ -84,7 +88,9 @@ def stock_values(folder: Path, model: nn.Module, names: list[str]) -> dict[str, 
 
 
 def stock_provider(folder: Path, **fields: Any) -> Any:
-    provider = stock_bridge(folder).provider_bridge(PreTrainedCausalLM.from_pretrained(folder))
+    """Megatron-Bridge's, of a folder that has a configuration."""
+    hf = PreTrainedCausalLM.from_pretrained(folder)
+    provider = _bridge(hf.config).provider_bridge(hf)
     for name, value in fields.items():
         assert hasattr(provider, name), name
         setattr(provider, name, value)
@@ -93,30 +99,39 @@ def stock_provider(folder: Path, **fields: Any) -> Any:
 
 def build_stock(folder: Path) -> nn.Module:
     provider = stock_provider(folder)
-    given = {name: getattr(provider, name) for name in ("transformer_layer_spec", "layernorm_zero_centered_gamma")}
     kernels = SAVED_WITH_TE | (SAVED_WITH_EXPERTS if provider.num_moe_experts else {})
-    for name in kernels:
+    changed = ("transformer_layer_spec", "layernorm_zero_centered_gamma")
+    given = {name: getattr(provider, name) for name in changed} | kernels
+    with local_layers(provider):
+        provider.finalize()
+        (model,) = provider.provide_distributed_model(
+            wrap_with_ddp=False, use_cpu_initialization=True, mixed_precision_wrapper=None, pg_collection=one_rank()
+        )
+    assert type(model).__module__.startswith("megatron.bridge."), type(model)
+    for name, value in given.items():
+        setattr(provider, name, value)
+    return model
+
+
+@contextlib.contextmanager
+def local_layers(provider: Any) -> Iterator[None]:
+    """Have a provider of its build a model of megatron-core's local layers; the provider says so afterwards."""
+    layers = provider.transformer_layer_spec.__name__
+    for name in (*SAVED_WITH_TE, *SAVED_WITH_EXPERTS):
         setattr(provider, name, False)
     provider.transformer_impl, provider.transformer_layer_spec = "local", _layers
     provider.layernorm_zero_centered_gamma = False  # torch's norm refuses it
     made = gpt_layer_specs.get_gpt_mtp_block_spec
     with (
         stock_models._local_layers(),
-        mock.patch.object(qwen35_vl_provider, given["transformer_layer_spec"].__name__, _layers),
+        mock.patch.object(qwen35_vl_provider, layers, _layers),
         mock.patch.object(
             gpt_layer_specs,
             "get_gpt_mtp_block_spec",
             lambda config, spec, use_transformer_engine, **more: made(config, spec, False, **more),
         ),
     ):
-        provider.finalize()
-        (model,) = provider.provide_distributed_model(
-            wrap_with_ddp=False, use_cpu_initialization=True, mixed_precision_wrapper=None, pg_collection=one_rank()
-        )
-    assert type(model).__module__.startswith("megatron.bridge."), type(model)
-    for name, value in (given | kernels).items():
-        setattr(provider, name, value)
-    return model
+        yield
 
 
 def _layers(config: Any, vp_stage: int | None = None, pp_rank: int | None = None) -> TransformerBlockSubmodules:
