@@ -23,7 +23,7 @@ from qwen3vl_bridge.models.qwen3_5.delta_rule import with_chunks
 from qwen3vl_bridge.models.settings import has_transformer_engine
 from qwen3vl_bridge.rehearsal import fake_gpu
 from qwen3vl_bridge.rehearsal.no_cudnn import without_cudnn
-from qwen3vl_bridge.rehearsal.one_rank import balance_routing
+from qwen3vl_bridge.rehearsal.one_rank import balance_routing, flops_of_grouped_gemm
 from qwen3vl_bridge.training.process_groups import initialize
 from qwen3vl_bridge.training.step import to_device
 
@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from megatron.bridge.models.qwen_vl.qwen3_vl_provider import DistTrainConfig
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from qwen3vl_recipes.base import environment
 from torch import Tensor, nn
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -150,6 +151,8 @@ class Ledger(TorchDispatchMode):
 
         def noted(name: str, function: Any) -> Any:
             def run(*args: Any, **kwargs: Any) -> Any:
+                if name == "te_general_grouped_gemm":
+                    self.products[len(self.names)] = flops_of_grouped_gemm(*args)
                 with self.operation(f"Transformer Engine's {name}") as note:
                     result = function(*args, **kwargs)
                 note(sum(map(_nbytes, _tensors((args, kwargs, result)))))
@@ -204,7 +207,7 @@ def count(one_pass: Pass, model: nn.Module, placeholders: Tensor) -> tuple[Asked
             kind = "attention" if any(word in event.name for word in ATTENTION) else "other"
             asked[within[-1] if within else event.name]["product" if event.kind == "gemm" else kind] += 1
             flops += event.amount * (event.kind == "gemm")
-    flops += sum(ledger.products[operation] for operation in asked if operation in ledger.products)
+    flops += sum(ledger.products.get(operation, 0) for operation, kinds in asked.items() if not kinds["product"])
     total, named = Asked(flops=flops), defaultdict(lambda: [0.0, 0.0])
     for operation, kinds in asked.items():
         is_product = kinds["attention"] or operation in ledger.products
@@ -220,7 +223,8 @@ def count(one_pass: Pass, model: nn.Module, placeholders: Tensor) -> tuple[Asked
 
 @contextmanager
 def ours(config: Any, batch: TokenBatch, samples: list[Sample]) -> Iterator[tuple[nn.Module, Pass]]:
-    """Our forward step's pass, with the copy of the batch."""
+    """Our forward step's pass, with the copy of the batch, and the variables that recipes set."""
+    os.environ |= environment(experts="moe" in config.model_type)
     model = measurement.build_model(config, batch.input_ids.numel(), "cuda")
     local = batch.local()
 

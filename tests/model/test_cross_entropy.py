@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable
 from types import SimpleNamespace
 
-from qwen3vl_bridge.models import cross_entropy as fused
+from qwen3vl_bridge.models import compilation
 from qwen3vl_bridge.models.cross_entropy import cross_entropy
 
 import pytest
@@ -94,7 +94,7 @@ def test_compiled_once_for_any_number_of_tokens(monkeypatch, dtype):
 
     lengths = (TOKENS[0], 33, 17)
     limits = [allowed([errors(rows)]) for rows in lengths]
-    monkeypatch.setattr(fused, "compiles", lambda x: True)
+    monkeypatch.setattr(compilation, "compiles", lambda x: True)
     torch._dynamo.reset()
     counters.clear()
     for rows, limit in zip(lengths, limits, strict=True):

@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge.models import rope, settings
+from qwen3vl_bridge.models import compilation, rope, settings
+from qwen3vl_bridge.models.layer_specs import ZeroCenteredRMSNorm
 from qwen3vl_bridge.models.rope import rotate, rotation
 
 import pytest
 import torch
+import torch.nn.functional as F
 from megatron.bridge.training import setup
 from megatron.core import jit
 from megatron.core.models.common.embeddings import rope_utils
@@ -150,10 +152,11 @@ def compiled(monkeypatch) -> Iterator[list[int]]:
         return graph.forward
 
     torch._dynamo.reset()
-    rope._compiled.cache_clear()
+    compilation.compiled.cache_clear()
+    monkeypatch.setattr(compilation, "compiles", lambda x: True)
     monkeypatch.setattr(torch, "compile", lambda function: compile_(function, backend=count))
     yield variants
-    rope._compiled.cache_clear()
+    compilation.compiled.cache_clear()
     torch._dynamo.reset()
 
 
@@ -191,6 +194,22 @@ def test_how_often_torch_compiles(compiled, kind):
             found[name] = len(compiled)
     print(found)
     assert found == {"training": 1, "evaluation": 2, "frozen": 3, "inference": 4} and not warnings
+
+
+def test_how_often_torch_compiles_a_norm(compiled):
+    """Of rows of every length and number, of hidden states and of heads, trained, recomputed and frozen."""
+    config = SimpleNamespace(params_dtype=torch.bfloat16, sequence_parallel=False)
+    with limit_reached() as warnings:
+        for widths, rows, tokens in itertools.product([(32,), (4, 8)], (1, 2, 3), (40, 24, 7)):
+            norm = ZeroCenteredRMSNorm(config, size := widths[-1])
+            x = torch.randn(tokens, rows, *widths).bfloat16().requires_grad_()
+            exact = F.rms_norm(x.float(), (size,), 1 + norm.weight.float(), norm.eps).bfloat16()
+            assert torch.equal(norm(x), exact)
+            norm(x).float().sum().backward()
+            with torch.no_grad():
+                norm(x)
+    # For each size: a row and several of them, with a gradient and without.
+    assert len(compiled) <= 2 * 2 * 2 and not warnings
 
 
 @pytest.mark.parametrize(("device", "off", "way"), [(True, False, "compiled"), (True, True, ""), (False, False, "")])

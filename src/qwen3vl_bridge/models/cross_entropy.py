@@ -8,11 +8,9 @@ same operations, in float32, as by megatron-core's unfused loss.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
-from qwen3vl_bridge.models.settings import compiles
+from qwen3vl_bridge.models.compilation import run_by_token
 from qwen3vl_bridge.parallel.collectives import max_in_group, sum_counts
 
 import torch
@@ -32,7 +30,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
         logits = logits.detach()  # or torch would compile once more where a gradient is wanted
-        here, total, own = _run(_statistics, logits, labels)
+        here, total, own = run_by_token(_statistics, logits, labels)
         largest = max_in_group(here, group)
         if group.size() > 1:
             total, own = sum_counts(torch.stack((total * (here - largest).exp(), own)), group)
@@ -42,7 +40,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _run(_gradient, *ctx.saved_tensors, gradient.contiguous()), None, None
+        return run_by_token(_gradient, *ctx.saved_tensors, gradient.contiguous()), None, None
 
 
 def _statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,17 +56,3 @@ def _gradient(logits: Tensor, labels: Tensor, largest: Tensor, total: Tensor, gr
     softmax = (logits.float() - largest[:, None]).exp() / total[:, None]
     is_label = torch.arange(logits.size(-1), device=logits.device) == labels[:, None]
     return ((softmax - is_label.float()) * gradient[:, None]).to(logits.dtype)
-
-
-def _run(function: Callable[..., Any], *by_token: Tensor) -> Any:
-    """A function of tensors [t, ...], compiled on a GPU for any number of tokens."""
-    if not compiles(by_token[0]):
-        return function(*by_token)
-    for x in by_token:
-        torch._dynamo.maybe_mark_dynamic(x, 0)
-    return _compiled(function)(*by_token)
-
-
-@functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function)

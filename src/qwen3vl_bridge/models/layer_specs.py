@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
+from qwen3vl_bridge.models.compilation import run_by_token
 from qwen3vl_bridge.models.core_attention import SegmentAttention
 from qwen3vl_bridge.models.experts import GroupedExperts
 from qwen3vl_bridge.models.rope import RotarySelfAttention
@@ -57,7 +58,11 @@ class ZeroCenteredRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h]."""
-        return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
+        return run_by_token(_zero_centered, x.flatten(0, -2), others=(self.weight, self.eps)).view(x.shape)
+
+
+def _zero_centered(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x.float(), weight.shape, 1 + weight.float(), eps).to(x.dtype)
 
 
 class LocalBackend(LocalSpecProvider):

@@ -7,13 +7,10 @@ once per layer: unchanged for Transformer Engine's kernel, otherwise as stacked 
 
 from __future__ import annotations
 
-import functools
-import types
-from collections.abc import Callable
 from typing import Any
 
 from qwen3vl_bridge.batch.device_transfer import sent
-from qwen3vl_bridge.models.settings import compiles
+from qwen3vl_bridge.models.compilation import compiles, run_by_token
 
 import torch
 from megatron.core.models.common.embeddings import rope_utils
@@ -67,23 +64,10 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((turned, staying), dim=-1) if staying.size(-1) else turned
 
 
-def _by_compiled(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-    """Like `_formula` for [s, b, heads, d] and [s, b, 1, r]: a kernel for queries and one for keys, in each pass.
-
-    torch compiles at most eight variants of a function, counted per code object. Therefore tokens are flattened to one
-    dynamic dimension, and each shape of heads has a separate function; the remaining variants are due to gradients.
-    """
-    by_token = [x.flatten(0, 1) for x in tensors]
-    for x in by_token:
-        torch._dynamo.maybe_mark_dynamic(x, 0)
-    query, key = _compiled(*(x.shape[1:] for x in by_token))(*by_token)
-    return query.view(tensors[0].shape), key.view(tensors[1].shape)
-
-
-@functools.cache
-def _compiled(*shapes: torch.Size) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`_formula` compiled for heads of these shapes, with a copied code object."""
-    return torch.compile(types.FunctionType(_formula.__code__.replace(), globals()))
+def _by_compiled(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Like `_formula` for [s, b, heads, d] and [s, b, 1, r]: a kernel for queries and one for keys, in each pass."""
+    turned = run_by_token(_formula, *(x.flatten(0, 1) for x in (query, key, cos, sin)))
+    return turned[0].view(query.shape), turned[1].view(key.shape)
 
 
 def _by_kernel(x: Tensor, angles: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from megatron.bridge.models.gpt_provider import GPTModelProvider, modelopt_transformer_layer_spec
 from megatron.bridge.models.qwen_vl.qwen3_vl_provider import DistTrainConfig
-from megatron.core import jit
 from megatron.core.fp4_utils import get_fp4_align_size
 from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.tensor_parallel import layers
@@ -220,11 +219,6 @@ def token_multiple(provider: VisionLanguageFields) -> int:
     if provider.fp8:
         return get_fp8_align_size(provider.fp8_recipe)
     return get_fp4_align_size(provider.fp4_recipe) if provider.fp4 else 1
-
-
-def compiles(x: Tensor) -> bool:
-    """Whether functions of a tensor are compiled: on a GPU, unless `dist.disable_jit_fuser` is set."""
-    return x.is_cuda and jit.jit_fuser is not jit.noop_decorator
 
 
 def sequence_ranks(provider: VisionLanguageFields) -> int:
