@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv with what requirements/cpu.txt pins and the project itself, editable.
+# Makes .venv with what requirements/cpu.txt pins and the project itself, editable; and in it, but not on Python's path,
+# a folder with what requirements/fla.txt pins.
 # Does nothing when that is there already. Needs Python 3.12 and a package registry.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -10,6 +11,7 @@ venv=.venv
 owned=$venv/.made-by-setup_env # written first: this script may delete the folder
 pins_done=$venv/.pins-done     # written last: all pins are in
 project_done=$venv/.project-done
+fla_done=$venv/.fla-done
 
 fail() {
     printf 'setup_env: %s\n' "$@" >&2
@@ -59,4 +61,9 @@ pins_wanted | cmp -s - "$pins_done" || install_pins
 if ! cmp -s pyproject.toml "$project_done"; then
     "$venv/bin/python" -m pip install --quiet --no-deps --no-build-isolation --editable .
     cp pyproject.toml "$project_done"
+fi
+if ! cmp -s requirements/fla.txt "$fla_done"; then
+    rm -rf "$venv/fla"
+    "$venv/bin/python" -m pip install --quiet --no-deps --target "$venv/fla" -r requirements/fla.txt
+    cp requirements/fla.txt "$fla_done"
 fi

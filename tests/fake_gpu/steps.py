@@ -105,7 +105,6 @@ def saves(run: Run, folder: Path, name: str, part: str) -> bool:
 
 if __name__ == "__main__":
     folder, *cases = sys.argv[1:]
-    gc.collect()
     gc.freeze()  # collections of set-ups and compilations need not walk through what is imported
     balance_routing()
     # What is read of sums is garbage, of which a root may be complex, and for which a guard may stop the run. The host

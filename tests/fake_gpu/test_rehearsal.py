@@ -10,6 +10,8 @@ from qwen3vl_bridge.planning.hardware import GPUS
 
 import pytest
 
+from tests.flash_linear_attention import PYTHONPATH, needs_package
+
 H100 = GPUS["H100"].memory_bytes
 
 
@@ -18,10 +20,10 @@ def rehearse(built):
     """Runs the command, which finds the fake GPU in the user's cache."""
     cache = built.parents[2]
 
-    def run(*arguments: str) -> tuple[int, dict]:
+    def run(*arguments: str, **variables: str) -> tuple[int, dict]:
         command = [sys.executable, "-m", "qwen3vl_bridge", "train", "--rehearse", "--json", *arguments]
-        variables = os.environ | {"XDG_CACHE_HOME": str(cache)}
-        done = subprocess.run(command, capture_output=True, text=True, env=variables)
+        variables["XDG_CACHE_HOME"] = str(cache)
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | variables)
         assert done.stdout.startswith("{"), done.stderr[-4000:]
         return done.returncode, json.loads(done.stdout)
 
@@ -104,13 +106,11 @@ def test_a_row_of_data(rehearse, tmp_path):
 @pytest.mark.parametrize("recipe", [
     "qwen3_vl_8b_sft_config", "qwen3_vl_8b_sft_fsdp_config", "qwen3_vl_30b_a3b_sft_config",
     "qwen3_vl_235b_a22b_sft_config", "qwen3_vl_8b_peft_config",
-    pytest.param(
-        "qwen35_vl_27b_sft_config",
-        marks=pytest.mark.skipif(find_spec("fla") is None, reason="flash-linear-attention is not installed"),
-    ),
+    pytest.param("qwen35_vl_27b_sft_config", marks=needs_package),
 ])  # fmt: skip
 def test_recipes_fit_as_planned(rehearse, recipe, rank):
-    status, seen = rehearse("--recipe", recipe, "--rank", rank)
+    variables = {"PYTHONPATH": PYTHONPATH} if "qwen35" in recipe else {}
+    status, seen = rehearse("--recipe", recipe, "--rank", rank, **variables)
     assert (status, seen["error"]) == (0, None)
     assert seen["peak"] == pytest.approx(seen["planned"], rel=0.05 if "fsdp" in recipe else 0.02)
     assert seen["reserved"] <= 0.95 * H100

@@ -8,6 +8,8 @@ from qwen3vl_bridge.models.qwen3_5.delta_rule import CHUNK
 
 import pytest
 
+from tests.flash_linear_attention import PYTHONPATH, needs_package
+
 CASES = ["dense packed", "dense padded", "qwen3_5 packed", "moe packed", "LoRA packed", "CP2 packed"]
 UPSTREAM = ("megatron-core", "Megatron-Bridge")
 # The sums of losses and norms, once in a step: the guard reads them, or without one the log, at the end of the step.
@@ -27,6 +29,14 @@ def run(on_fake_gpu, tmp_path_factory):
     return on_fake_gpu("tests.fake_gpu.steps", str(tmp_path_factory.mktemp("models")), *CASES)
 
 
+def waits_of(run, case: str) -> list[Wait]:
+    return [Wait(*wait) for wait in run.result[case]["waits"]]
+
+
+def waits_of_ours(run, case: str) -> Counter[str]:
+    return Counter(wait.function for wait in waits_of(run, case) if wait.package not in UPSTREAM and wait != STEP)
+
+
 of_each_case = pytest.mark.parametrize("case", CASES)
 
 
@@ -42,15 +52,14 @@ class TestAStep:
 
     @of_each_case
     def test_no_line_of_ours_waits(self, run, case):
-        waits = [Wait(*wait) for wait in run.result[case]["waits"]]
-        assert Counter(wait.function for wait in waits if wait.package not in UPSTREAM and wait != STEP) == {SUMS: 1}
+        assert waits_of_ours(run, case) == {SUMS: 1}
 
     @of_each_case
     def test_the_guard_waits_last_before_the_optimizer_steps(self, run, case):
         """After megatron-core, which waits for the norm unless Transformer Engine computes it. Without a guard nobody
         waits for the sums before Megatron-Bridge has waited for its own.
         """
-        waits = [Wait(*wait) for wait in run.result[case]["waits"]]
+        waits = waits_of(run, case)
         before, after = waits[: waits.index(STEP)], waits[waits.index(STEP) + 1 :]
         if case == "dense padded":
             assert after[-1].function == SUMS and after[-2].package == "Megatron-Bridge"
@@ -119,11 +128,16 @@ class TestAStep:
         """The step after it passes the same tests."""
         assert run.result[case]["complete"]
 
-    @pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="flash-linear-attention is not installed")
-    def test_linear_attention_takes_the_kernels_of_its_package(self, run):
-        """Their waits would be those of `with_chunks`, a line of ours, and of gradients without a line."""
-        events = run.between("qwen3_5 packed: step 2", "qwen3_5 packed: end")
-        names = {event.name for event in events if event.kind == "triton"}
-        chunks = {"chunk_fwd_kernel_o", "chunk_bwd_kernel_dqkwg"}
-        assert names >= {"causal_conv1d_fwd_kernel", "l2norm_fwd_kernel", *chunks}
-        assert all(" bfloat16 " in event.name for event in events if event.kind == "gemm")
+
+@pytest.mark.slow
+@needs_package
+def test_linear_attention_takes_the_kernels_of_its_package(on_fake_gpu, tmp_path):
+    """Their waits would be those of `with_chunks`, a line of ours, and of gradients without a line."""
+    case = "qwen3_5 packed"
+    run = on_fake_gpu("tests.fake_gpu.steps", str(tmp_path), case, PYTHONPATH=PYTHONPATH)
+    assert waits_of_ours(run, case) == {SUMS: 1} and run.result[case]["compiled"] == 0
+    events = run.between(f"{case}: step 2", f"{case}: end")
+    names = {event.name for event in events if event.kind == "triton"}
+    chunks = {"chunk_fwd_kernel_o", "chunk_bwd_kernel_dqkwg"}
+    assert names >= {"causal_conv1d_fwd_kernel", "l2norm_fwd_kernel", *chunks}
+    assert all(" bfloat16 " in event.name for event in events if event.kind == "gemm")

@@ -133,7 +133,6 @@ def rehearse(cfg: ConfigContainer, *, rank: int, world: int, log: Path) -> Rehea
             "ranks tell one another the sizes of what they send (model.variable_seq_lengths or model.dist_train), and "
             "a rehearsal has only one rank: expected model.variable_seq_lengths=False and no separate vision ranks"
         )
-    gc.collect()
     gc.freeze()  # collections, of which compiling asks for many, need not walk through what is imported
     report = Rehearsal(rank, world)
     recorder = _Recorder(report)
