@@ -50,8 +50,7 @@ class RankWidths:
         self.dims, self.split, self.training = dims, split, training
         self.e, self.te = training.precision.weight, training.transformer_engine  # bytes of a number; its layers
         self.kernels = self.te or training.on_gpu  # a norm, and attention over packed rows, is a kernel each
-        # Bytes of a number that the text model's norms save: `ZeroCenteredRMSNorm` makes a float32 copy.
-        self.norm_input = self.e if self.te or (self.kernels and "gated_q" not in dims.sizes) else _FLOAT
+        self.norm_input = self.e if self.kernels else _FLOAT  # bytes of a number that the text model's norms save
         self.token = 1 / split.sequence_ranks  # the part of a token between layers
         self.hidden = dims["hidden"] * self.token  # numbers between layers
         self.heads, self.q = dims["heads"] / split.tp, dims["q"] / split.tp  # of queries: number and width
@@ -138,9 +137,8 @@ def linear_attention(r: RankWidths, slots: float = 1.0) -> SavedTensors:
             "values": value * e,
             "decays since the chunk began": heads * _FLOAT,
             "inverses of chunks' systems": heads * CHUNK * e,
-            # Transformer Engine's norm computes in the dtype of its weight, which is float32 here; torch's is compiled
-            # together with the gate, and computed again.
-            "norm of the output: input and result": 2 * value * _FLOAT if r.te else value * e,
+            # Compiled together with the gate, and computed again.
+            "norm of the output: input": value * e,
             "norm of the output: statistic": heads * _STATISTIC,
             "gate": value * e,
         }
