@@ -379,7 +379,7 @@ def test_experts_under_computation_hold_the_next_microbatchs_first_layers(name):
         twice = {"vision model", "vision projection", "DeepStack"} if rows > 8 else set()
         stored = {module: n * (1 + (module in twice)) for module, n in expected.activations.items()}
         assert ours.activations == pytest.approx(stored | {"language model": text})
-        least, most = (0.999, 1) if name == "30B-A3B" else (1.1, 1.2)  # three of four layers of Qwen3.5 are larger
+        least, most = (0.999, 1) if name == "30B-A3B" else (1.2, 1.3)  # three of four layers of Qwen3.5 are larger
         ahead = (ours.temporary - expected.temporary) / (text / layers)
         assert least <= ahead <= most if rows > 8 else ahead == 0
 

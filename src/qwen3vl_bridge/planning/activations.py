@@ -137,8 +137,9 @@ def linear_attention(r: RankWidths, slots: float = 1.0) -> SavedTensors:
             "values": value * e,
             "decays since the chunk began": heads * _FLOAT,
             "inverses of chunks' systems": heads * CHUNK * e,
-            # Compiled together with the gate, and computed again.
-            "norm of the output: input": value * e,
+            # Transformer Engine's norm computes in the dtype of its weight, which is float32 here; torch's is compiled
+            # together with the gate, and computed again.
+            "norm of the output: input and result": 2 * value * _FLOAT if r.te else value * e,
             "norm of the output: statistic": heads * _STATISTIC,
             "gate": value * e,
         }

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from qwen3vl_bridge.models.layer_specs import LocalBackend, ZeroCenteredRMSNorm, backend, decoder_block_spec
+from qwen3vl_bridge.models.layer_specs import LocalBackend, backend, decoder_block_spec
 from qwen3vl_bridge.models.qwen3_5 import delta_rule
 from qwen3vl_bridge.models.qwen3_5.table import linear_attention_rows
 from qwen3vl_bridge.weights.rows import MAGNITUDE, MARK, OUT
@@ -155,7 +155,7 @@ def linear_attention_spec(config: TransformerConfig) -> ModuleSpec:
         module=LinearAttention,
         submodules=GatedDeltaNetSubmodules(
             in_proj=in_proj,
-            out_norm=ZeroCenteredRMSNorm,  # compiled with what follows; Transformer Engine's is a kernel of its own
+            out_norm=modules.layer_norm(rms_norm=True, for_qk=False),
             out_proj=modules.row_parallel_linear(),
         ),
     )
