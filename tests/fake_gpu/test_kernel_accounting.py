@@ -24,7 +24,9 @@ def test_a_pass_launches_and_moves_at_most_what_the_goal_says(size, tmp_path):
         "Megatron-Bridge",
     ]
     variables = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
-    done = subprocess.run([*command, "--csv", tmp_path / "rows.csv"], env=variables, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, "--size", size, "--csv", tmp_path / "rows.csv"], env=variables, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     with (tmp_path / "rows.csv").open() as lines:
         theirs = {row["rows"]: row for row in csv.DictReader(lines) if row["way"] == "Megatron-Bridge"}
