@@ -1,6 +1,8 @@
 """The grouped product of local experts against megatron-core's, which computes one expert after the other."""
 
+import itertools
 from itertools import accumulate
+from types import SimpleNamespace
 
 from qwen3vl_bridge.models.experts import LINEARS, GroupedExperts, GroupedProduct, together
 
@@ -8,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron.core.distributed import distributed_data_parallel
+from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.transformer.moe.experts import SequentialMLP
 
 from tests.parity.conftest import make_pair
@@ -101,16 +103,65 @@ def test_gradients_that_products_add_to_others_are_of_single_weights(layer, monk
     assert layer(torch.randn(1, 4), torch.tensor([1]), torch.rand(1)) == "one after the other"
 
 
-def test_rows_that_are_no_experts_are_refused(layer):
-    """megatron-core's refusal; torch's product would leave what was in memory there."""
-    rows = layer.num_local_experts + 1
-    with pytest.raises(RuntimeError, match="split_with_sizes"):
-        layer(torch.randn(rows, layer.config.hidden_size), torch.ones(rows - 1, dtype=torch.long), torch.rand(rows))
+@pytest.mark.parametrize(
+    ("change", "grouped"),
+    [
+        ({}, True), (dict(generation=8), False), (dict(generation=10), False), (dict(dtype=torch.float16), False),
+        (dict(dtype=torch.float32), False), (dict(cuda=False), True), (dict(cuda=False, dtype=torch.float32), True),
+        (dict(cuda=False, dtype=torch.float64), False), (dict(counts_on_gpu=True), False),
+        (dict(weights=torch.float32), False),
+        (dict(moe_apply_probs_on_input=True), False), (dict(num_local_experts=1), False), (dict(columns=36), False),
+    ],
+)  # fmt: skip
+def test_what_can_be_grouped(layer, monkeypatch, change, grouped):
+    """In bfloat16 on a Hopper, by tokens that say that they are on a GPU; else one after the other."""
+    dtype = change.get("dtype", torch.bfloat16)
+    layer.to(change.get("weights", dtype))
+    for expert in layer.local_experts if "columns" in change else ():
+        expert.linear_fc2.weight.data = torch.zeros(layer.config.hidden_size, change["columns"], dtype=dtype)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (change.get("generation", 9), 0))
+    monkeypatch.setattr(layer.config, "moe_apply_probs_on_input", change.get("moe_apply_probs_on_input", False))
+    layer.num_local_experts = change.get("num_local_experts", layer.num_local_experts)
+    device = torch.device("cpu")
+    x = SimpleNamespace(
+        dtype=dtype, is_cuda=change.get("cuda", True), device=device, element_size=lambda: dtype.itemsize
+    )
+    assert layer._can_group(x, SimpleNamespace(is_cuda=change.get("counts_on_gpu", False))) == grouped
 
 
-def test_no_tokens_at_all(layer):
+def test_bias_and_autocast_are_not_grouped(layer):
+    x, counts = torch.randn(8, layer.config.hidden_size), torch.ones(8)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not layer._can_group(x, counts)
+    assert layer._can_group(x, counts)
+    layer.local_experts[0].linear_fc1.bias = torch.nn.Parameter(torch.zeros(8))
+    assert not layer._can_group(x, counts)
+
+
+def test_no_tokens_at_all(layer, monkeypatch):
+    monkeypatch.setattr(SequentialMLP, "forward", lambda *_: pytest.fail("one after the other"))
     out, *gradients = results(layer, [0] * layer.num_local_experts)
     assert len(out) == 0 and all(gradient is not None and not gradient.any() for gradient in gradients)
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_gradients_are_ready_in_the_same_order_whatever_the_tokens(layer, frozen):
+    """In which `overlap_grad_reduce` reduces them: on all ranks alike."""
+    order: list[str] = []
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(f".{frozen}." not in name)
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    orders = []
+    for counts in (
+        [0] * layer.num_local_experts,
+        [5] + [0] * (layer.num_local_experts - 1),
+        [1] * layer.num_local_experts,
+    ):
+        order.clear()
+        results(layer, counts)
+        orders.append([*order])
+    assert len(order) == len(LINEARS) * (layer.num_local_experts - 1) and orders[1:] == orders[:-1]
 
 
 def assert_together(layer) -> None:
@@ -123,18 +174,38 @@ def assert_together(layer) -> None:
 
 def test_weights_lie_together_from_the_start(layer):
     assert_together(layer)
-    assert [*layer.local_experts] == [layer.local_experts[i] for i in range(layer.num_local_experts)]
 
 
-def test_the_distributed_optimizers_buffer_has_weights_together_and_its_hooks_are_called(moe_folder, monkeypatch):
-    """With `overlap_param_gather` each linear layer has one, which waits for the layer's weights."""
-    topology = Topology(1, distributed_optimizer=True)
-    split = Split(str(moe_folder), topology, ddp__overlap_param_gather=True, ddp__overlap_grad_reduce=True)
-    calls = []
-    monkeypatch.setattr(distributed_data_parallel, "is_graph_capturing", lambda: calls.append(0))
+def test_experts_are_found_by_their_numbers(layer):
+    numbered = [layer.local_experts[i] for i in range(layer.num_local_experts)]
+    assert [*layer.local_experts] == numbered and [*layer.local_experts[1:3]] == numbered[1:3]
+
+
+def test_modelopt_knows_the_class(layer):
+    """By what it compares: the class's `forward`."""
+    assert GroupedExperts.forward is SequentialMLP.forward and layer.forward == layer.grouped_forward
+
+
+def test_the_distributed_optimizers_buffer_has_weights_together(moe_folder):
+    split = Split(str(moe_folder), Topology(1, distributed_optimizer=True))
     for layer in layers_with_experts(split.run.model[0]):
         assert_together(layer)
-        calls.clear()
-        counts = torch.ones(layer.num_local_experts, dtype=torch.long)
-        layer.forward(torch.randn(len(counts), layer.config.hidden_size), counts, torch.rand(len(counts)))
-        assert len(calls) == len(LINEARS) * layer.num_local_experts
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_weights_are_gathered_ahead_in_the_order_in_which_they_are_waited_for(moe_folder, monkeypatch, grouped):
+    """With `overlap_param_gather` and buckets of one weight: megatron-core would warn of one gathered out of turn."""
+    folds = dict(ddp__overlap_param_gather=True, ddp__overlap_grad_reduce=True, ddp__bucket_size=3000)
+    split = Split(str(moe_folder), Topology(1, distributed_optimizer=True), **folds)
+    waited = []
+    group = param_and_grad_buffer._ParamAndGradBucketGroup
+    monkeypatch.setattr(group, "finish_param_sync", lambda bucket, **_: waited.append(bucket))
+    (first, *_) = layers_with_experts(split.run.model[0])
+    if not grouped:
+        monkeypatch.setattr(GroupedExperts, "_can_group", lambda *_: False)
+    counts = torch.ones(first.num_local_experts, dtype=torch.long)
+    first(torch.randn(len(counts), first.config.hidden_size), counts, torch.rand(len(counts)))
+    distinct = list(dict.fromkeys(waited))
+    assert len(distinct) > 6
+    for bucket, following in itertools.pairwise(distinct):
+        assert bucket.next_param_gather_bucket_group is following

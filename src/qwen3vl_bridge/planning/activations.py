@@ -475,7 +475,8 @@ def _experts_temporary(r: RankWidths) -> float:
     routed = dims["topk"] * r.training.expert_load * r.token
     gradients = routed * (3 * dims["moe_ffn"] + 2 * dims["hidden"] * split.expert_tp)
     several = dims["experts"] // split.ep > 1
-    # With Transformer Engine tokens are sorted by expert, and outputs back; with local layers outputs are concatenated.
+    # With Transformer Engine tokens are sorted by expert, and outputs back; with local layers outputs are
+    # concatenated where experts are computed one after the other.
     copies = (1 + 2 * several if r.te else 2 + several) + (split.ep > 1) + _saves_no_inputs_of_experts(r)
     return max(gradients, routed * dims["hidden"] * split.expert_tp * copies)
 
