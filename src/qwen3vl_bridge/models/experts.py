@@ -66,9 +66,9 @@ class GroupedExperts(SequentialMLP):
         expert on: each starts the next.
         """
         for expert in reversed([*self.local_experts]):
-            for module in expert.modules():
-                for hook in filter(_waits_for_weights, module._forward_pre_hooks.values()):
-                    hook(module, ())
+            for linear in (getattr(expert, name) for name in LINEARS):
+                for hook in filter(_waits_for_weights, linear._forward_pre_hooks.values()):
+                    hook(linear, ())
 
     def _can_group(self, x: Tensor, tokens_per_expert: Tensor) -> bool:
         """Whether torch has a grouped product for such tokens, and each linear layer is a product and nothing else."""
