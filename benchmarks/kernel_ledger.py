@@ -23,7 +23,7 @@ from qwen3vl_bridge.models.qwen3_5.delta_rule import with_chunks
 from qwen3vl_bridge.models.settings import has_transformer_engine
 from qwen3vl_bridge.rehearsal import fake_gpu
 from qwen3vl_bridge.rehearsal.no_cudnn import without_cudnn
-from qwen3vl_bridge.rehearsal.one_rank import balance_routing, flops_of_grouped_gemm
+from qwen3vl_bridge.rehearsal.one_rank import balance_routing, flops_of_grouped_gemm, flops_of_grouped_mm
 from qwen3vl_bridge.training.process_groups import initialize
 from qwen3vl_bridge.training.step import to_device
 
@@ -98,7 +98,7 @@ class Ledger(TorchDispatchMode):
 
     def _noted(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         if name == "aten._grouped_mm":
-            self.products[len(self.names)] = 2 * args[0].numel() * args[1].size(-1)
+            self.products[len(self.names)] = flops_of_grouped_mm(*args[:2])
         with self.operation(name) as note:
             out = func(*args, **kwargs)
         read, written = (

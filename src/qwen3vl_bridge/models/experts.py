@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -159,7 +159,7 @@ class GroupedProduct(torch.autograd.Function):
         return dx, None, *dw
 
 
-def together(weights: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
+def together(weights: Sequence[Tensor]) -> Tensor:
     """Matrices [n, k] as one tensor [E, n, k]: a view if they lie in memory at equal distances, else a copy."""
     first, second = weights[0].data_ptr(), weights[1].data_ptr()
     distance, of_an_element = second - first, weights[0].element_size()
@@ -172,4 +172,4 @@ def together(weights: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
     ):
         stride = (distance // of_an_element, *weights[0].stride())
         return weights[0].detach().as_strided((len(weights), *weights[0].shape), stride)
-    return torch.stack(weights).detach()
+    return torch.stack(tuple(weights)).detach()

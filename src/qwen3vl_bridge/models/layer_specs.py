@@ -82,6 +82,10 @@ class LocalBackend(LocalSpecProvider):
         """Attention by torch's kernels."""
         return SegmentAttention
 
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> functools.partial[GroupedExperts]:
+        """megatron-core's experts, computed together."""
+        return functools.partial(GroupedExperts, **super().grouped_mlp_modules(moe_use_grouped_gemm).keywords)
+
 
 def backend(config: TransformerConfig) -> BackendSpecProvider:
     """The modules that `config.transformer_impl` names.
@@ -104,16 +108,16 @@ def _adapt(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
     layer, attention = spec.submodules, spec.submodules.self_attention
     attention.module = RotarySelfAttention
     has_experts = isinstance(layer.mlp, functools.partial) and layer.mlp.func in (MoELayer, ReleasingMoELayer)
-    local = backend(config)
+    local = chosen if isinstance(chosen := backend(config), LocalBackend) else None
     if has_experts:
-        modules = dataclasses.replace(layer.mlp.keywords["submodules"], router=BalancedRouter)
-        if isinstance(local, LocalBackend):
-            grouped = functools.partial(GroupedExperts, *modules.experts.args, **modules.experts.keywords)
-            modules = dataclasses.replace(modules, experts=grouped)
+        changes: dict[str, Any] = dict(router=BalancedRouter)
+        if local:
+            changes["experts"] = local.grouped_mlp_modules(config.moe_grouped_gemm)
+        modules = dataclasses.replace(layer.mlp.keywords["submodules"], **changes)
         layer.mlp = functools.partial(
             ReleasingMoELayer, *layer.mlp.args, **layer.mlp.keywords | dict(submodules=modules)
         )
-    if not isinstance(local, LocalBackend):
+    if local is None:
         return spec
     norm = local.layer_norm(rms_norm=config.normalization == "RMSNorm")
     layer.input_layernorm = layer.pre_mlp_layernorm = norm

@@ -307,11 +307,16 @@ def mark_grouped_products() -> None:
 
         return run
 
-    F.grouped_mm = marked(F.grouped_mm, lambda a, b: 2 * a.numel() * b.size(-1))
+    F.grouped_mm = marked(F.grouped_mm, flops_of_grouped_mm)
     if has_transformer_engine():
         from transformer_engine.pytorch.cpp_extensions import gemm
 
         gemm.tex.te_general_grouped_gemm = marked(gemm.tex.te_general_grouped_gemm, flops_of_grouped_gemm)
+
+
+def flops_of_grouped_mm(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Of torch's function: tokens [t, k] and weights [E, k, n], or [m, t] and [t, n] for each expert's tokens."""
+    return 2 * a.numel() * b.size(-1)
 
 
 def flops_of_grouped_gemm(a: list[torch.Tensor], transpose_a: bool, b: list[torch.Tensor], transpose_b: bool, *_: Any):
