@@ -1,16 +1,16 @@
-"""How fast conversion is against `cp` of the same bytes, and how much memory it takes.
+"""Compare conversion with `cp` of the same bytes, in time and memory.
 
-    python -m benchmarks.convert                                          # a whole 2B, 4.3 GB
+    python -m benchmarks.convert                                          # the full 2B, 4.3 GB
     python -m benchmarks.convert --size 2B --text-layers 4 --vision-layers 6 --rounds 3
     python -m benchmarks.convert --size 30B-A3B --text-layers 8 --rounds 1
     python -m benchmarks.convert --family qwen3_5 --size 35B-A3B --text-layers 1 --rounds 1
     python -m benchmarks.convert --size 8B --text-layers 8 --fp8                 # `cp` is of what import writes
 
-Random bfloat16 weights in the shapes of a released size are written once, experts as released (transposed); then, in
-interleaved rounds, `cp`, import to both formats, export and verify. Every step starts with nothing left to be written
-to the disk, and with what it reads in the page cache and nothing else. Prints medians, ratios to `cp` and the peak of
-anonymous memory above the idle process, and appends rows to a CSV file with the load of the machine. The first round's
-steps each have a process to themselves, for their memory.
+Random bfloat16 weights in the shapes of a released size are written once, experts transposed as released. Then
+interleaved rounds run `cp`, import to both formats, export and verify. Before each step all writes are on disk, and
+only its source is in the page cache. Prints medians, ratios to `cp` and the peak of anonymous memory above the idle
+process, and appends rows to a CSV file with the load of the machine. Each step of the first round runs in its own
+process, for its memory.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from unittest import mock
 
 from qwen3vl_bridge.checkpoint import export_checkpoint, import_checkpoint, verify_checkpoint
 from qwen3vl_bridge.checkpoint.conversion_plan import Plan, Task, tensors_of
-from qwen3vl_bridge.checkpoint.formats.huggingface import one_file, shards, write_index
+from qwen3vl_bridge.checkpoint.formats.huggingface import plan_file, split_into_shards, write_index
 from qwen3vl_bridge.checkpoint.formats.layouts import HuggingFace
-from qwen3vl_bridge.checkpoint.formats.tensors import Quantized, Segment, Segments, TensorSpec, Zeros
+from qwen3vl_bridge.checkpoint.formats.tensors import QuantizedSlice, Slice, SliceList, TensorSpec, ZeroSlice
 from qwen3vl_bridge.checkpoint.fp8_export import QUANTIZATION, Fp8Export
 from qwen3vl_bridge.registry import family, family_of
 from qwen3vl_bridge.weights.rows import expand
@@ -64,20 +64,20 @@ def _tasks(config: dict) -> list[Task]:
     dimensions = own.dimensions(config)
     shapes = tensors_of(expand(own.rows(), dimensions), HuggingFace(dimensions))
     specs = (TensorSpec(name, "bfloat16", shape) for name, shape in shapes.items())
-    return [Task(spec, Segments([Zeros(spec.numel)])) for spec in specs]
+    return [Task(spec, SliceList([ZeroSlice(spec.numel)])) for spec in specs]
 
 
 def make_model(folder: Path, config: dict, *, in_fp8: bool = False) -> int:
-    """Write a model of random bytes, in FP8 with scales of 2^-10; returns how many there are in bfloat16."""
+    """Write a model of random bytes, in FP8 with scales of 2^-10; return the number of bfloat16 bytes."""
     folder.mkdir()
     tasks = _tasks(config)
     nbytes = sum(task.target.nbytes for task in tasks)
     if in_fp8:
-        export = Fp8Export.of(config, folder, [task.target.name for task in tasks])
-        tasks, config = export.plan(Plan(tuple(tasks))).tasks, config | {QUANTIZATION: export.quantization}
+        export = Fp8Export.for_model(config, folder, [task.target.name for task in tasks])
+        tasks, config = export.quantize(Plan(tuple(tasks))).tasks, config | {QUANTIZATION: export.quantization}
     (folder / "config.json").write_text(json.dumps(config))
-    parts = shards(tasks)
-    files = [one_file(name, part) for name, part in parts.items()]
+    parts = split_into_shards(tasks)
+    files = [plan_file(name, part) for name, part in parts.items()]
     for file in files:
         with (folder / file.name).open("wb") as out:
             for content in file.contents:
@@ -85,16 +85,16 @@ def make_model(folder: Path, config: dict, *, in_fp8: bool = False) -> int:
                     out.write(content)
                     continue
                 for start in range(0, len(content), 1 << 22):
-                    out.write(_random(min(1 << 22, len(content) - start), next(iter(content.segments))))
+                    out.write(_random(min(1 << 22, len(content) - start), next(iter(content.slices))))
     write_index(folder, parts)
     return nbytes
 
 
-def _random(nbytes: int, of: Segment) -> bytes:
-    """Bytes of a tensor; in FP8 all are numbers."""
-    if not isinstance(of, Quantized):
+def _random(nbytes: int, of: Slice) -> bytes:
+    """Return random bytes of a tensor without NaN."""
+    if not isinstance(of, QuantizedSlice):
         return os.urandom(nbytes)
-    if of.of_scales:
+    if of.is_scales:
         return b"\x80\x3a" * (nbytes // 2)
     return (np.frombuffer(os.urandom(nbytes), np.uint8) & 0xF7).tobytes()
 
@@ -105,7 +105,7 @@ def _anonymous() -> int:
 
 
 def _settle(work: Path, source: Path) -> None:
-    """Write everything to disk, then have the source in the page cache, and none of the other files."""
+    """Write everything to disk, and leave only the source in the page cache."""
     os.sync()
     for path in sorted(work.rglob("*"), key=lambda path: path.is_relative_to(source)):
         if path.is_file():
@@ -116,7 +116,7 @@ def _settle(work: Path, source: Path) -> None:
 
 
 def measure(step: Callable[[], object]) -> tuple[float, int]:
-    """Seconds a step takes, and the peak of anonymous memory above what there was before."""
+    """Return the seconds of a step and its peak of anonymous memory above the start."""
     before = peak = _anonymous()
     done = threading.Event()
 
@@ -136,7 +136,7 @@ def measure(step: Callable[[], object]) -> tuple[float, int]:
 
 
 def measure_apart(step: Callable[[], object]) -> tuple[float, int]:
-    """As `measure`, in a process that has done nothing yet: one that has keeps memory, and then takes no more."""
+    """Measure in a fresh process: a used one keeps memory and then takes no more."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
     child = multiprocessing.get_context("fork").Process(target=lambda: sender.send(measure(step)))
     child.start()
@@ -155,7 +155,7 @@ def _copy(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def _without_sync() -> Iterator[None]:
-    """Nothing waits for the disk."""
+    """Disable syncing to disk."""
     with mock.patch.object(os, "fsync"), mock.patch.object(os, "fdatasync"):
         yield
 

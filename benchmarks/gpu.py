@@ -1,19 +1,19 @@
-"""A training step on a GPU: tokens a second, MFU, memory and host waits, ours beside transformers.
+"""Measure a training step on a GPU: tokens per second, MFU, memory and synchronizations, ours and transformers'.
 
     python -m benchmarks.gpu                                                  # the 8B's widths, few layers
-    python -m benchmarks.gpu --size 2B --text-layers 28 --vision-layers 24    # a whole model
+    python -m benchmarks.gpu --size 2B --text-layers 28 --vision-layers 24    # a complete model
     python -m benchmarks.gpu --profile out/gpu                                # and its kernels, and timelines
-    python -m benchmarks.gpu --tiny --csv /tmp/gpu.csv                        # a rehearsal, also on a CPU
+    python -m benchmarks.gpu --tiny --csv /tmp/gpu.csv                        # a simulation, also on a CPU
 
-Random weights in bfloat16, six samples of 8,092 tokens with six pictures: packed into one row, or padded to six.
+Random weights in bfloat16, six samples of 8,092 tokens with six images: packed into one row, or padded to six.
 
-- "step": a whole step of Megatron-Bridge's loop with the 2B's recipe: distributed optimizer, guard, norms.
-- the others: forward and backward alone. transformers has padded rows, with each of its attentions that is installed.
+- "step": a full step of Megatron-Bridge's loop with the 2B's recipe: distributed optimizer, guard, norms.
+- the others: forward and backward alone. transformers has padded rows, with each installed attention.
 
-MFU is by `qwen3vl_bridge/models/flops.py`, which does not count recomputation. "GiB" is the peak of torch's allocator,
-"planned GiB" what the planner says of the run. "waits" are those of the host for the device in a step by torch's own
-detector, outside megatron-core and Megatron-Bridge, and all; "attention" is which kernels computed it. A way that runs
-out of memory is a row without figures.
+MFU is by `qwen3vl_bridge/config/flops.py`, which does not count recomputation. "GiB" is the peak of torch's allocator,
+"planned GiB" the planner's estimate. "waits" are the host-device synchronizations of a step by torch's detector,
+without megatron-core's and Megatron-Bridge's, and all; "attention" names the kernels. A way that runs out of memory is
+a row without figures.
 """
 
 from __future__ import annotations
@@ -33,16 +33,18 @@ from pathlib import Path
 from typing import Any
 
 import qwen3vl_bridge  # noqa: F401  before Megatron
-from qwen3vl_bridge.compat.library_logs import quiet
-from qwen3vl_bridge.models.flops import Trained, tower_costs
-from qwen3vl_bridge.models.size_presets import as_transformers
-from qwen3vl_bridge.planning.from_config import plan_of
+from qwen3vl_bridge.config.flops import Trained, tower_costs
+from qwen3vl_bridge.config.size_presets import as_transformers
+from qwen3vl_bridge.planning.from_config import estimate_run
 from qwen3vl_bridge.registry import preset
-from qwen3vl_bridge.training.callbacks import callbacks_of
+from qwen3vl_bridge.testing.tiny_checkpoint import make_config
+from qwen3vl_bridge.testing.tiny_processor import make_processor
+from qwen3vl_bridge.training.callbacks import build_callbacks
 from qwen3vl_bridge.training.config import GuardConfig
-from qwen3vl_bridge.training.metrics import peak_operations
+from qwen3vl_bridge.training.metrics import peak_flops
 from qwen3vl_bridge.training.process_groups import shutdown
 from qwen3vl_bridge.training.step import to_device
+from qwen3vl_bridge.upstream.library_logs import quiet
 
 import torch
 from qwen3vl_recipes.paths import set_paths
@@ -52,12 +54,10 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForImageTextToText
 
 from benchmarks import measurement
-from examples.digits.checkpoint import make_config
-from examples.digits.processor import make_processor
-from tests.gpu.sync_warnings import Waits, count_waits, of_us
-from tests.parity.batches import Sample, make_batch
-from tests.ranks import forget_models
-from tests.steps import followed, set_up, step_with_callbacks
+from tests.helpers.batches import Sample, make_batch
+from tests.helpers.ranks import forget_models
+from tests.helpers.steps import followed, set_up, step_with_callbacks
+from tests.helpers.sync_warnings import Syncs, count_syncs, own_syncs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WARM = 2  # steps that compile kernels and allocate
@@ -73,7 +73,7 @@ ATTENTIONS = {
     "FusedAttn": "Transformer Engine's by cuDNN",
     "FlashAttn": "flash-attn",
 }
-# Text tokens, and rows and columns of each picture's vision tokens.
+# Text tokens, and rows and columns of each image's vision tokens.
 ROW = (
     (1400, ((24, 32), (16, 20))),
     (1100, ((20, 28),)),
@@ -88,7 +88,7 @@ Step = Callable[[], Any]
 
 
 def configuration(size: str, text_layers: int, vision_layers: int, *, tiny: bool) -> Any:
-    """A released model's with fewer layers; its token ids are the toy processor's."""
+    """Return a released model's configuration with fewer layers and the tiny processor's token ids."""
     small = make_config(make_processor(512).tokenizer)
     small.architectures = ["Qwen3VLForConditionalGeneration"]
     if tiny:
@@ -107,7 +107,7 @@ def configuration(size: str, text_layers: int, vision_layers: int, *, tiny: bool
 
 
 def make_samples(config: Any, *, tiny: bool) -> list[Sample]:
-    """Of random text and pictures."""
+    """Return samples of random text and images."""
     random, samples = torch.Generator().manual_seed(0), []
     for text, pictures in TINY_ROW if tiny else ROW:
         ids = torch.randint(0, config.image_token_id - 16, (text,), generator=random).tolist()
@@ -124,17 +124,17 @@ def make_samples(config: Any, *, tiny: bool) -> list[Sample]:
 
 
 def operations_of(config: Any, samples: list[Sample]) -> float:
-    """Of a forward and a backward pass."""
+    """Return the FLOPs of a forward and a backward pass."""
     costs, total = tower_costs(config.to_dict(), Trained()), 0.0
     for sample in samples:
         frames = [math.prod(grid) for grid in sample.pixels.get("image_grid_thw", torch.empty(0)).tolist()]
-        total += costs.of(tokens=len(sample.ids), patches=sum(frames), patch_pairs=sum(n**2 for n in frames))
+        total += costs.count_flops(tokens=len(sample.ids), patches=sum(frames), patch_pairs=sum(n**2 for n in frames))
     return total
 
 
 @contextmanager
 def whole_step(config: Any, samples: list[Sample], rounds: int) -> Iterator[tuple[Step, float]]:
-    """A step of Megatron-Bridge's, and the GiB that the planner says."""
+    """Return a step of Megatron-Bridge's loop and the planner's estimate in GiB."""
     tokens = -(-sum(len(sample.ids) + 4 for sample in samples) // 8) * 8
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
@@ -144,18 +144,18 @@ def whole_step(config: Any, samples: list[Sample], rounds: int) -> Iterator[tupl
         cfg.train.train_iters, cfg.train.global_batch_size = 10 * (WARM + rounds), 1
         cfg.checkpoint.save = cfg.checkpoint.load = cfg.checkpoint.save_interval = cfg.logger.tensorboard_dir = None
         cfg.scheduler.lr_warmup_iters, cfg.validation.eval_iters, cfg.logger.log_interval = 1, 0, 10**6
-        planned = plan_of(cfg, 1).peak.total / GIB
+        planned = estimate_run(cfg, 1).peak.total / GIB
         run = set_up(cfg, data=False)
     run.cfg.guard = GuardConfig(on_nan="skip")
     vars(run.optimizer).pop("get_grad_norm", None)  # joined by `set_up` already, and by the callbacks again
     run.stream = itertools.repeat(make_batch(samples, config, packed=True))
-    with followed(run, callbacks_of(run.cfg)):
+    with followed(run, build_callbacks(run.cfg)):
         yield lambda: step_with_callbacks(run), planned
 
 
 @contextmanager
 def of_ours(config: Any, samples: list[Sample], *, packed: bool) -> Iterator[tuple[Step, float]]:
-    """Forward and backward; the batch is collated before, and moved in each step, as in training."""
+    """Return forward and backward of our model; the batch is collated before and moved in each step, as in training."""
     model = measurement.build_model(config, sum(len(sample.ids) for sample in samples), DEVICE)
     local = make_batch(samples, config, packed=packed).local()
 
@@ -168,7 +168,7 @@ def of_ours(config: Any, samples: list[Sample], *, packed: bool) -> Iterator[tup
 
 @contextmanager
 def of_transformers(config: Any, samples: list[Sample], *, attention: str) -> Iterator[tuple[Step, float]]:
-    """Forward and backward of rows padded on the right."""
+    """Return forward and backward of transformers on right-padded rows."""
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     with torch.device(DEVICE):
         model = AutoModelForImageTextToText.from_config(config, dtype=dtype, attn_implementation=attention).train()
@@ -196,8 +196,8 @@ def _backward(model: torch.nn.Module, loss: Callable[[], torch.Tensor]) -> None:
     model.zero_grad(set_to_none=True)
 
 
-def measure(step: Step, rounds: int) -> tuple[float, float, Waits]:
-    """Median seconds, GiB at most, and the waits of one step more."""
+def measure(step: Step, rounds: int) -> tuple[float, float, Syncs]:
+    """Return median seconds, peak GiB, and the synchronizations of one more step."""
 
     def timed() -> float:
         begun = time.perf_counter()
@@ -212,14 +212,14 @@ def measure(step: Step, rounds: int) -> tuple[float, float, Waits]:
         torch.cuda.reset_peak_memory_stats()
     seconds = statistics.median(timed() for _ in range(rounds))
     peak = torch.cuda.max_memory_allocated() / GIB if DEVICE == "cuda" else 0.0
-    waits: Waits = Counter()
-    with count_waits(waits):
+    waits: Syncs = Counter()
+    with count_syncs(waits):
         step()
     return seconds, peak, waits
 
 
 def attention_of(step: Step) -> str:
-    """The kernels that a step computes attention by, in both towers."""
+    """Return the attention kernels of a step in both towers."""
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         step()
     names = [event.key for event in profiled.key_averages()]
@@ -234,7 +234,7 @@ def main() -> None:
     parser.add_argument("--vision-layers", type=int, default=6, help="default: %(default)s")
     parser.add_argument("--ways", nargs="+", metavar="WAY", help="only those whose names begin so, such as ours")
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="print the kernels too, keep timelines there")
-    parser.add_argument("--tiny", action="store_true", help="a model and a row for a rehearsal")
+    parser.add_argument("--tiny", action="store_true", help="a model and a row for a simulation")
     options = parser.parse_args()
     quiet()
     config = configuration(options.size, options.text_layers, options.vision_layers, tiny=options.tiny)
@@ -248,7 +248,7 @@ def main() -> None:
         "step, packed": functools.partial(whole_step, rounds=options.rounds),
     }
     device = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
-    peak_flops = peak_operations(device)
+    peak = peak_flops(device)
     layers = f"{config.text_config.num_hidden_layers}+{config.vision_config.depth}"
     model = dict(device=device, size="tiny" if options.tiny else options.size, layers=layers, tokens=tokens)
     rows = []
@@ -266,10 +266,10 @@ def main() -> None:
             print(f"{name}: runs out of memory")
         else:
             figures |= {"seconds": f"{seconds:.4f}", "tokens/s": f"{tokens / seconds:.0f}"}
-            figures |= {"TFLOP/s": f"{operations / seconds / 1e12:.3g}", "waits": str(of_us(waits).total())}
+            figures |= {"TFLOP/s": f"{operations / seconds / 1e12:.3g}", "waits": str(own_syncs(waits).total())}
             figures |= {"all waits": str(waits.total()), "GiB": f"{held:.2f}" if held else ""}
             figures["planned GiB"] = f"{planned:.2f}" if planned else ""
-            figures["MFU"] = f"{operations / seconds / peak_flops:.3f}" if peak_flops else ""
+            figures["MFU"] = f"{operations / seconds / peak:.3f}" if peak else ""
             print(f"{name:32}", *(f"{what} {value}  " for what, value in figures.items() if value))
             for (package, line), times in waits.most_common(8):
                 print(f"    {times} x {package}: {line}")

@@ -1,25 +1,24 @@
-"""How time and memory of a training step grow: with the row, its pictures, its segments, the experts.
+"""Measure how time and memory of a training step grow with the row, images, segments and experts.
 
     OMP_NUM_THREADS=1 python -m benchmarks.growth
     OMP_NUM_THREADS=1 python -m benchmarks.growth --only segments --csv /tmp/growth.csv
 
     OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824 python -m benchmarks.growth
 
-One core, float32, a small model. Each point is a process of its own, forked after imports: a model is built and takes
-three steps (forward, backward). The first warms up. Of the second the most bytes are counted that tensors of the step
-hold at one time, gradients included; buffers inside a kernel and weights are not. Of the third the processor's seconds
-are taken, those in the operating system apart: glibc returns blocks above 32 MiB to it as soon as they are free, and
-each page of a new one has to be cleared. With the third command glibc keeps them.
+One core, float32, a small model. Each point is a forked process that takes three steps (forward, backward). The first
+warms up. The second counts the largest number of bytes that tensors of the step hold at one time, gradients included,
+without weights and buffers inside kernels. The third measures user and system seconds: glibc returns free blocks above
+32 MiB to the operating system, which clears each page of a new block. With the third command glibc keeps them.
 
 The exponents printed are the slopes between two points, of user time and of bytes: 1 is linear.
 `scripts/draw_benchmarks.py` draws them.
 
 Series:
-- row: documents of 1,024 tokens, 256 of them a picture's.
-- document: one document as long as the row: attention's pairs grow by the square.
-- pictures: in a row of 16,384 tokens.
-- segments: that a row of 8,192 tokens is cut into.
-- experts: of a mixture, two of which each token visits.
+- row: documents of 1,024 tokens, 256 of them from an image.
+- document: one document as long as the row, so attention grows with the square.
+- images: number of images in a row of 16,384 tokens.
+- segments: number of segments in a row of 8,192 tokens.
+- experts: number of experts, with two per token.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ from collections.abc import Callable
 from typing import Any
 
 import qwen3vl_bridge  # noqa: F401  (registers our model)
-from qwen3vl_bridge.data.collation import Collator, VisionSettings
+from qwen3vl_bridge.core.vision_inputs import VisionSettings
+from qwen3vl_bridge.data.collation import Collator
 from qwen3vl_bridge.data.encoding import EncodedSample
 from qwen3vl_bridge.models.qwen3_vl.presets import hf_config
 from qwen3vl_bridge.training.process_groups import shutdown
@@ -49,7 +49,7 @@ _PICTURE = 16  # tokens on a side
 
 
 def configuration(experts: int = 0) -> Any:
-    """Three layers and a tower of three, or the same with experts."""
+    """Return a configuration with three text and three vision layers, dense or with experts."""
     config = hf_config("30B-A3B" if experts else "2B")
     text, vision = config.text_config, config.vision_config
     text.update(dict(hidden_size=256, intermediate_size=768, num_hidden_layers=3, vocab_size=4096, dtype="float32"))
@@ -66,7 +66,7 @@ def configuration(experts: int = 0) -> Any:
 
 
 def sample(length: int, pictures: int) -> EncodedSample:
-    """A document of so many tokens, its pictures first."""
+    """Return a document with a number of tokens, images first."""
     ids = pictures * [_START, *[_IMAGE] * _PICTURE**2, _END]
     tokens = torch.cat((torch.tensor(ids, dtype=torch.int64), torch.randint(0, 4000, (length - len(ids),))))
     grids = torch.tensor(pictures * [[1, 2 * _PICTURE, 2 * _PICTURE]]) if pictures else None
@@ -74,7 +74,7 @@ def sample(length: int, pictures: int) -> EncodedSample:
     return EncodedSample(tokens, tokens.roll(-1), torch.ones(length), pixels, grids, "a sample")
 
 
-# Series -> its points: number on the axis -> (experts, (tokens, pictures) of each document).
+# Series -> its points: number on the axis -> (experts, (tokens, images) of each document).
 SERIES: dict[str, dict[int, tuple[int, list[tuple[int, int]]]]] = {
     "row": {n: (0, n // 1024 * [(1024, 1)]) for n in (1024, 2048, 4096, 8192, 16384, 32768)},
     "document": {n: (0, [(n, 1)]) for n in (1024, 2048, 4096, 8192, 16384)},
@@ -120,13 +120,13 @@ class LiveBytes(TorchDispatchMode):
 
 
 def measure(experts: int, documents: list[tuple[int, int]]) -> tuple[float, float, float]:
-    """Of a step, in a process of its own: user and system seconds of a processor, and MiB that its tensors held."""
+    """Return user and system seconds and MiB of tensors of a step, in a process of its own."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     row = sum(length for length, _ in documents)
     model = measurement.build_model(configuration(experts), row)
     collator = Collator(VisionSettings(_IMAGE, _VIDEO, 2, 48**2), _PAD, row)
-    batch = collator.packed([sample(*document) for document in documents])
+    batch = collator.collate_packed([sample(*document) for document in documents])
 
     def step() -> None:
         inputs = batch.local()
@@ -144,7 +144,7 @@ def measure(experts: int, documents: list[tuple[int, int]]) -> tuple[float, floa
 
 
 def in_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function gives in a forked process."""
+    """Return the result of a function in a forked process."""
     with multiprocessing.get_context("fork").Pool(1) as pool:
         return pool.apply(function, arguments)
 

@@ -1,19 +1,19 @@
-"""How fast the host prepares a batch: positions and interpolation indices against others', and collation in tokens/s.
+"""Measure how fast the host prepares a batch: positions, interpolation indices and collation.
 
     OMP_NUM_THREADS=1 python -m benchmarks.host
     OMP_NUM_THREADS=1 python -m benchmarks.host --rounds 5 --csv /tmp/host.csv
 
-One core. 64 samples of up to 4,096 tokens with up to 16 images each, whose sides are drawn in steps of 32 pixels, so
-that nearly all sizes differ. transformers and Megatron-Bridge get the same padded rows; results are compared once,
-then rounds are interleaved. Prints medians and ratios and appends rows to a CSV file.
+One core. 64 samples of up to 4,096 tokens with up to 16 images each. Nearly all image sizes differ. transformers and
+Megatron-Bridge get the same padded rows; results are compared once, then rounds are interleaved. Prints medians and
+ratios and appends rows to a CSV file.
 
 - positions: transformers' and Megatron-Bridge's `get_rope_index`.
 - interpolation: transformers' `get_vision_bilinear_indices_and_weights`, and Megatron-Bridge's
-  `fast_pos_embed_interpolate` with an embedding of width one, as it does not have the indices apart. "cold" is ours
-  when it has never seen a picture's size.
+  `fast_pos_embed_interpolate` with an embedding of width one, because it does not return the indices. "cold" is ours
+  with image sizes that were not seen before.
 - patch positions: transformers' `get_vision_position_ids`.
 - collate: `Collator.packed` of the first 16 samples, in rows of 16,384 tokens, with pixels (float32 in, bfloat16 out)
-  and without pictures.
+  and without images.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from qwen3vl_bridge.batch import SequenceLayout, interpolation, mrope_positions, patch_positions, vision_inputs
-from qwen3vl_bridge.data.collation import Collator, VisionSettings
+from qwen3vl_bridge.core import vision_inputs
+from qwen3vl_bridge.core.layout import SequenceLayout
+from qwen3vl_bridge.core.vision_inputs import VisionSettings, interpolation, mrope_positions, patch_positions
+from qwen3vl_bridge.data.collation import Collator
 from qwen3vl_bridge.data.encoding import EncodedSample
 
 import torch
@@ -43,7 +45,7 @@ Sample = tuple[Tensor, Tensor]
 
 
 def make_samples(count: int) -> list[Sample]:
-    """[L] tokens and [images, 3] grids of each sample: text and up to 16 images of 64 to 896 pixels a side."""
+    """Return ids [L] and grids [images, 3] of each sample: text and up to 16 images of 64 to 896 pixels a side."""
     torch.manual_seed(0)
     samples = []
     for _ in range(count):
@@ -65,8 +67,8 @@ def _text(least: int, most: int) -> Tensor:
 
 
 def positions(samples: list[Sample]) -> dict[str, Callable[[], Tensor]]:
-    """Ways to [3, B, S] positions of padded rows."""
-    layout = SequenceLayout.rows([len(ids) for ids, _ in samples], _LONGEST)
+    """Return the ways to compute positions [3, B, S] of padded rows."""
+    layout = SequenceLayout.padded_rows([len(ids) for ids, _ in samples], _LONGEST)
     rows = torch.full((len(samples), _LONGEST), _PAD)
     for row, (ids, _) in zip(rows, samples, strict=True):
         row[: len(ids)] = ids
@@ -78,8 +80,7 @@ def positions(samples: list[Sample]) -> dict[str, Callable[[], Tensor]]:
     kinds = (rows == _IMAGE).int()
 
     def ours() -> Tensor:
-        tokens: Any = dict(image_token_id=_IMAGE, video_token_id=_VIDEO, spatial_merge_size=_MERGE)
-        return mrope_positions(rows, layout, grids, None, **tokens)
+        return mrope_positions(rows, layout, grids, None, VisionSettings(_IMAGE, _VIDEO, _MERGE, _SIDE**2))
 
     def of_transformers() -> Tensor:
         return Qwen3VLModel.get_rope_index(model, rows, kinds, grids, attention_mask=mask)[0]
@@ -95,7 +96,7 @@ def positions(samples: list[Sample]) -> dict[str, Callable[[], Tensor]]:
 
 
 def interpolations(grids: Tensor) -> dict[str, Callable[[], object]]:
-    """Ways to the indices and weights of all pictures' position embeddings."""
+    """Return the ways to compute indices and weights of the images' position embeddings."""
     embedding = torch.nn.Embedding(_SIDE**2, 1).requires_grad_(False)
     tower: Any = SimpleNamespace(
         num_grid_per_side=_SIDE, pos_embed=embedding, config=SimpleNamespace(spatial_merge_size=_MERGE)
@@ -106,7 +107,7 @@ def interpolations(grids: Tensor) -> dict[str, Callable[[], object]]:
 
     def cold() -> tuple[Tensor, Tensor]:
         vision_inputs._frame_interpolation.cache_clear()
-        vision_inputs._axis.cache_clear()
+        vision_inputs._axis_interpolation.cache_clear()
         return ours()
 
     def of_transformers() -> tuple[Tensor, Tensor]:
@@ -123,19 +124,19 @@ def interpolations(grids: Tensor) -> dict[str, Callable[[], object]]:
 
 
 def patches(grids: Tensor) -> dict[str, Callable[[], object]]:
-    """Ways to rows and columns of all patches."""
+    """Return the ways to compute rows and columns of all patches."""
     ours, others = partial(patch_positions, grids, _MERGE), partial(get_vision_position_ids, grids, _MERGE)
     assert torch.equal(ours(), others())
     return {"ours": ours, "transformers": others}
 
 
 def collator_of(row: int, pixel_dtype: torch.dtype) -> Collator:
-    """Lays out rows of so many tokens for the released models."""
+    """Return a collator for rows of a number of tokens."""
     return Collator(VisionSettings(_IMAGE, _VIDEO, _MERGE, _SIDE**2), _PAD, row, multiple=8, pixel_dtype=pixel_dtype)
 
 
 def encoded_rows(samples: list[Sample], row: int, *, pictures: bool = True) -> list[list[EncodedSample]]:
-    """Samples as an encoder would give them, as many in a row of so many tokens as come next and fit."""
+    """Return samples as an encoder gives them, grouped into rows in order."""
     rows: list[list[EncodedSample]] = [[]]
     for ids, grids in samples:
         if not pictures:
@@ -149,12 +150,12 @@ def encoded_rows(samples: list[Sample], row: int, *, pictures: bool = True) -> l
 
 
 def collation(samples: list[Sample], *, pictures: bool) -> tuple[Callable[[], object], int]:
-    """A way to collate packed rows, and how many real tokens they have."""
+    """Return a function that collates packed rows, and their number of real tokens."""
     collator, rows = collator_of(_ROW, torch.bfloat16), encoded_rows(samples, _ROW, pictures=pictures)
 
     def collate() -> None:
         for row in rows:
-            collator.packed(row)
+            collator.collate_packed(row)
 
     return collate, sum(len(ids) for ids, _ in samples)
 

@@ -1,15 +1,15 @@
-"""What a forward and a backward pass ask of a GPU, ours beside Megatron-Bridge's own model and transformers.
+"""Count the work of a forward and a backward pass on a GPU, for our model, Megatron-Bridge's and transformers'.
 
     python -m benchmarks.kernel_accounting
     python -m benchmarks.kernel_accounting --size 30B-A3B
     python -m benchmarks.kernel_accounting --size 9B    # Qwen3.5, which needs flash-linear-attention
-    python -m benchmarks.kernel_accounting --detail     # and which operations a layer of each tower has
+    python -m benchmarks.kernel_accounting --detail     # with the operations of a layer of each tower
 
-No GPU is needed: every way runs on the fake GPU, with a released model's widths, in bfloat16, on the same six samples
-with six pictures, packed into one row, or padded to six. Three depths of the towers are counted; the difference of two
-is a layer, of Qwen3.5's text model four layers, one of them with full attention. Figures are of the whole model with
-all its layers, those "/token" per real token; "beside" is what is in no layer, such as the loss. Every expert gets as
-many tokens. Multi-token prediction is off.
+No GPU is needed: each model runs on the fake GPU, with a released model's widths, in bfloat16, on the same six samples
+with six images, packed into one row, or padded to six. Three depths of the towers are counted; the difference of two
+is a layer, of Qwen3.5's text model four layers, one of them with full attention. Figures are of the complete model with
+all its layers, those "/token" per real token; "beside" is what is in no layer, such as the loss. All experts get
+equally many tokens. Multi-token prediction is off.
 
 - launches: kernels, products, copies and clearings on the GPU, from its log.
 - elementwise bytes: what kernels other than products, attention and the delta rule read and write: each operation's
@@ -20,7 +20,7 @@ many tokens. Multi-token prediction is off.
 
 Both Megatron models have Transformer Engine's layers if it is installed, whose attention (cuDNN's) is left out, else
 megatron-core's local layers, with the same attention of torch's; transformers has `sdpa`, over a packed row with a mask
-of blocks. In favour of the others, positions, offsets of pictures and the search for true entries of masks are not
+of blocks. In favor of the others, positions, offsets of images and the search for true entries of masks are not
 counted: they depend on values, which a fake GPU does not compute. Their convolution of patches counts as one product.
 
 All have flash-linear-attention's delta rule. Megatron-Bridge's Qwen3.5 needs Transformer Engine: megatron-core's
@@ -38,8 +38,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qwen3vl_bridge.io.files import user_cache
-from qwen3vl_bridge.rehearsal import fake_gpu
+from qwen3vl_bridge.core.files import user_cache
+from qwen3vl_bridge.simulation import fake_gpu
 
 from benchmarks import measurement
 
@@ -49,14 +49,14 @@ PRODUCTS_PER_SECOND, BYTES_PER_SECOND = 989e12, 3.35e12  # an H100's in bfloat16
 
 
 class Size(NamedTuple):
-    """Layers of the text model and of the tower; after how many the text model's kinds of layers repeat."""
+    """Numbers of text and vision layers, and the period of the text model's kinds of layers."""
 
     text: int
     vision: int
     period: int = 1
 
     def depths(self) -> dict[str, tuple[int, int]]:
-        """Text and vision layers of the models that are counted."""
+        """Return the numbers of text and vision layers of the models that are counted."""
         text, vision = BASE
         return {"base": BASE, "text": (text + self.period, vision), "vision": (text, vision + 1)}
 
@@ -70,7 +70,7 @@ SIZES = {
 
 
 class Asked(NamedTuple):
-    """Of a pass, a layer or a token."""
+    """Work that a pass, a layer or a token asks of a GPU."""
 
     launches: float = 0
     elementwise: float = 0  # kernels
@@ -78,12 +78,12 @@ class Asked(NamedTuple):
     flops: float = 0  # of products
 
     def plus(self, other: Asked, times: float = 1) -> Asked:
-        """The sum with so many times the other."""
+        """Return the sum with a multiple of the other."""
         return Asked(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
 def counted(way: str, size: str) -> dict[str, Any]:
-    """What `kernel_ledger` prints of a way. This process does not import Megatron, which may need a GPU to import."""
+    """Return what `kernel_ledger` prints. This process does not import Megatron, which may need a GPU."""
     built = fake_gpu.build(user_cache() / "fake_gpu")
     with tempfile.TemporaryDirectory() as folder:
         # More memory than an H100's, which transformers' logits do not fit.
@@ -97,7 +97,7 @@ def counted(way: str, size: str) -> dict[str, Any]:
 
 
 def row(way: str, size: str, rows: str, counts: dict[str, Any], ours: Asked | None) -> tuple[dict[str, Any], Asked]:
-    """A row of the results, and what the whole model asks; `ours` is None for ours, which comes first."""
+    """Return a row of the results and the complete model's work; `ours` is None for our model, which comes first."""
     tokens, found = counts["tokens"], counts["found"]
     shape = SIZES[size]
     base, *deeper = (Asked(*found[f"{rows} {depth}"][0]) for depth in shape.depths())
@@ -153,7 +153,7 @@ def main() -> None:
 
 
 def print_operations(found: dict[str, Any], rows: str, depth: str, tokens: int) -> None:
-    """Of a layer of a tower, or of all beside those that are counted by themselves."""
+    """Print the operations of a layer, or of everything outside the counted layers."""
     base, other = (found[f"{rows} {name}"][1] for name in ("base", depth))
     print(f"    {rows}, {depth}")
     lines = []

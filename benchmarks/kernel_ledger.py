@@ -1,4 +1,4 @@
-"""What `kernel_accounting` starts with the fake GPU: counts one way of a size, its arguments, and prints it as JSON."""
+"""Count one way of a size on the fake GPU and print it as JSON; started by `kernel_accounting`."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from typing import Any
 from unittest import mock
 
 import qwen3vl_bridge  # noqa: F401  before Megatron
-from qwen3vl_bridge.batch import TokenBatch
-from qwen3vl_bridge.compat.library_logs import quiet
-from qwen3vl_bridge.models.core_attention import layout_packed_seq_params, packed_seq_params
-from qwen3vl_bridge.models.qwen3_5.delta_rule import with_chunks
-from qwen3vl_bridge.models.settings import has_transformer_engine
-from qwen3vl_bridge.rehearsal import fake_gpu
-from qwen3vl_bridge.rehearsal.no_cudnn import without_cudnn
-from qwen3vl_bridge.rehearsal.one_rank import balance_routing, flops_of_grouped_gemm, flops_of_grouped_mm
+from qwen3vl_bridge.config.fields import has_transformer_engine
+from qwen3vl_bridge.core.batch import TokenBatch
+from qwen3vl_bridge.models.common.attention import layout_packed_seq_params, packed_seq_params
+from qwen3vl_bridge.models.qwen3_5.delta_rule import packed_row, with_chunks
+from qwen3vl_bridge.simulation import fake_gpu
+from qwen3vl_bridge.simulation.no_cudnn import without_cudnn
 from qwen3vl_bridge.training.process_groups import initialize
 from qwen3vl_bridge.training.step import to_device
+from qwen3vl_bridge.upstream.library_logs import quiet
+from qwen3vl_bridge.upstream.simulated_gpu import balance_routing, flops_of_grouped_gemm, flops_of_grouped_mm
 
 import torch
 import torch.nn.functional as F
 from megatron.bridge.models.qwen_vl.qwen3_vl_provider import DistTrainConfig
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, gdn
 from qwen3vl_recipes.base import environment
 from torch import Tensor, nn
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
@@ -46,11 +46,10 @@ from triton.runtime.jit import JITFunction
 from benchmarks import measurement
 from benchmarks.gpu import configuration, make_samples
 from benchmarks.kernel_accounting import SIZES, Asked
-from tests.host_waits.upstream import torch_attention
-from tests.model.checkpoints import test_stock_checkpoints as stock_qwen3_vl
-from tests.parity.batches import Sample, make_batch
-from tests.qwen3_5 import test_upstream_mappings as stock_qwen3_5
-from tests.ranks import forget_models
+from tests.helpers import stock_qwen3_5, stock_qwen3_vl
+from tests.helpers.batches import Sample, make_batch
+from tests.helpers.ranks import forget_models
+from tests.helpers.stock_steps import torch_attention
 
 LAUNCHES = ("kernel", "triton", "gemm", "memset")
 ATTENTION = ("flash", "fmha")
@@ -62,7 +61,7 @@ Pass = Callable[[], Tensor]  # the loss
 
 
 class Ledger(TorchDispatchMode):
-    """Marks where each operation begins and ends in the log, and notes the bytes of its tensors."""
+    """Mark the beginning and end of each operation in the log, and note the bytes of its tensors."""
 
     def __init__(self, placeholders: Tensor) -> None:
         """Masks of the shape of `placeholders` [b, s], on the host, are taken to be true where it is."""
@@ -116,7 +115,7 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def operation(self, name: str) -> Iterator[Callable[[int], None]]:
-        """What is launched within belongs to it; gives a function that takes its bytes."""
+        """Attribute the launches in the body to an operation; yield a function that takes its bytes."""
         number = len(self.names)
         self.names.append(name)
         self.nbytes.append(0)
@@ -180,7 +179,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _nbytes(x: Tensor) -> int:
-    """Of a tensor, expanded dimensions once."""
+    """Return the bytes of a tensor, expanded dimensions counted once."""
     count = 1
     for size, stride in zip(x.shape, x.stride(), strict=True):
         count *= size if stride else min(size, 1)
@@ -188,7 +187,7 @@ def _nbytes(x: Tensor) -> int:
 
 
 def count(one_pass: Pass, model: nn.Module, placeholders: Tensor) -> tuple[Asked, dict[str, list[float]]]:
-    """What a pass asks, after two that compile; and launches and bytes of each operation that launches something."""
+    """Return the work of a pass after two that compile, and launches and bytes of each operation."""
     ledger, log = Ledger(placeholders), Path(os.environ["FAKE_GPU_LOG"])
     with ledger, ledger.of_others():
         for name in ("warm", "warm", "pass"):
@@ -223,7 +222,7 @@ def count(one_pass: Pass, model: nn.Module, placeholders: Tensor) -> tuple[Asked
 
 @contextmanager
 def ours(config: Any, batch: TokenBatch, samples: list[Sample]) -> Iterator[tuple[nn.Module, Pass]]:
-    """Our forward step's pass, with the copy of the batch, and the variables that recipes set."""
+    """Yield our forward step's pass, with the copy of the batch and the recipes' environment variables."""
     os.environ |= environment(experts="moe" in config.model_type)
     model = measurement.build_model(config, batch.input_ids.numel(), "cuda")
     local = batch.local()
@@ -241,7 +240,7 @@ def _mean(losses: Tensor, mask: Tensor) -> Tensor:
 
 @contextmanager
 def of_bridge(config: Any, batch: TokenBatch, samples: list[Sample]) -> Iterator[tuple[nn.Module, Pass]]:
-    """Megatron-Bridge's model, with our positions and offsets of the same rows."""
+    """Yield Megatron-Bridge's model, with our positions and offsets of the same rows."""
     stock = stock_qwen3_5 if config.model_type.startswith("qwen3_5") else stock_qwen3_vl
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
@@ -262,17 +261,19 @@ def of_bridge(config: Any, batch: TokenBatch, samples: list[Sample]) -> Iterator
     inputs, pixels = to_device(batch.local(), model), _pictures(samples)
     frames = packed_seq_params(inputs.vision.cu_seqlens, inputs.vision.lengths)
     model.vision_model.build_packed_seq_params = lambda grid_thw: frames
+    packed = layout_packed_seq_params(inputs.layout)
 
     def loss() -> Tensor:
-        losses = model(
-            input_ids=inputs.input_ids,
-            position_ids=inputs.position_ids,
-            attention_mask=None,
-            labels=inputs.labels,
-            loss_mask=inputs.loss_mask,
-            packed_seq_params=layout_packed_seq_params(inputs.layout),
-            **pixels,
-        )
+        with packed_row(packed):
+            losses = model(
+                input_ids=inputs.input_ids,
+                position_ids=inputs.position_ids,
+                attention_mask=None,
+                labels=inputs.labels,
+                loss_mask=inputs.loss_mask,
+                packed_seq_params=packed,
+                **pixels,
+            )
         return _mean(losses, inputs.loss_mask)
 
     # With experts its provider freezes all but DeepStack's mergers by default.
@@ -281,7 +282,7 @@ def of_bridge(config: Any, batch: TokenBatch, samples: list[Sample]) -> Iterator
 
 @contextmanager
 def of_transformers(config: Any, batch: TokenBatch, samples: list[Sample]) -> Iterator[tuple[nn.Module, Pass]]:
-    """Rows with its mask of real tokens; a packed row with one of blocks, and their bounds for linear attention."""
+    """Yield transformers: padded rows with a mask; a packed row with a block mask and bounds for linear attention."""
     with torch.device("cuda"):
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     inputs, pixels = to_device(batch.local(), model), _pictures(samples)
@@ -294,21 +295,22 @@ def of_transformers(config: Any, batch: TokenBatch, samples: list[Sample]) -> It
     labels = batch.labels.masked_fill(batch.loss_mask == 0, -100).cuda()
 
     def loss() -> Tensor:
-        return model(
-            input_ids=inputs.input_ids,
-            position_ids=inputs.position_ids,
-            attention_mask=mask,
-            labels=labels,
-            use_cache=False,
-            **bounds,
-            **pixels,
-        ).loss
+        with packed_row(packed):
+            return model(
+                input_ids=inputs.input_ids,
+                position_ids=inputs.position_ids,
+                attention_mask=mask,
+                labels=labels,
+                use_cache=False,
+                **bounds,
+                **pixels,
+            ).loss
 
     yield model.train(), loss
 
 
 def _pictures(samples: list[Sample]) -> dict[str, Tensor]:
-    """Pixels on the GPU; sizes stay on the host, where both read them."""
+    """Return pixels on the GPU and sizes on the host, where both models read them."""
     each = [sample.pixels for sample in samples if sample.pixels]
     pixels = torch.cat([pixels["pixel_values"] for pixels in each]).bfloat16().cuda()
     return {"pixel_values": pixels, "image_grid_thw": torch.cat([pixels["image_grid_thw"] for pixels in each])}
@@ -319,9 +321,7 @@ WAYS = {"ours": ours, "Megatron-Bridge": of_bridge, "transformers": of_transform
 
 @contextmanager
 def computable() -> Iterator[None]:
-    """In place of what a fake GPU cannot do: cuDNN's attention and its convolution of whole
-    patches, indices computed on the GPU, and questions about values there.
-    """
+    """Replace what a fake GPU cannot do: cuDNN's attention and convolution, computed indices, and reads of values."""
 
     def as_product(conv: nn.Conv3d, x: Tensor) -> Tensor:
         return F.linear(x.flatten(1), conv.weight.flatten(1), conv.bias)[:, :, None, None, None]
@@ -346,7 +346,7 @@ def computable() -> Iterator[None]:
         )
         for text_model in (modeling_qwen3_5.Qwen3_5TextModel, modeling_qwen3_5_moe.Qwen3_5MoeTextModel):
             stack.enter_context(mock.patch.object(text_model, "_update_linear_attn_mask", lambda _, mask, __: mask))
-        for module in (modeling_qwen3_5, modeling_qwen3_5_moe):
+        for module in (modeling_qwen3_5, modeling_qwen3_5_moe, gdn):
             kernel = with_chunks(module.chunk_gated_delta_rule)
             stack.enter_context(mock.patch.object(module, "chunk_gated_delta_rule", kernel))
         for module in (modeling_qwen3_vl, modeling_qwen3_vl_moe, modeling_qwen3_5, modeling_qwen3_5_moe):

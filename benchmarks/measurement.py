@@ -1,4 +1,4 @@
-"""What benchmarks share: rows of a CSV file with day and machine, rounds that take every way in turn, a model."""
+"""Shared by all benchmarks: rows of a CSV file with date and machine, interleaved rounds, a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def parser(doc: str | None, results: str, *, rounds: int | None = None) -> argparse.ArgumentParser:
-    """With `--csv`, by default a file in `results/`, and `--rounds` where there are any."""
+    """Return a parser with `--csv` (default: a file in `results/`) and, if there are rounds, `--rounds`."""
     made = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
     made.add_argument("--csv", type=Path, default=RESULTS / results, help="file to append to (default: %(default)s)")
     if rounds is not None:
@@ -26,7 +26,7 @@ def parser(doc: str | None, results: str, *, rounds: int | None = None) -> argpa
 
 
 def append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Add rows to a file, which is made if it is not there."""
+    """Append rows to a CSV file, which is created if necessary."""
     stamp = {"date": datetime.date.today().isoformat(), "machine": _machine()}
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists()
@@ -44,12 +44,12 @@ def _machine() -> str:
 
 
 def load() -> str:
-    """Of the machine, in the last minute: beyond the number of cores, ratios alone say something."""
+    """Return the machine's load of the last minute; above the number of cores only ratios are meaningful."""
     return f"{os.getloadavg()[0]:.1f}"
 
 
 def median_seconds(ways: Mapping[str, Callable[[], object]], rounds: int, least: float = 0.0) -> dict[str, float]:
-    """Of each way, in rounds that take every way in turn for at least so long, after one that does not count."""
+    """Return the median seconds of each way, in interleaved rounds after one warm-up."""
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):
         for name, way in ways.items():
@@ -63,7 +63,7 @@ def median_seconds(ways: Mapping[str, Callable[[], object]], rounds: int, least:
 
 
 def build_model(config: Any, row: int, device: str = "cpu") -> Any:
-    """Our model of a configuration of transformers', for rows of so many tokens; random, in bfloat16 on a GPU."""
+    """Build our model with random weights for rows of a number of tokens; in bfloat16 on a GPU."""
     import qwen3vl_bridge  # noqa: F401  registers our model
     from qwen3vl_bridge.training.process_groups import initialize
 
@@ -80,7 +80,7 @@ def build_model(config: Any, row: int, device: str = "cpu") -> Any:
 
 
 def print_profile(name: str, step: Callable[[], object], folder: Path | None = None) -> None:
-    """Print which operations of a step take most time by themselves; its timeline goes to a folder."""
+    """Print the operations with the longest own time, and write a timeline to a folder."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 

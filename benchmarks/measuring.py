@@ -1,15 +1,15 @@
-"""How many samples a second one process measures and collates: what packing while reading asks of a run's hosts.
+"""Measure how many samples per second a process measures, encodes and collates: the host work of packing.
 
     OMP_NUM_THREADS=1 python -m benchmarks.measuring
     OMP_NUM_THREADS=1 python -m benchmarks.measuring --rounds 3 --samples 20 --csv /tmp/measuring.csv
 
-One core, this process alone. Conversations lie in a file of JSON lines, pictures beside it, of 224 to 384 pixels a
-side, and every sample is read anew each time. The tokenizer is trained on the spot: a byte-level BPE as Qwen's models
-have, of toy size, so that it makes about twice as many tokens of a text.
+One core, one process. Conversations are in a JSON-lines file with images of 224 to 384 pixels a side, and each sample
+is read again each time. The tokenizer is a tiny byte-level BPE, which makes about twice as many tokens of a text as
+Qwen's.
 
 - measure: `Samples.size`: read, check, headers, chat template, tokens. "wrapper" calls transformers' tokenizer,
-  "backend" the tokenizer it wraps, which gives the same ids (`tests/data/processing/test_tokenizer.py`).
-- encode: what a row's samples take besides: tokens, where answers are, pixels.
+  "backend" the wrapped tokenizer, with the same ids (`tests/data/test_tokenization.py`).
+- encode: tokens, places of answers, pixels.
 - collate: `Collator.packed` of the encoded samples, in rows of 4,096 tokens.
 """
 
@@ -21,23 +21,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from qwen3vl_bridge.core.vision_inputs import VisionSettings
 from qwen3vl_bridge.data import encoding
-from qwen3vl_bridge.data.collation import Collator, VisionSettings, pad_token_id
+from qwen3vl_bridge.data.collation import Collator, pad_token_id
 from qwen3vl_bridge.data.encoding import Encoder
-from qwen3vl_bridge.data.packing.row_plan import best_fit
+from qwen3vl_bridge.data.packing import best_fit
 from qwen3vl_bridge.data.samples import SampleFilter, Samples
-from qwen3vl_bridge.data.sources.opening import JsonLines
+from qwen3vl_bridge.data.sources import JsonLines
+from qwen3vl_bridge.testing.tiny_processor import make_processor
 
 import numpy as np
 import torch
 from PIL import Image
 
 from benchmarks import measurement
-from examples.digits.processor import make_processor
 
 _WORDS = ("which", "digit", "is", "this", "the", "picture", "seven", "quick", "brown", "fox", "describe", "same", "9.5")
 _ROW, _SIDES = 4096, (224, 384)
-# Turns of each kind of conversation, words of a message, pictures and their format.
+# Turns of each kind of conversation, words of a message, images and their format.
 KINDS = {
     "text": (3, 120, 0, ""),
     "one picture": (1, 60, 1, "jpg"),
@@ -47,7 +48,7 @@ KINDS = {
 
 
 def write_samples(folder: Path, kind: str, count: int) -> Path:
-    """A file of conversations of a kind."""
+    """Write a file of conversations of a kind."""
     turns, words, pictures, ending = KINDS[kind]
     random, lines = np.random.default_rng(0), []
     for number in range(count):
@@ -69,19 +70,19 @@ def write_samples(folder: Path, kind: str, count: int) -> Path:
 
 @contextmanager
 def wrapped() -> Iterator[None]:
-    """With transformers' wrapper around the tokenizer."""
-    backend = encoding.encoded
-    encoding.encoded = lambda tokenizer, text, begins=True, offsets=False: tokenizer(
+    """Measure with transformers' wrapper around the tokenizer."""
+    backend = encoding.tokenize
+    encoding.tokenize = lambda tokenizer, text, begins=True, offsets=False: tokenizer(
         text, add_special_tokens=begins, return_offsets_mapping=True
     ).encodings[0]
     try:
         yield
     finally:
-        encoding.encoded = backend
+        encoding.tokenize = backend
 
 
 def subjects(path: Path) -> Iterator[tuple[str, dict[str, Callable[[], object]]]]:
-    """What is measured of a file, and the ways to do it."""
+    """Return what is measured of a file, and the ways to do it."""
     processor, source = make_processor(512), JsonLines(path)
     encoder = Encoder(processor)
     conversations = [source[number] for number in range(len(source))]
@@ -101,7 +102,7 @@ def subjects(path: Path) -> Iterator[tuple[str, dict[str, Callable[[], object]]]
     vision = VisionSettings(processor.image_token_id, processor.video_token_id, 2, 48**2)
     collator = Collator(vision, pad_token_id(processor.tokenizer), _ROW, pixel_dtype=torch.bfloat16)
     rows = best_fit([len(sample) for sample in encoded], _ROW)
-    yield "collate", {"now": lambda: [collator.packed([encoded[number] for number in row]) for row in rows]}
+    yield "collate", {"now": lambda: [collator.collate_packed([encoded[number] for number in row]) for row in rows]}
 
 
 def main() -> None:

@@ -1,18 +1,18 @@
-"""How full rows get of a published mix of samples, in tokens and in patches, and how long ranks wait for each other.
+"""Compute how full packed rows are, in tokens and patches, and how long ranks wait for each other.
 
     OMP_NUM_THREADS=1 python -m benchmarks.packing
     OMP_NUM_THREADS=1 python -m benchmarks.packing --samples 5000 --csv /tmp/packing.csv
 
-The mix is `KINDS` below: text, one picture, several, and video, as instruction data has them. Sizes of pictures are
-rounded as Qwen3-VL's processor does; four patches are a token. Nothing is read: a plan asks for sizes alone.
+The mix is `KINDS` below: text, one image, several, and video, as instruction data has them. Sizes of images are
+rounded as Qwen3-VL's processor does; four patches are a token. Nothing is read: a plan needs only sizes.
 
-- fill: the share of real tokens in rows of a length, and of patches where a row holds so many at most. "one a row" is
+- fill: the share of real tokens in rows of a length, and of patches if they are limited. "one a row" is
   padding; "as they come" fills each row in the data's order until the next sample does not fit; "best fit" is what
   training does, in windows of 512 samples; "before training" is what `qwen3vl data pack` writes. Megatron-Bridge packs
   text alone, so by tokens alone.
   "least_patches" is the 5th percentile of patches in a row over their mean.
-- waiting: global batches of 256 rows on 64 data-parallel ranks, costs of two models. Under "tokens" stands the longest
-  time over the mean, where ranks wait at the end of a step, and where they wait in every microbatch.
+- waiting: global batches of 256 rows on 64 data-parallel ranks, costs of two models. "tokens" is the longest time over
+  the mean, if ranks synchronize at the end of a step, and if they synchronize in every microbatch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from qwen3vl_bridge.data.packing.row_plan import NumberedOrder, RowPlan
-from qwen3vl_bridge.data.packing.sample_sizes import Size
-from qwen3vl_bridge.data.row_loading import assign_rows
-from qwen3vl_bridge.models.flops import tower_costs
+from qwen3vl_bridge.config.flops import tower_costs
+from qwen3vl_bridge.data.loading import assign_rows
+from qwen3vl_bridge.data.packing import NumberedOrder, RowPlan, Size
 from qwen3vl_bridge.models.qwen3_vl.presets import hf_config
 
 import numpy as np
@@ -35,21 +34,21 @@ from benchmarks import measurement
 _COLUMNS = ("row", "most_patches", "what", "how", "tokens", "patches", "least_patches", "samples_per_s")
 _PATCH, _MERGE = 16, 2
 _RANKS, _TURNS = 64, 4
-# Share of samples; median and spread (of the logarithm) of the text's tokens; pictures, or frames of one video.
+# Share of samples; median and spread (of the logarithm) of the text's tokens; images, or frames of one video.
 KINDS = {
     "text": (0.30, (350, 0.9), (0, 0), 0),
     "one picture": (0.45, (120, 0.8), (1, 1), 0),
     "two to five pictures": (0.15, (250, 0.8), (2, 5), 0),
     "video of 8 to 64 frames": (0.10, (100, 0.7), (0, 0), 64),
 }
-# Share of pictures, and the range of their sides in pixels.
+# Share of images, and the range of their sides in pixels.
 PICTURES = ((0.60, (336, 640)), (0.25, (600, 1100)), (0.15, (1000, 1700)))
 
 Rows = list[tuple[int, ...]]
 
 
 class Sample(NamedTuple):
-    """Tokens without those of pictures, and rows and columns, in patches, of each picture or pair of frames."""
+    """Number of text tokens, and rows and columns in patches of each image or pair of frames."""
 
     text: int
     frames: tuple[tuple[int, int], ...]
@@ -67,7 +66,7 @@ class Sample(NamedTuple):
 
 
 def make_samples(count: int, seed: int = 0) -> list[Sample]:
-    """Samples of the mix."""
+    """Return samples of the mix."""
     random, shares = np.random.default_rng(seed), [share for share, *_ in KINDS.values()]
     return [_sample(random, list(KINDS.values())[kind]) for kind in random.choice(len(KINDS), count, p=shares)]
 
@@ -95,7 +94,7 @@ def _grid(height: int, width: int) -> tuple[int, int]:
 
 
 def as_they_come(sizes: Sequence[Size], capacity: int) -> Rows:
-    """Each row until the next sample does not fit."""
+    """Fill each row until the next sample does not fit."""
     rows, room = list[list[int]](), 0
     for sample, size in enumerate(sizes):
         if size.tokens > room:
@@ -107,7 +106,7 @@ def as_they_come(sizes: Sequence[Size], capacity: int) -> Rows:
 
 
 def of_megatron_bridge(sizes: Sequence[Size], capacity: int) -> Rows:
-    """Its rows hold lengths; here the samples that have them."""
+    """Return the samples in Megatron-Bridge's rows of lengths."""
     by_length: dict[int, list[int]] = {}
     for sample, size in enumerate(sizes):
         by_length.setdefault(size.tokens, []).append(sample)
@@ -116,7 +115,7 @@ def of_megatron_bridge(sizes: Sequence[Size], capacity: int) -> Rows:
 
 
 def planned(sizes: Sequence[Size], capacity: int, most_patches: int | None, window: int) -> Rows:
-    """What training, or packing before it, makes of an epoch."""
+    """Return the rows that training, or packing before it, makes of an epoch."""
     plan = RowPlan(
         sizes.__getitem__,
         NumberedOrder(len(sizes), seed=0),
@@ -128,7 +127,7 @@ def planned(sizes: Sequence[Size], capacity: int, most_patches: int | None, wind
 
 
 def measure(sizes: list[Size], capacity: int) -> Iterator[list]:
-    """Rows of the CSV file for one length of rows."""
+    """Return the rows of the CSV file for one row length."""
     sizes = [size for size in sizes if size.tokens <= capacity]
     mean = sum(size.patches for size in sizes) / (sum(size.tokens for size in sizes) / capacity)
     tight = round(1.15 * mean)
@@ -157,7 +156,7 @@ def measure(sizes: list[Size], capacity: int) -> Iterator[list]:
 
 
 def imbalance(costs: Sequence[float], order: Sequence[int], ranks: int) -> tuple[float, float]:
-    """The longest time over the mean: where ranks wait at the end of a step, and where they wait in every turn."""
+    """Return the longest time over the mean, with a synchronization per step and per microbatch."""
     turns = [[costs[row] for row in order[turn : turn + ranks]] for turn in range(0, len(order), ranks)]
     mean = sum(costs) / ranks
     return max(map(sum, zip(*turns, strict=True))) / mean, sum(map(max, turns)) / mean
@@ -167,7 +166,7 @@ def _waiting(capacity: int, most: int, sizes: list[Size], rows: Rows) -> Iterato
     batch = _RANKS * _TURNS
     for model in ("8B", "30B-A3B"):
         costs = tower_costs(hf_config(model).to_dict())
-        each = [sum(costs.of(**sizes[sample]._asdict()) for sample in row) for row in rows]
+        each = [sum(costs.count_flops(**sizes[sample]._asdict()) for sample in row) for row in rows]
         batches = [each[first : first + batch] for first in range(0, len(each) - batch + 1, batch)]
         for options in ("as they come", "assigned"):
             orders = [range(batch) if options == "as they come" else assign_rows(one, _RANKS) for one in batches]

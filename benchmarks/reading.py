@@ -1,12 +1,12 @@
-"""What each rank reads of a converted checkpoint, with and without parallel sizes stated when it was made.
+"""Count what each rank reads of a converted checkpoint, with and without parallel sizes given to the import.
 
     python -m benchmarks.reading
     python -m benchmarks.reading --sizes 8B --ranks 8 --csv /tmp/reading.csv
 
-From headers alone: the released sizes' shapes are laid out as `import` lays them out, and no file is written. Which
-rows a rank of Megatron-FSDP holds is asked of megatron-core's own functions; torch_dist's ranks hold equal parts. A
-loader reads every item it needs a part of as a whole, once for each tensor. Prints, and appends to a CSV file, the
-bytes that a rank holds, those it reads and the files it opens, in the mean and at most.
+Only headers are used: shapes of the released sizes are laid out as `import` does, and no file is written.
+megatron-core's own functions say which rows a rank of Megatron-FSDP holds; ranks of torch_dist hold equal parts. A
+loader reads complete items, once for each tensor. Prints, and appends to a CSV file, the bytes that a rank holds and
+reads and the files that it opens, as mean and maximum.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from qwen3vl_bridge.checkpoint import Topology
 from qwen3vl_bridge.checkpoint.commands import MegatronTarget
 from qwen3vl_bridge.checkpoint.conversion_plan import Plan, make_plan, tensors_of
-from qwen3vl_bridge.checkpoint.formats.dcp_writer import DcpLayout
+from qwen3vl_bridge.checkpoint.formats.dcp import DcpWriter
 from qwen3vl_bridge.checkpoint.formats.layouts import TRANSFORMER_ENGINE, HuggingFace
 from qwen3vl_bridge.checkpoint.formats.megatron import FORMATS, key_of
 from qwen3vl_bridge.checkpoint.formats.tensors import Shape, TensorSpec
@@ -44,11 +44,11 @@ Held = Iterator[tuple[int, str, Shape, int, int]]
 
 
 class Layer(torch.nn.Module):
-    """A unit of Megatron-FSDP."""
+    """Parameters that Megatron-FSDP shards together."""
 
 
 def target_of(size: str, ckpt_format: str, topology: Topology) -> MegatronTarget:
-    """A checkpoint of a released size."""
+    """Return a checkpoint of a released size."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(presets.config_dict(size)))
         config = ModelConfig(folder)
@@ -56,14 +56,14 @@ def target_of(size: str, ckpt_format: str, topology: Topology) -> MegatronTarget
 
 
 def plan_of(target: MegatronTarget) -> Plan:
-    """How it is made of the released model."""
+    """Return the plan that converts the released model to it."""
     rows, source = target.config.rows(), HuggingFace(target.dimensions)
     found = {name: TensorSpec(name, "bfloat16", shape) for name, shape in tensors_of(rows, source).items()}
     return make_plan(rows, source, target.layout, found, where=target.hf_model)
 
 
 def _tensor_parallel(row: WeightRow, tp: int) -> tuple[int, int]:
-    """How many parts the rows and the columns of a parameter are cut into."""
+    """Return the number of parts into which rows and columns of a parameter are split."""
     if any(
         part in row.megatron for part in (".linear_qkv.weight", ".linear_fc1.weight", "embeddings.", "output_layer")
     ):
@@ -72,7 +72,7 @@ def _tensor_parallel(row: WeightRow, tp: int) -> tuple[int, int]:
 
 
 def _modules(rows: list[WeightRow], target: MegatronTarget) -> tuple[torch.nn.Module, dict[str, WeightRow]]:
-    """The parameters of the first expert-parallel rank, where they are in the model, in the order they are made in."""
+    """Return the parameters of the first expert-parallel rank, in the order in which they are built."""
     root, found, topology = torch.nn.Module(), {}, target.topology
     experts = target.dimensions["experts"] // topology.ep if target.dimensions["experts"] else 0
     # As the model has them: attention's output before its input, the last merger behind the others.
@@ -95,7 +95,7 @@ def _modules(rows: list[WeightRow], target: MegatronTarget) -> tuple[torch.nn.Mo
 
 
 def held_by_fsdp(target: MegatronTarget) -> Held:
-    """What ranks of Megatron-FSDP hold."""
+    """Return what ranks of Megatron-FSDP hold."""
     topology, rows = target.topology, target.config.rows()
     module, by_name = _modules(rows, target)
     names = {parameter: name for name, parameter in module.named_parameters()}
@@ -133,7 +133,7 @@ def _of_group(tensor: str, first_expert: int) -> str:
 
 
 def held_by_stages(target: MegatronTarget) -> Held:
-    """What ranks of a torch_dist model hold; data-parallel copies hold the same and count once."""
+    """Return what ranks of a torch_dist model hold; data-parallel copies count once."""
     topology, layers = target.topology, len(target.dimensions.indices["text_layers"])
     for row in target.config.rows():
         name, stacked = target.layout.name(row)
@@ -141,7 +141,7 @@ def held_by_stages(target: MegatronTarget) -> Held:
         stage = row.position[0] * topology.pp // layers if "language_model.decoder.layers" in row.megatron else 0
         if "final_layernorm" in row.megatron or "output_layer" in row.megatron:
             stage = topology.pp - 1
-        tp, halves = topology.expert_tp if of_experts else topology.tp, len(row.stored)
+        tp, halves = topology.expert_tp if of_experts else topology.tp, len(row.stored_names)
         by_rows, _ = _tensor_parallel(row, tp)
         for e in [row.expert * topology.ep // target.dimensions["experts"]] if of_experts else range(topology.ep):
             for t in range(topology.tp):
@@ -152,8 +152,8 @@ def held_by_stages(target: MegatronTarget) -> Held:
                     yield rank, name, tuple(number for number, _ in stacked), first, first + height
 
 
-def count(dcp: DcpLayout, target: MegatronTarget) -> dict[str, list[int]]:
-    """Bytes held and read, and files opened, by each rank."""
+def count(dcp: DcpWriter, target: MegatronTarget) -> dict[str, list[int]]:
+    """Return bytes held and read, and files opened, by each rank."""
     is_fsdp = target.ckpt_format == FORMATS[0]
     leading = {} if is_fsdp else {row: len(target.layout.name(row)[1]) for row in target.config.rows()}
     depth = {target.layout.name(row)[0]: count for row, count in leading.items()}
@@ -202,7 +202,7 @@ def main() -> None:
 def _case(size: str, ckpt_format: str, topology: Topology, *, stated: bool) -> dict[str, object]:
     target = target_of(size, ckpt_format, topology)
     written = target_of(size, ckpt_format, topology if stated else Topology())
-    written.lay_out(plan_of(target))
+    written.plan_files(plan_of(target))
     found = count(written.dcp, target)
     mean = {name: sum(values) / len(values) for name, values in found.items()}
     row = {

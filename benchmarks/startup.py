@@ -1,16 +1,16 @@
-"""Where a rank's processor time goes before its first step: imports, by package, and the stages of a training start.
+"""Measure a rank's CPU time before its first step: imports by package, and the stages of a training start.
 
     OMP_NUM_THREADS=1 python -m benchmarks.startup
     OMP_NUM_THREADS=1 python -m benchmarks.startup --rounds 1 --csv /tmp/startup.csv
 
-User and system seconds of whole processes, in rounds that take every command in turn; the median is printed and kept,
-with the least and the most, and the load of the machine, which makes such seconds longer too. Then:
+User and system seconds of full processes, in interleaved rounds. Prints and records median, minimum and maximum, and
+the load of the machine. Then:
 
-- packages: what the modules of each take by themselves (`python -X importtime`, which makes imports slower).
+- packages: own time of the modules of each package (`python -X importtime`, which makes imports slower).
 - stages: of a run of the recipe for scanned digits, from the start of the process to its second step.
 
-"Collector not paused" imports as if `compat/import_hook.py` did not pause Python's collector; "compiled anew" as where
-PYTHONDONTWRITEBYTECODE is set and nothing is compiled on disk.
+"Collector not paused" imports as if `upstream/import_hook.py` did not pause Python's collector; "compiled anew" as
+where PYTHONDONTWRITEBYTECODE is set and nothing is compiled on disk.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from benchmarks import measurement
 
 _TRAINING = "import qwen3vl_bridge; import megatron.bridge.training.finetune"
 _UNPAUSED = (
-    "from qwen3vl_bridge.compat.import_hook import _CollectorPause as C; C.__enter__ = C.__exit__ = lambda *_: 0; "
+    "from qwen3vl_bridge.upstream.import_hook import _CollectorPause as C; C.__enter__ = C.__exit__ = lambda *_: 0; "
 )
 _ANEW = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": "/nonexistent"}
 # Command -> Python's arguments, environment.
@@ -141,8 +141,8 @@ def first_steps(folder: Path) -> dict[str, float]:
 
 def stages() -> dict[str, float]:
     """Seconds of the processor from the start of a process to the end of its second step; model and data are tiny."""
-    from examples.digits.checkpoint import make_checkpoint
-    from examples.digits.dataset import make_dataset
+    from qwen3vl_bridge.testing.digits import make_dataset
+    from qwen3vl_bridge.testing.tiny_checkpoint import make_checkpoint
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -1,14 +1,14 @@
-"""A whole training step on the CPU, with its optimizer: ours beside transformers, packed and padded.
+"""Compare a full training step on the CPU, with its optimizer, with transformers, packed and padded.
 
     python -m benchmarks.training_step
     python -m benchmarks.training_step --rounds 3 --csv /tmp/training_step.csv
     python -m benchmarks.training_step --profile "ours, packed" "ours, padded"
 
-A model of 83 million parameters in float32 and twelve samples with up to three pictures of uneven size, in one row of
+A model of 83 million parameters in float32 and twelve samples with up to three images of uneven size, in one row of
 packed samples or in twelve padded to the longest. The packed row of transformers has a block-diagonal mask. All four
-compute the same loss, which is checked first; then they take steps in turn. Of each are printed the median, its ratio
-to ours, and the least and the largest ratio of two steps of one round. AdamW is torch's function in all four, by
-`compat/optimizers.py` for ours.
+compute the same loss, which is checked first; then they take steps in turn. Prints the median, its ratio to
+ours, and the smallest and largest ratio of two steps of a round. AdamW is torch's function in all four, by
+`upstream/adam.py` for ours.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from functools import partial
 from typing import Any
 
 import qwen3vl_bridge  # noqa: F401  (registers our model)
-from qwen3vl_bridge.compat.optimizers import Adam
-from qwen3vl_bridge.data.collation import Collator, VisionSettings
+from qwen3vl_bridge.core.vision_inputs import VisionSettings
+from qwen3vl_bridge.data.collation import Collator
 from qwen3vl_bridge.data.encoding import EncodedSample
 from qwen3vl_bridge.models.qwen3_vl.presets import hf_config
 from qwen3vl_bridge.training.process_groups import shutdown
+from qwen3vl_bridge.upstream.adam import Adam
 
 import torch
 import torch.nn.functional as F
@@ -56,7 +57,7 @@ def configuration() -> Any:
 
 
 def make_samples(count: int) -> list[EncodedSample]:
-    """Samples of 20 to 400 tokens: text around up to three pictures of 64 to 384 pixels a side."""
+    """Samples of 20 to 400 tokens: text around up to three images of 64 to 384 pixels a side."""
     rng = torch.Generator().manual_seed(0)
 
     def text(least: int, most: int) -> list[int]:

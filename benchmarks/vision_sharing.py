@@ -1,18 +1,18 @@
-"""How evenly context-parallel ranks share the encoding of pictures, and what sharing and passing on features take.
+"""Compute how evenly context-parallel ranks share the encoding of images, and the cost of sharing features.
 
     OMP_NUM_THREADS=1 python -m benchmarks.vision_sharing
     OMP_NUM_THREADS=1 python -m benchmarks.vision_sharing --samples 5000 --rows 8192 --csv /tmp/sharing.csv
 
 Rows are those that training makes of the mix of `packing.py`: best fit, windows of 512 samples. Costs are computed
-(`qwen3vl_bridge/models/flops.py`), not measured.
+(`qwen3vl_bridge/config/flops.py`), not measured.
 
 - balance: the most that a rank encodes over the mean, and over the least it could be: a frame is never cut, so the
   larger of the mean and the costliest frame. "by cost" is ours; "by tokens" assigns frames in the same way by what
   they take of the row; "by number" is Megatron-Bridge's split, as many neighbouring frames for each rank. Without
   sharing, ranks encode everything: the number of ranks over the mean.
-- host: what `assign_vision` and `TokenBatch.local` take for a row, pixels in bfloat16 and copied, beside collating it.
+- host: what `assign_vision` and `TokenBatch.local` take for a row, pixels in bfloat16 and copied, next to collating it.
 - features: what DeepStack adds to what stages of a pipeline exchange for a row, where none of the layers that use it
-  lie on the first stage, and what encoding the pictures on the second stage as well would compute. bfloat16; a backward
+  lie on the first stage, and what encoding the images on the second stage as well would compute. bfloat16; a backward
   pass is as much again in bytes and twice as much in operations.
 """
 
@@ -23,15 +23,13 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge.batch import VisionWork
-from qwen3vl_bridge.batch.vision_sharding import assign_frames, assign_vision
+from qwen3vl_bridge.config.flops import tower_costs
+from qwen3vl_bridge.core.vision_sharding import VisionWork, assign_frames, assign_vision
 from qwen3vl_bridge.data.encoding import EncodedSample
-from qwen3vl_bridge.models.flops import tower_costs
 from qwen3vl_bridge.models.qwen3_vl.model import DeepStackStage
 from qwen3vl_bridge.models.qwen3_vl.presets import config_dict
-from qwen3vl_bridge.models.qwen3_vl.table import VISION_ROWS
 from qwen3vl_bridge.registry import dimensions_of
-from qwen3vl_bridge.weights.rows import parameter_count
+from qwen3vl_bridge.weights.rows import VISION_ROWS, parameter_count
 
 import numpy as np
 import torch
@@ -116,11 +114,11 @@ def on_host(rows: list[list[packing.Sample]], capacity: int, rounds: int) -> Ite
     collator = host.collator_of(capacity + 8 * max(map(len, rows)), torch.bfloat16)
     for row in rows:
         samples = encoded(row)
-        batch = collator.packed(samples)
+        batch = collator.collate_packed(samples)
         vision = batch.vision
         assert vision is not None
         ways: dict[str, Callable[[], object]] = {
-            "collate": functools.partial(collator.packed, samples),
+            "collate": functools.partial(collator.collate_packed, samples),
             "local, 1 rank": batch.local,
             "local, 4 ranks, all encode all": functools.partial(batch.local, 4, 1),
             "local, 4 ranks, shared": functools.partial(batch.local, 4, 1, vision_work=work),
@@ -130,7 +128,7 @@ def on_host(rows: list[list[packing.Sample]], capacity: int, rounds: int) -> Ite
             taken.setdefault(way, []).append(1e3 * seconds)
         whole.append(vision.pixel_values.nbytes / 1e6)
         assignment = assign_vision(vision, work, 4)
-        inputs = [assignment.part(vision, rank) for rank in range(4)]
+        inputs = [assignment.select(vision, rank) for rank in range(4)]
         kept += [0.0 if one is None else one.pixel_values.nbytes / 1e6 for one in inputs]
         del batch, vision, samples, ways, inputs
     for what, ways in (("host ms", taken), ("pixels MB", {"of the row": whole, "of a rank of 4": kept})):
@@ -163,7 +161,10 @@ def features(rows: list[list[int]], capacity: int) -> Iterator[list]:
 def _check_travel(taps: int) -> None:
     """A stage without layers sends what `features` says it does."""
     hidden, own = torch.zeros(12, 1, 8), torch.zeros(taps, 5, 8)
-    assert DeepStackStage.of(taps, first_layer=0, layers=0).pack(hidden, own).numel() == hidden.numel() + taps * 5 * 8
+    assert (
+        DeepStackStage.from_layers(taps, first_layer=0, layers=0).pack(hidden, own).numel()
+        == hidden.numel() + taps * 5 * 8
+    )
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/architecture.md into docs/images.
+"""Draw the pictures of docs/architecture.md into docs/images.
 
     python -m scripts.draw_architecture                # write them
     python -m scripts.draw_architecture --output DIR   # elsewhere
@@ -17,9 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from qwen3vl_bridge.batch import SequenceLayout, token_index
-from qwen3vl_bridge.batch.token_layout import segment_multiple
-from qwen3vl_bridge.models.divisibility import row_multiple
+from qwen3vl_bridge.config.divisibility import row_length_multiple
+from qwen3vl_bridge.core.layout import SequenceLayout, segment_multiple, token_index
 from qwen3vl_bridge.registry import family, preset
 
 from matplotlib.axes import Axes
@@ -46,7 +45,7 @@ PACKAGE = ROOT / "src" / "qwen3vl_bridge"
 
 
 class Step(NamedTuple):
-    """A box of the data flow: what there is, what is done for it, in which file of the package, and where it runs."""
+    """A box of the data flow: its name, what is done, the file of the package, and where it runs."""
 
     title: str
     does: str
@@ -56,25 +55,25 @@ class Step(NamedTuple):
 
 # Four to a line, in the order in which they follow each other.
 DATA_FLOW = (
-    Step("record", "found by a source", "data/sources/opening.py", BLUE),
-    Step("conversation", "other spellings made ours", "data/schemas/conversations.py", BLUE),
+    Step("record", "read from a source", "data/sources.py", BLUE),
+    Step("conversation", "converted to our format", "data/records.py", BLUE),
     Step("tokens", "one for each image yet", "data/chat_template.py", BLUE),
-    Step("row plan", "which samples share a row", "data/packing/row_plan.py", BLUE),
+    Step("row plan", "which samples share a row", "data/packing.py", BLUE),
     Step("encoded sample", "pixels, tokens, loss mask", "data/encoding.py", BLUE),
     Step("TokenBatch", "positions, indices, layout", "data/collation.py", BLUE),
-    Step("ModelInputs", "local(): this rank's share", "batch/token_batch.py", GREEN),
+    Step("ModelInputs", "local(): this rank's share", "core/batch.py", GREEN),
     Step("on the device", "copied without a wait", "training/step.py", GREEN),
-    Step("vision tokens", "and DeepStack features", "models/vision_tower.py", ORANGE),
-    Step("hidden states", "embed, fuse by slots", "models/model.py", ORANGE),
-    Step("logits", "text layers, DeepStack", "models/model.py", ORANGE),
-    Step("losses [b, s]", "of long rows in chunks", "models/chunked_loss.py", ORANGE),
+    Step("vision tokens", "and DeepStack features", "models/common/vision_tower.py", ORANGE),
+    Step("hidden states", "embed, fuse by slots", "models/common/model.py", ORANGE),
+    Step("logits", "text layers, DeepStack", "models/common/model.py", ORANGE),
+    Step("losses [b, s]", "of long rows in chunks", "models/common/loss.py", ORANGE),
     Step("sum and count", "over tokens of the mask", "training/step.py", ORANGE),
     Step("gradient", "divided by all tokens once", "", ORANGE),
 )
 
 
 def draw_data_flow(file: Path) -> None:
-    """From a record to the loss."""
+    """Draw the way from a record to the loss."""
     drawn, axes = canvas(9.2, 4.45)
     width, height, gap, left, line = 1.85, 0.72, 0.22, 0.85, 1.08
     for number, step in enumerate(DATA_FLOW):
@@ -99,7 +98,7 @@ def draw_data_flow(file: Path) -> None:
 
 
 def _turn(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
-    """From the end of a line of boxes to the beginning of the next."""
+    """Draw the arrow from the end of a line of boxes to the beginning of the next."""
     middle = (start[1] + end[1]) / 2
     axes.plot([start[0], start[0], end[0]], [start[1], middle, middle], color=MUTED, linewidth=1.1)
     arrow(axes, (end[0], middle), end)
@@ -111,24 +110,24 @@ DOCUMENTS, ROW, CP, SP = (14, 7, 17), 48, 2, 2
 
 
 def packed_row() -> SequenceLayout:
-    """Three documents in a row of 48 tokens, as collation lays them out for CP 2 and SP 2."""
-    assert ROW % row_multiple(CP, SP) == 0
+    """Return a row of 48 tokens with three documents, as collation lays it out for CP 2 and SP 2."""
+    assert ROW % row_length_multiple(CP, SP) == 0
     return SequenceLayout.packed_row(DOCUMENTS, multiple=segment_multiple(CP), total=ROW)
 
 
 def tokens_of_ranks() -> dict[tuple[int, int], list[int]]:
-    """(context-parallel rank, sequence-parallel rank) -> the tokens in its slots, by `token_index`."""
+    """Return the tokens in the slots of each (context-parallel rank, sequence-parallel rank), by `token_index`."""
     layout = packed_row()
     return {(cp, sp): token_index(layout, CP, cp, SP, sp).flatten().tolist() for cp in range(CP) for sp in range(SP)}
 
 
 def cell_name(token: int, rank: tuple[int, int], where: str) -> str:
-    """What a token's cell is called in the file: `token-row-5-cp0-sp1`, or `token-slot3-5-cp0-sp1`."""
+    """Return the name of a token's cell in the file: `token-row-5-cp0-sp1`, or `token-slot3-5-cp0-sp1`."""
     return f"token-{where}-{token}-cp{rank[0]}-sp{rank[1]}"
 
 
 def draw_packed_row(file: Path) -> None:
-    """Which tokens of a packed row each of four ranks holds."""
+    """Draw the tokens of a packed row that each of four ranks holds."""
     layout, held = packed_row(), tokens_of_ranks()
     colours = dict(zip(held, FOUR, strict=True))
     padding = layout.padding_mask().tolist()
@@ -184,7 +183,7 @@ def draw_packed_row(file: Path) -> None:
 
 
 class Towers(NamedTuple):
-    """Numbers of a released size: vision layers, those that are tapped, text layers."""
+    """Numbers of vision layers, DeepStack layers and text layers of a released size."""
 
     size: str
     vision_layers: int
@@ -193,7 +192,7 @@ class Towers(NamedTuple):
 
 
 def towers(size: str = "8B") -> Towers:
-    """Of a built-in size."""
+    """Return the layers of a built-in size."""
     config = preset(size)
     vision = config["vision_config"]
     text_layers = config["text_config"]["num_hidden_layers"]
@@ -201,7 +200,7 @@ def towers(size: str = "8B") -> Towers:
 
 
 def draw_deepstack(file: Path) -> None:
-    """From the tapped layers of the vision tower to the first text layers."""
+    """Draw the DeepStack features from the vision tower to the first text layers."""
     found = towers()
     drawn, axes = canvas(9.2, 4.6)
     vision_x, merger_x, way_x, text_x, wide = 0.35, 2.55, 4.75, 6.95, 1.75
@@ -264,7 +263,7 @@ FAMILY = "qwen3_vl"
 
 
 def family_fields() -> dict[str, str]:
-    """Fields of the registry's `Family` that are in the family's folder, and the module that each is in."""
+    """Return the fields of `Family` that are in the family's folder, and the module of each."""
     found, inside = family(FAMILY), f"qwen3vl_bridge.models.{FAMILY}."
     named = {one.name: _module_of(getattr(found, one.name)) for one in fields(found)}
     return {
@@ -275,19 +274,19 @@ def family_fields() -> dict[str, str]:
 
 
 def _module_of(value: object) -> str:
-    """Dotted name of a module, or of the module of a function; "" for other values."""
+    """Return the dotted name of a module, or of the module of a function; "" for other values."""
     if isinstance(value, ModuleType):
         return value.__name__
     return value if isinstance(value, str) else getattr(value, "__module__", "")
 
 
 def family_modules() -> list[str]:
-    """Modules of the family's folder."""
+    """Return the modules of the family's folder."""
     return sorted(path.stem for path in (PACKAGE / "models" / FAMILY).glob("*.py") if path.stem != "__init__")
 
 
 def importers(module: str) -> list[str]:
-    """Files of the package that import a module of the folder: those of the folder by their names, others by paths."""
+    """Return the files of the package that import a module of the folder."""
     folder = PACKAGE / "models" / FAMILY
     wanted = f"qwen3vl_bridge.models.{FAMILY}.{module}"
     found = (path for path in sorted(PACKAGE.rglob("*.py")) if wanted in set(_imports(path)))
@@ -295,7 +294,7 @@ def importers(module: str) -> list[str]:
 
 
 def _imports(file: Path) -> Iterator[str]:
-    """Dotted names that a file imports, or takes from what it imports."""
+    """Return the dotted names that a file imports."""
     for node in ast.walk(ast.parse(file.read_text("utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
@@ -305,7 +304,7 @@ def _imports(file: Path) -> Iterator[str]:
 
 
 def draw_family(file: Path) -> None:
-    """A family's folder, and what the registry reads from it."""
+    """Draw a family's folder and what the registry reads from it."""
     named, modules = family_fields(), family_modules()
     read = list(dict.fromkeys(named.values()))
     others = [module for module in modules if module not in read]
@@ -347,7 +346,7 @@ PICTURES = {
 
 
 def main() -> None:
-    """The command line."""
+    """Write the pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=IMAGES, help="folder of the pictures")
     output = parser.parse_args().output

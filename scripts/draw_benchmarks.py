@@ -1,4 +1,4 @@
-"""Draws the plots of docs/benchmarks.md from benchmarks/results, and writes the sentences with their figures.
+"""Draw the plots of benchmarks/results/README.md, and write the sentences with their figures.
 
 python -m scripts.draw_benchmarks    # plots into docs/images, sentences into the page
 """
@@ -14,18 +14,18 @@ from pathlib import Path
 from scripts.drawing import FOUR, IMAGES, INK, MUTED, ROOT, figure, save
 
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGE = RESULTS / "README.md"
 Rows = list[dict[str, str]]
 
 
 def rows_of(name: str) -> Rows:
-    """All rows of a CSV file."""
+    """Return all rows of a CSV file."""
     with (RESULTS / f"{name}.csv").open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
 def origin(rows: Rows) -> str:
-    """Where and when rows were measured."""
+    """Return where and when rows were measured."""
     dates = sorted({row["date"] for row in rows})
     machines = " and ".join(sorted({row["machine"] for row in rows}))
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
@@ -33,7 +33,7 @@ def origin(rows: Rows) -> str:
 
 
 def spread(values: Iterable[float]) -> tuple[float, float, float]:
-    """Median, minimum and maximum."""
+    """Return median, minimum and maximum."""
     found = list(values)
     return statistics.median(found), min(found), max(found)
 
@@ -44,7 +44,7 @@ _STEPS = ("import", "export", "import torch_dist", "verify")
 
 
 def _conversion() -> dict[str, dict[str, list[float]]]:
-    """Model, as it is named in the plot -> step -> its times of all runs, relative to `cp`."""
+    """Return the times of each step of each model in all runs, relative to `cp`."""
     found: dict[str, dict[str, list[float]]] = {}
     for row in rows_of("convert"):
         if row["step"] in _STEPS:
@@ -54,7 +54,7 @@ def _conversion() -> dict[str, dict[str, list[float]]]:
 
 
 def draw_conversion(file: Path) -> None:
-    """Times of conversion and of `cp`."""
+    """Draw the times of conversion and of `cp`."""
     found = _conversion()
     drawn, axes = figure(7.2, 3.3)
     width = 0.8 / len(_STEPS)
@@ -74,7 +74,7 @@ def draw_conversion(file: Path) -> None:
 
 
 def say_conversion() -> str:
-    """Its sentence."""
+    """Return the sentence about conversion."""
     rows = [row for row in rows_of("convert") if row["step"] in _STEPS]
     memory = max(float(row["MB"]) for row in rows if row["MB"])
     parts = []
@@ -92,7 +92,7 @@ def say_conversion() -> str:
 
 
 def draw_reading(file: Path) -> None:
-    """What a rank reads over what it holds."""
+    """Draw what a rank reads divided by what it holds."""
     rows = rows_of("reading")
     kinds = list(dict.fromkeys((row["size"], row["format"], row["ranks"]) for row in rows))
     drawn, axes = figure(7.2, 3.3)
@@ -119,7 +119,7 @@ def _read(row: dict[str, str]) -> float:
 
 
 def say_reading() -> str:
-    """Its sentence."""
+    """Return the sentence about reading."""
     rows = rows_of("reading")
     anyhow, stated = ([_read(row) for row in rows if row["stated"] == said] for said in ("no", "yes"))
     return (
@@ -146,7 +146,7 @@ def _host() -> dict[str, dict[str, tuple[float, float, float]]]:
 
 
 def draw_host(file: Path) -> None:
-    """Milliseconds for a batch's positions and indices."""
+    """Draw the milliseconds for a batch's positions and indices."""
     found = _host()
     ways = list(dict.fromkeys(way for one in found.values() for way in one))
     drawn, axes = figure(7.2, 3.3)
@@ -171,7 +171,7 @@ def draw_host(file: Path) -> None:
 
 
 def say_host() -> str:
-    """Its sentence."""
+    """Return the sentence about host work."""
     found, rows = _host(), rows_of("host")
     own, theirs = found["positions"]["ours"][0], found["positions"]
     collate = spread(float(row["ms"]) for row in rows if row["subject"] == "collate with pictures")[0]
@@ -192,7 +192,7 @@ def _packing() -> Rows:
 
 
 def draw_packing(file: Path) -> None:
-    """How full rows get."""
+    """Draw how full rows are."""
     rows = _packing()
     lengths = list(dict.fromkeys(row["row"] for row in rows))
     drawn, axes = figure(7.2, 3.0)
@@ -210,7 +210,7 @@ def draw_packing(file: Path) -> None:
 
 
 def say_packing() -> str:
-    """Its sentence."""
+    """Return the sentence about packing."""
     rows = _packing()
     shares = {way: [100 * float(row["tokens"]) for row in rows if row["how"] == way] for way in _WAYS}
     theirs = [100 * float(row["tokens"]) for row in rows if row["how"].startswith("Megatron-Bridge")]
@@ -227,13 +227,13 @@ def say_packing() -> str:
 
 
 def _quiet() -> Rows:
-    """The latest run of `training_step.py`: the last rows of all ways."""
+    """Return the latest run of `training_step.py`."""
     rows = rows_of("training_step")
     return rows[-len({row["way"] for row in rows}) :]
 
 
 def draw_step(file: Path) -> None:
-    """Seconds of a step, ours and transformers'."""
+    """Draw the seconds of a step, ours and transformers'."""
     rows = _quiet()[::-1]
     drawn, axes = figure(7.2, 2.3)
     colours = [FOUR[1] if row["way"].startswith("ours") else FOUR[3] for row in rows]
@@ -249,7 +249,7 @@ def draw_step(file: Path) -> None:
 
 
 def say_step() -> str:
-    """Its sentence."""
+    """Return the sentence about a step."""
     rows = {row["way"]: row for row in _quiet()}
     one = rows["ours, packed"]
     parts = []
@@ -278,13 +278,13 @@ _KEYS = {"CPU seconds": ("CPU seconds", FOUR[1]), "MiB": ("MiB of tensors", FOUR
 
 
 def _grown(series: str, key: str) -> list[tuple[int, float]]:
-    """A column's values and where on the axis they are, run by run; without those for which glibc kept memory."""
+    """Return a column's values and their places on the axis, without runs in which glibc kept memory."""
     rows = (row for row in rows_of("growth") if row["series"] == series and row[key] and not row["mmap threshold"])
     return [(int(row["number"]), float(row[key])) for row in rows]
 
 
 def draw_growth(file: Path) -> None:
-    """How time and memory of a step grow with the row, its images, its segments and the experts."""
+    """Draw how time and memory of a step grow with the row, images, segments and experts."""
     drawn, axes = figure(10.5, 0.8 + 2.2 * len(_KEYS), nrows=len(_KEYS), ncols=len(_SERIES), squeeze=False)
     for column, (series, counted) in zip(axes.T, _SERIES.items(), strict=True):
         for plot, (key, (_, colour)) in zip(column, _KEYS.items(), strict=True):
@@ -311,7 +311,7 @@ def draw_growth(file: Path) -> None:
 
 
 def _growths(series: str, key: str) -> str:
-    """From 1,024 to 16,384 tokens in each run; every run appends its rows in this order."""
+    """Return the growth from 1,024 to 16,384 tokens in each run."""
     values = _grown(series, key)
     ends = ([value for number, value in values if number == end] for end in (1024, 16384))
     middle, least, most = spread(last / first for first, last in zip(*ends, strict=True))
@@ -319,7 +319,7 @@ def _growths(series: str, key: str) -> str:
 
 
 def say_growth() -> str:
-    """Its sentence."""
+    """Return the sentence about growth."""
     grown = ", ".join(
         f"{label} grow {_growths('row', key)} in documents of 1,024 and {_growths('document', key)} in one"
         for key, (label, _) in _KEYS.items()
@@ -342,8 +342,8 @@ PLOTS: dict[str, tuple[Callable[[Path], None], Callable[[], str]]] = {
 
 
 def draw_phases(file: Path) -> None:
-    """Memory of one rank in each phase of a rehearsal, for docs/gallery.md."""
-    found = rows_of("rehearsal_phases")
+    """Draw the memory of one rank in each phase of a simulation, for docs/scaling.md."""
+    found = rows_of("simulation_phases")
     drawn, axes = figure(7.2, 3.0)
     for number, (name, colour) in enumerate(zip(("allocated", "at most", "reserved"), FOUR, strict=False)):
         label = {"allocated": "allocated after it", "at most": "at most", "reserved": "reserved at most"}[name]
@@ -354,31 +354,31 @@ def draw_phases(file: Path) -> None:
     axes.set(ylabel="GiB", title="qwen3_vl_8b_sft_config, one of eight ranks; dashed: an H100", ylim=(0, 90))
     axes.legend(ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.18))
     drawn.subplots_adjust(left=0.08, right=0.98, top=0.9, bottom=0.28)
-    save(drawn, file, "Memory of a rehearsed rank in each phase")
+    save(drawn, file, "Memory of a simulated rank in each phase")
 
 
 def draw_all(folder: Path) -> list[str]:
-    """Draw every plot; gives the names of the files."""
-    drawings = {f"bench_{name}.svg": draw for name, (draw, _) in PLOTS.items()} | {"rehearsal.svg": draw_phases}
+    """Draw every plot and return the file names."""
+    drawings = {f"bench_{name}.svg": draw for name, (draw, _) in PLOTS.items()} | {"simulation.svg": draw_phases}
     for name, draw in drawings.items():
         draw(folder / name)
     return list(drawings)
 
 
 def with_figures(page: str) -> str:
-    """A page with the plots and sentences between their marks."""
+    """Return the page with plots and sentences between their marks."""
     for name, (_, say) in PLOTS.items():
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
         if page.count(begin) != 1 or page.count(end) != 1:
             raise ValueError(f"{PAGE} has {page.count(begin)} places {begin} ... {end}, expected one")
         before, rest = page.split(begin)
-        text = f"![{name.capitalize()}](images/bench_{name}.svg)\n\n{say()}"
+        text = f"![{name.capitalize()}](../../docs/images/bench_{name}.svg)\n\n{say()}"
         page = f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}"
     return page
 
 
 def main() -> None:
-    """The command line."""
+    """Write the plots and the sentences."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     PAGE.write_text(with_figures(PAGE.read_text("utf-8")), "utf-8")
     draw_all(IMAGES)

@@ -1,6 +1,6 @@
-"""What drawn pictures have in common: a light panel that can be read on any page, colours, boxes, arrows, SVG files.
+"""Draw boxes, arrows and cells into SVG files with a light panel.
 
-Text stays text in the files, and nothing in them depends on the day; another matplotlib may write other numbers.
+Text stays text in the files, and nothing depends on the date; another version of matplotlib may write other numbers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _STYLE = {
 
 
 def figure(width: float, height: float, **arguments: Any) -> tuple[Figure, Any]:
-    """A figure of so many inches with the panel, and its axes as `pyplot.subplots` gives them."""
+    """Return a figure of a size in inches with the panel, and its axes as `pyplot.subplots` returns them."""
     matplotlib.rcParams.update(_STYLE)
     drawn, axes = pyplot.subplots(figsize=(width, height), facecolor="none", **arguments)
     drawn.add_artist(
@@ -74,7 +74,7 @@ def figure(width: float, height: float, **arguments: Any) -> tuple[Figure, Any]:
 
 
 def canvas(width: float, height: float) -> tuple[Figure, Axes]:
-    """A figure whose axes are inches, from the lower left corner, and cannot be seen."""
+    """Return a figure with invisible axes in inches, from the lower left corner."""
     drawn, axes = figure(width, height)
     axes.set_position((0, 0, 1, 1))
     axes.set(xlim=(0, width), ylim=(0, height))
@@ -107,13 +107,13 @@ def box(axes: Axes, at: tuple[float, float], size: tuple[float, float], lines: s
 
 
 def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], **how: Any) -> None:
-    """An arrow between two places of a canvas."""
+    """Draw an arrow between two places of a canvas."""
     style = {"arrowstyle": "-|>", "mutation_scale": 9, "color": MUTED, "linewidth": 1.1, "shrinkA": 0, "shrinkB": 0}
     axes.add_patch(FancyArrowPatch(start, end, **style | how))
 
 
 def cell(axes: Axes, at: tuple[float, float], size: tuple[float, float], name: str, **how: Any) -> None:
-    """A small rectangle that has a name in the file."""
+    """Draw a small rectangle that has a name in the file."""
     axes.add_patch(Rectangle(at, *size, gid=name, **how))
 
 
@@ -132,17 +132,17 @@ def save(drawn: Figure, file: Path, what: str) -> None:
 
 
 def texts_of(file: Path) -> list[str]:
-    """All texts of a picture, in the order in which they were drawn."""
+    """Return all texts of a picture, in the order in which they were drawn."""
     return [unescape(text) for text in re.findall(r"<text[^>]*>([^<]*)</text>", file.read_text("utf-8"))]
 
 
 def names_of(file: Path, prefix: str) -> list[str]:
-    """Names in a picture that begin so, see `cell`."""
+    """Return the names in a picture that begin with a prefix, see `cell`."""
     return re.findall(rf'id="({re.escape(prefix)}[^"]*)"', file.read_text("utf-8"))
 
 
 def differing(found: Path, expected: Path, names: Collection[str]) -> list[str]:
-    """Which pictures of one folder are missing in another, or show other texts or named cells."""
+    """Return the pictures that are missing in the other folder, or show other texts or named cells."""
 
     def shown(file: Path) -> tuple[list[str], list[str]]:
         return texts_of(file), names_of(file, "token-")

@@ -52,7 +52,7 @@ KINDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run and compare."""
+    """Run the tests and compare."""
     args = _parser().parse_args(arguments)
     entries = read_failures()
     if not (args.source / UNIT).is_dir():
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def read_failures() -> list[dict]:
-    """The entries of `failures.toml`: kind, why, and tests, which are files, classes, tests or single cases."""
+    """Return the entries of `failures.toml`: kind, why, and tests, which are files, classes, tests or cases."""
     entries = tomllib.loads(FAILURES.read_text())["failure"]
     for entry in entries:
         if entry["kind"] not in KINDS or not entry["why"] or not entry["tests"]:
@@ -88,7 +88,7 @@ def read_failures() -> list[dict]:
 
 
 def run(source: Path, tests: list[str], stock: bool, workers: int) -> dict[str, dict[str, str]]:
-    """What became of each test, by its name."""
+    """Return the outcome of each test by its name."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(HERE), *_without_root(os.environ.get("PYTHONPATH", ""))]),
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -110,7 +110,7 @@ def run(source: Path, tests: list[str], stock: bool, workers: int) -> dict[str, 
 
 
 def _without_root(paths: str) -> list[str]:
-    """Folders to import from, without one whose `tests` would be taken for the checkout's."""
+    """Return the folders to import from, without one whose `tests` would be taken for the checkout's."""
     return [path for path in paths.split(os.pathsep) if path and not (Path(path) / "tests").is_dir()]
 
 
@@ -142,7 +142,7 @@ def compare(outcomes: dict[str, dict[str, str]], entries: list[dict], *, stock: 
 
 
 def covers(name: str, test: str) -> bool:
-    """Whether an entry's name is a test's, or that of what it is in."""
+    """Return True if an entry's name is a test's name, or the name of its class or file."""
     test = test.removeprefix(UNIT + "/")
     return test == name or any(test.startswith(name + mark) for mark in ("/", "::", "["))
 

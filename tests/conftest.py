@@ -1,9 +1,8 @@
-"""What all tests share: which of them run, the tiny checkpoints, and quiet logs."""
+"""Shared by all tests: which of them run, tiny checkpoints, and quiet logs."""
 
 import gc
 import importlib.util
 import os
-import re
 import socket
 import sys
 import weakref
@@ -32,8 +31,8 @@ def pytest_addoption(parser):
 
 # Folders and files by how long their modules take: the last that xdist gives out are short, its workers end together.
 _LONGEST = (
-    *("training", "parity", "qwen3_5", "fake_gpu", "host_waits", "checkpoint", "adapters", "frameworks"),
-    *("test_reading_journeys", "test_install", "model", "data"),
+    *("training", "parity", "distributed", "models/qwen3_5", "simulation", "checkpoint", "peft", "frameworks"),
+    *("docs", "test_install", "models", "data"),
 )
 
 
@@ -41,32 +40,23 @@ def _place(item) -> int:
     return next((n for n, name in enumerate(_LONGEST) if item.nodeid.startswith(f"tests/{name}")), len(_LONGEST))
 
 
-def _mark_slow_cases(items, *, whole: bool) -> None:
-    """Those of `slow_cases.txt`; where all tests are collected, each of its lines has to be of some."""
-    lines = Path(__file__).with_name("slow_cases.txt").read_text().splitlines()
-    for line in (line for line in lines if not line.startswith("#")):
-        name, _, every = line.partition(" EVERY ")
-        beginning = re.compile(re.escape(name).replace(r"\*", ".*"))
-        found = [item for item in items if beginning.match(item.nodeid)]
-        if whole and not found:
-            raise pytest.UsageError(f"tests/slow_cases.txt: {line!r} is the beginning of no test's name")
-        for item in _but_every(int(every), found) if every else found:
-            item.add_marker("slow")
-
-
-def _but_every(nth: int, items) -> list:
-    """The cases that are slow, if of each test with more than `nth` cases only every nth is not."""
-    by_test = defaultdict(list)
+def _mark_other_cases_slow(items) -> None:
+    """Add the marker "slow" to the cases that `one_case_in(n)` leaves out by default."""
+    cases = defaultdict(list)
     for item in items:
-        by_test[item.nodeid.partition("[")[0]].append(item)
-    return [item for cases in by_test.values() if len(cases) > nth for number, item in enumerate(cases) if number % nth]
+        if marker := item.get_closest_marker("one_case_in"):
+            cases[item.nodeid.partition("[")[0], marker.args[0]].append(item)
+    for (_, n), of_test in cases.items():
+        for number, item in enumerate(of_test):
+            if number % n:
+                item.add_marker("slow")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Long ones first; leave out slow tests, but those that are asked for: where files or tests are named, all."""
+    """Sort long tests first, and deselect slow ones unless --slow, or a file or test, asks for them."""
     items.sort(key=_place)
     all_collected = [Path(one).resolve() for one in config.args] == [Path(__file__).parent]
-    _mark_slow_cases(items, whole=all_collected)
+    _mark_other_cases_slow(items)
     which = config.getoption("--slow")
     if which == "all" or (which is None and not all_collected):
         return
@@ -83,7 +73,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_runtest_setup(item):
-    """Tests marked "gpu" are skipped without one."""
+    """Skip tests marked "gpu" without a GPU."""
     if item.get_closest_marker("gpu"):
         import torch
 
@@ -92,15 +82,12 @@ def pytest_runtest_setup(item):
 
 
 def pytest_collection():
-    """Until all tests are collected: nearly nothing of what is imported is garbage."""
+    """Switch off garbage collection during collection: nearly nothing of what is imported is garbage."""
     gc.disable()
 
 
 def pytest_collection_finish():
-    """What has been imported stays: a collection need not walk through its million objects.
-
-    Of whole runs in this process collections took a third of the time.
-    """
+    """Freeze the imported objects, so that a garbage collection does not walk through a million of them."""
     gc.enable()
     gc.collect()
     gc.freeze()
@@ -108,14 +95,14 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="session", autouse=True)
 def _two_cores():
-    from tests.ranks import set_threads
+    from tests.helpers.ranks import set_threads
 
     set_threads()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _groups_of_one_module():
-    """A module's groups are left with it: the threads of gloo's look for work, 600 of them take a tenth of a core."""
+    """Destroy a module's process groups at its end: their idle gloo threads take CPU time."""
     gc.collect()  # a model of the last module, in a circle of references, would hold its groups
     gc.freeze()  # what is left stays: walking through it again took two seconds a module
     yield
@@ -139,7 +126,7 @@ _RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_A
 
 @pytest.fixture(scope="session", autouse=True)
 def _port_of_this_worker():
-    """Megatron-Bridge, where nobody has made process groups, meets at one port for all runs of a machine."""
+    """Give each pytest worker its own port: Megatron-Bridge uses one port per machine."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         os.environ["MASTER_PORT"] = str(free.getsockname()[1])
@@ -147,7 +134,7 @@ def _port_of_this_worker():
 
 @pytest.fixture(autouse=True)
 def _rendezvous_of_one_test():
-    """Megatron-Bridge writes where processes meet into the environment: it is nothing to the tests after it."""
+    """Restore the rendezvous variables that Megatron-Bridge writes into the environment."""
     before = {name: os.environ.get(name) for name in _RENDEZVOUS}
     yield
     for name, value in before.items():
@@ -159,7 +146,7 @@ def _rendezvous_of_one_test():
 
 @pytest.fixture
 def no_groups(monkeypatch):
-    """As in a fresh process: no process groups of other tests, and nowhere to meet."""
+    """Remove process groups and rendezvous variables, as in a fresh process."""
     _leave_groups()
     for name in _RENDEZVOUS:
         monkeypatch.delenv(name, raising=False)
@@ -167,7 +154,7 @@ def no_groups(monkeypatch):
 
 @pytest.fixture(scope="session")
 def loaders():
-    """All of torch's loaders with processes that exist."""
+    """Return all of torch's loaders with worker processes."""
     from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter as Loader
 
     made, original = weakref.WeakSet(), Loader.__init__
@@ -183,9 +170,9 @@ def loaders():
 
 @pytest.fixture(autouse=True)
 def _loading_processes_of_one_test(loaders):
-    """Loaders in reference cycles end with their test.
+    """Shut down the loaders of a test.
 
-    The collector destroys the queue by which torch tells a process to end, and then waits five seconds for it.
+    The garbage collector would destroy the queue by which torch ends a worker, and then wait five seconds for it.
     """
     yield
     for loader in list(loaders):
@@ -194,18 +181,18 @@ def _loading_processes_of_one_test(loaders):
 
 @pytest.fixture(autouse=True)
 def _models_of_one_test():
-    """A test's models are nothing to the tests after it."""
+    """Reset what megatron-core keeps of a model."""
     yield
     if "megatron.core" in sys.modules:
-        from tests.ranks import forget_models
+        from tests.helpers.ranks import forget_models
 
         forget_models()
 
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory):
-    """The folder of the example's conversations, which nobody writes to."""
-    from examples.digits.dataset import make_dataset
+    """Return the folder of the digits conversations. Do not write to it."""
+    from qwen3vl_bridge.testing.digits import make_dataset
 
     make_dataset(folder := tmp_path_factory.mktemp("digits"))
     return folder
@@ -213,29 +200,29 @@ def digits(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def untied_folder(tmp_path_factory):
-    from examples.digits.checkpoint import make_checkpoint
+    from qwen3vl_bridge.testing.tiny_checkpoint import make_checkpoint
 
     return make_checkpoint(tmp_path_factory.mktemp("untied"), seed=1)
 
 
 @pytest.fixture(scope="session")
 def tied_folder(tmp_path_factory):
-    from examples.digits.checkpoint import make_checkpoint
+    from qwen3vl_bridge.testing.tiny_checkpoint import make_checkpoint
 
     return make_checkpoint(tmp_path_factory.mktemp("tied"), seed=2, tied=True)
 
 
 @pytest.fixture(scope="session")
 def moe_folder(tmp_path_factory):
-    """With experts, packed and output-major as transformers 5 saves them."""
-    from examples.digits.checkpoint import make_checkpoint
+    """Return a MoE checkpoint with packed, output-major experts, as transformers 5 saves it."""
+    from qwen3vl_bridge.testing.tiny_checkpoint import make_checkpoint
 
     return make_checkpoint(tmp_path_factory.mktemp("moe"), seed=3, moe=True)
 
 
 @pytest.fixture(scope="session")
 def moe_folders(moe_folder, tmp_path_factory):
-    """The same model in each expert layout."""
-    from tests.expert_layouts import LAYOUTS, rewrite
+    """Return the same model in each layout of experts."""
+    from tests.helpers.expert_layouts import LAYOUTS, rewrite
 
     return {layout: rewrite(moe_folder, tmp_path_factory.mktemp(layout.name), layout) for layout in LAYOUTS}

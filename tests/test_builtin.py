@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
-from qwen3vl_bridge.batch.vision_sharding import assign_frames
+from qwen3vl_bridge.core.vision_sharding import assign_frames
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
 
 import torch
@@ -24,13 +24,13 @@ def defaults(provider: type) -> tuple[bool, ...]:
     return tuple(fields[name] for name in FREEZE)
 
 
-def test_with_experts_its_language_model_and_vision_tower_are_frozen_by_default():
+def test_builtin_moe_freezes_both_towers_by_default():
     assert defaults(qwen3_vl_provider.Qwen3VLMoEModelProvider) == (True, True, False)
     assert defaults(qwen3_vl_provider.Qwen3VLModelProvider) == (False, False, False)
     assert defaults(Qwen3VLMoEModelProvider) == defaults(Qwen3VLModelProvider) == (False, False, False)
 
 
-def test_its_step_packs_samples_at_one_length():
+def test_builtin_qwen3_vl_step_pads_samples_to_one_length():
     """A sample of 3 tokens beside one of 8: both are said to have 16."""
     sizes = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1), cp=SimpleNamespace(size=lambda: 1))
     real = torch.arange(8)[None] < torch.tensor([[3], [8]])
@@ -41,7 +41,7 @@ def test_its_step_packs_samples_at_one_length():
     assert packed.cu_seqlens_q.tolist() == [0, 16, 32]
 
 
-def test_collators_of_its_other_step_pack_without_padding():
+def test_builtin_vlm_step_collators_pack_without_padding():
     """The same two samples: 3 and 8."""
     real = torch.arange(8)[None] < torch.tensor([[3], [8]])
     batch = {"input_ids": real.long(), "attention_mask": real, "position_ids": torch.arange(8).expand(2, 8)}
@@ -49,7 +49,7 @@ def test_collators_of_its_other_step_pack_without_padding():
     assert batch["cu_seqlens_q"].tolist() == [0, 3, 11]
 
 
-def test_its_fine_tuning_recipes_train_everything_and_pack_in_the_step():
+def test_builtin_sft_recipes_train_everything_and_pack_in_step():
     """Their settings, which are assignments: importing them needs the packages of other models."""
     file = Path(inspect.getfile(AutoBridge)).parents[2] / "recipes/qwen_vl/h100/qwen3_vl.py"
     recipes = [part for part in file.read_text().split("\ndef ") if re.match(r"\w+_sft_\d+gpu_\w+\(", part)]
@@ -62,7 +62,7 @@ def test_its_fine_tuning_recipes_train_everything_and_pack_in_the_step():
     assert "        defer_in_batch_packing_to_step=True,\n" in file.read_text()  # of _make_energon_dataset
 
 
-def test_it_divides_pictures_by_their_number_and_only_if_asked():
+def test_builtin_divides_images_by_number_only_if_asked():
     """Two large pictures and two small ones: 512 and 32 patches; ours 272 each."""
     sides = [16, 16, 4, 4]
     grids = torch.tensor([[1, side, side] for side in sides])

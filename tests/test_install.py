@@ -88,7 +88,7 @@ def installed(frozen) -> Environment:
     return frozen[0]
 
 
-def test_nothing_else_is_touched(frozen, wheel):
+def test_install_changes_no_other_package(frozen, wheel):
     _, before, after = frozen
     assert any(line.startswith("megatron-bridge==") for line in before)
     (new,) = set(after) - set(before)
@@ -102,7 +102,7 @@ def test_nothing_else_is_touched(frozen, wheel):
     assert {name for name in names if name.endswith(".py")} == modules
 
 
-def test_the_program_answers(installed):
+def test_installed_program_shows_help(installed):
     assert "usage: qwen3vl" in installed.run("qwen3vl", "--help")
     assert installed.run("qwen3vl", "--version").strip()
     found = installed.run("python", "-c", "import qwen3vl_bridge; print(qwen3vl_bridge.__file__)")
@@ -111,7 +111,7 @@ def test_the_program_answers(installed):
 
 
 @pytest.mark.slow
-def test_importing_registers(installed):
+def test_installed_import_registers_bridges(installed):
     code = """
 import qwen3vl_bridge
 from megatron.bridge import AutoBridge
@@ -124,15 +124,18 @@ print(type(provider).__module__)
 
 
 @pytest.mark.slow
-def test_the_machine_and_the_recipes(installed, untied_folder):
+def test_installed_doctor_and_recipes_run(installed, untied_folder):
     assert "megatron" in installed.run("qwen3vl", "doctor").lower()
     names = installed.run("qwen3vl", "train", "--list")
     assert "qwen3_vl_8b_sft_config" in names and "qwen35_vl_800m_sft_config" in names
-    words = ["--recipe", "qwen3_vl_digits_sft_config", "--hf-model", untied_folder, "--data-path", "data", "--json"]
-    assert '"host_while_saving"' in installed.run("qwen3vl", "train", *words, "--dry-run")
+    record = {"messages": [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "Seven."}]}
+    data = installed.place / "train.jsonl"
+    data.write_text(f"{json.dumps(record)}\n" * 2)
+    words = ["--recipe", "qwen3_vl_digits_sft_config", "--hf-model", untied_folder, "--data-path", data, "--json"]
+    assert '"host_while_saving"' in installed.run("qwen3vl", "train", *words, "--dry-run", "--gpu", "H100")
 
 
-def test_conversion_there_and_back(installed, untied_folder):
+def test_installed_conversion_round_trip_is_equal(installed, untied_folder):
     installed.run("qwen3vl", "convert", "import", "--hf-model", untied_folder, "--megatron-path", "megatron")
     installed.run("qwen3vl", "convert", "export", "--megatron-path", "megatron", "--hf-path", "exported")
     exported = installed.place / "exported/model.safetensors"
@@ -144,8 +147,9 @@ def test_conversion_there_and_back(installed, untied_folder):
     installed.run("qwen3vl", "convert", "verify", "--hf-model", untied_folder, "--megatron-path", "megatron")
 
 
-def test_data_are_inspected(installed, untied_folder):
-    from examples.digits.dataset import make_dataset
+@pytest.mark.slow
+def test_installed_data_inspect_runs(installed, untied_folder):
+    from qwen3vl_bridge.testing.digits import make_dataset
 
     make_dataset(installed.place / "data")
     words = ["--hf-model", untied_folder, "--output", "report.html"]
@@ -156,7 +160,7 @@ def test_data_are_inspected(installed, untied_folder):
 @pytest.fixture(scope="module")
 def trained(installed, untied_folder) -> Environment:
     """Rows packed before training, and two runs of two steps: of all weights on these rows, and of adapters."""
-    from examples.digits.dataset import make_dataset
+    from qwen3vl_bridge.testing.digits import make_dataset
 
     make_dataset(installed.place / "digits")
     words = ["--data", "digits/train.jsonl", "--hf-model", untied_folder, "--seq-length", "512"]
@@ -174,7 +178,7 @@ def trained(installed, untied_folder) -> Environment:
 
 
 @pytest.mark.slow
-def test_two_steps_are_trained_and_the_model_answers(trained):
+def test_installed_training_and_generation_run(trained):
     assert (trained.place / "run/iter_0000002").is_dir()
     assert len((trained.place / "run/metrics.jsonl").read_text().splitlines()) == 2
     image = next((trained.place / "digits/images").iterdir())
@@ -185,13 +189,13 @@ def test_two_steps_are_trained_and_the_model_answers(trained):
 
 
 @pytest.mark.slow
-def test_adapters_are_exported(trained):
+def test_installed_adapters_are_exported(trained):
     trained.run("qwen3vl", "adapters", "export", "--megatron-path", "adapter_run", "--hf-path", "adapter")
     assert json.loads((trained.place / "adapter/adapter_config.json").read_text())["r"] == 4
 
 
 @pytest.mark.slow
-def test_a_source_distribution_makes_the_same_wheel_and_has_its_tests(wheel, tmp_path):
+def test_source_distribution_builds_the_same_wheel(wheel, tmp_path):
     sdist = build(ROOT, "sdist", tmp_path / "sdist")
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path / "source", filter="data")

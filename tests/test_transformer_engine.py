@@ -54,7 +54,7 @@ def bare_imports(node: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("package", ["megatron.core", "megatron.bridge", "qwen3vl_bridge"])
-def test_imports_exist_or_are_guarded(package):
+def test_transformer_engine_imports_exist_or_are_guarded(package):
     spec = importlib.util.find_spec(package)
     assert spec and spec.origin
     missing, files = [], list(Path(spec.origin).parent.rglob("*.py"))
@@ -68,7 +68,7 @@ def test_imports_exist_or_are_guarded(package):
 
 
 @pytest.mark.parametrize("guard", ["(ImportError, OSError)", "Exception", "", "OSError"])
-def test_a_guard_is_one_that_catches_a_failed_import(guard):
+def test_guard_catches_failed_import(guard):
     text = f"try:\n    from transformer_engine.a import b\nexcept {guard}:\n    import transformer_engine.c"
     bare = [("transformer_engine.a", "b")] if guard == "OSError" else []
     assert [*bare_imports(ast.parse(text))] == [("transformer_engine.c", ""), *bare]
@@ -99,7 +99,7 @@ def defined(root: Path, module: str) -> set[str] | None:
     return names
 
 
-def test_names_are_those_of_an_installed_release():
+def test_transformer_engine_names_match_installed_release():
     spec = importlib.util.find_spec("transformer_engine")
     if spec is None or spec.origin is None:
         pytest.skip("Transformer Engine is not installed")

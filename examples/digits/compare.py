@@ -1,4 +1,4 @@
-"""How far the trained Megatron model and transformers on its exported weights are apart."""
+"""Compare the trained Megatron model with transformers on its exported weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def logits_difference(megatron_run: Path, hf_folder: Path, data: Path, *, sample
     Args:
         megatron_run: the run whose newest checkpoint is loaded into the Megatron model.
         hf_folder: the export of that checkpoint, loaded by transformers.
-        data: JSONL of conversations; pictures are relative to its folder.
+        data: JSONL of conversations; images are relative to its folder.
         samples: how many conversations are compared.
 
     Returns:

@@ -1,9 +1,10 @@
 """The main job, end to end: convert, fine-tune, export, generate.
 
-    python examples/digits/demo.py [--family qwen3_5] [--hf-model FOLDER] [--work-dir FOLDER]
+    python examples/digits/demo.py [--family qwen3_5] [--hf-model FOLDER | --model-only] [--work-dir FOLDER]
 
 Makes a tiny Qwen3-VL or Qwen3.5-VL checkpoint (or takes yours), converts it for Megatron, fine-tunes it on scanned
-handwritten digits, exports it, and lets stock transformers read digits it has never seen.
+handwritten digits, exports it, and lets stock transformers read digits it has never seen. With --model-only it makes
+the tiny checkpoint and ends, to train it on records of yours.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ _MADE_HERE = ".made_by_the_digits_demo"
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", choices=RECIPES, default="qwen3_vl", help="of the model (default: %(default)s)")
-    parser.add_argument("--hf-model", type=Path, help="a checkpoint of yours; default: a tiny random one")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--hf-model", type=Path, help="a checkpoint of yours; default: a tiny random one")
+    model.add_argument("--model-only", action="store_true", help="make the tiny checkpoint only")
     parser.add_argument("--work-dir", type=Path, default=Path("out/digits"), help="default: %(default)s")
     parser.add_argument("overrides", nargs="*", metavar="SETTING=VALUE", help="settings that differ from the recipe")
     args = parser.parse_args(arguments)
@@ -45,7 +48,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 class Report:
-    """The rows of the table: what was made where, and how long it took."""
+    """The table of steps: what each made, and how long it took."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[str, str, str]] = []
@@ -77,7 +80,7 @@ class Report:
 
 
 def command(script: str, *arguments: str | Path) -> None:
-    """Run one of the project's own commands as a person would, and show it."""
+    """Print and run one of the project's commands."""
     words = [script, *map(str, arguments)]
     print("$ python " + " ".join(words), flush=True)
     done = subprocess.run([sys.executable, str(ROOT / script), *words[1:]])
@@ -86,7 +89,7 @@ def command(script: str, *arguments: str | Path) -> None:
 
 
 def expect_end(run: Path) -> None:
-    """End here if the training was told to stop: it has saved, with status 0, and has not learned all."""
+    """Exit if the training was stopped early: it has saved with status 0, but is not finished."""
     from qwen3vl_bridge.checkpoint.formats.megatron import find_iteration, read_run_config
 
     iteration = find_iteration(run)
@@ -96,21 +99,23 @@ def expect_end(run: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run all steps; ends with status 1 if the goal is missed."""
+    """Run all steps; exit with status 1 if the goal is missed."""
     args = parse(arguments)
     if args.hf_model is None:
         # The tiny model gains nothing from threads, which only get in the way of data workers on a small machine.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from qwen3vl_bridge.compat.library_logs import quiet
+    from qwen3vl_bridge.upstream.library_logs import quiet
 
     quiet()
+    from qwen3vl_bridge.testing.digits import make_dataset
+    from qwen3vl_bridge.testing.tiny_checkpoint import make_checkpoint
+
     from examples.digits import report as digits_report
-    from examples.digits.checkpoint import make_checkpoint
-    from examples.digits.dataset import make_dataset
 
     work = args.work_dir
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
+    if not args.model_only:  # which keeps the results of a demo
+        shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True, exist_ok=True)
     (work / _MADE_HERE).touch()
     source = args.hf_model or work / "hf"
     data, megatron, run, export = work / "data", work / "megatron", work / "run", work / "hf_finetuned"
@@ -119,6 +124,8 @@ def main(arguments: list[str] | None = None) -> None:
     if args.hf_model is None:
         with report.step(f"make a tiny model ({args.family}) and its processor", source):
             make_checkpoint(source, family=args.family)
+    if args.model_only:
+        return
     with report.step("make conversations about scanned digits", data):
         make_dataset(data)
     with report.step("answers before training", "-"):

@@ -1,4 +1,4 @@
-"""What a checkpoint answers on held-out pictures, and pictures of the result."""
+"""Answer held-out questions with a checkpoint, and draw the results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLUMNS, ROWS = 15, 4
 
 
 class Answer(NamedTuple):
-    """One picture, what it shows and what the model said."""
+    """An image, the expected answer and the answer of the model."""
 
     image: Path
     truth: str
@@ -27,7 +27,7 @@ class Answer(NamedTuple):
 
     @property
     def right(self) -> bool:
-        """Whether the answer is the expected text and nothing else."""
+        """Return True if the answer is exactly the expected text."""
         return self.answer == self.truth
 
 
@@ -36,7 +36,7 @@ def _text(content: str | list[dict[str, str]]) -> str:
 
 
 def _questions(path: Path) -> list[tuple[list[dict], Answer]]:
-    """The prompt of each conversation, with whole image paths, and its expected answer still to be given."""
+    """Return the prompt of each conversation with full image paths, and its expected answer."""
     questions = []
     for line in path.read_text(encoding="utf-8").splitlines():
         *prompt, reply = json.loads(line)["messages"]
@@ -68,7 +68,7 @@ def answer(
         One answer a line, in the file's order.
 
     Raises:
-        ValueError: a line has no picture, or does not end with the assistant.
+        ValueError: a line has no image, or does not end with the assistant.
     """
     questions = _questions(Path(test_jsonl))
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -94,14 +94,14 @@ def answer(
 
 
 def accuracy(answers: Sequence[Answer]) -> float:
-    """Share of answers that are right."""
+    """Return the fraction of right answers."""
     if not answers:
         raise ValueError("0 answers, expected at least 1")
     return sum(one.right for one in answers) / len(answers)
 
 
 def _shown(text: str, limit: int = 6) -> str:
-    """Text as it can be drawn: no control characters, no scripts the font lacks, not long."""
+    """Return text that the font can draw: no control characters, not long."""
     text = "".join(c if c.isascii() and c.isprintable() else "?" for c in text) or "(none)"
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
@@ -123,14 +123,14 @@ def _pictures(figure: SubFigure, title: str, answers: Sequence[Answer]) -> None:
 
 
 def answer_sheet(answers: Sequence[Answer], path: str | Path, *, most: int = COLUMNS * ROWS) -> None:
-    """Draw pictures with the model's answers under them; wrong ones are red, with the truth beside them.
+    """Draw images with the model's answers under them; wrong ones are red, with the truth next to them.
 
     The first answers come first; below them all wrong ones, unless nothing above is right.
 
     Args:
         answers: all answers.
         path: the PNG file to write.
-        most: how many pictures to draw in each of the two parts.
+        most: how many images to draw in each of the two parts.
     """
     right = sum(one.right for one in answers)
     wrong = [one for one in answers if not one.right]

@@ -1,4 +1,4 @@
-"""What recipes of all sizes share: the kinds of training, and how a model is split over GPUs."""
+"""The kinds of training that recipes of all sizes share, and functions that change a configuration."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
+from qwen3vl_bridge.training import allocator
+
 from qwen3vl_recipes.registry import Recipe
 
 if TYPE_CHECKING:
     from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
 
 K = 1024
-# Patches of a row of 8K tokens with separate vision ranks: 1.15 times the mean of the mix in docs/packing.md.
+# Image patches per row of 8K tokens with separate vision ranks: 1.15 times the mean in the packing benchmark.
 DIST_TRAIN_PATCHES = 27_107
 
 
@@ -21,19 +23,18 @@ def sft(
 ) -> Qwen3VLConfigContainer:
     """Full fine-tuning, rows of 8K tokens.
 
-    Conversations are packed into rows; the whole model is trained.
+    Conversations are packed into rows, and all components of the model are trained.
 
     Args:
-        size: of the model, a key of its family's presets.
-        family: a name that `registry.family` knows.
-        seq_length: tokens of a row, 8K unless given.
-        global_batch_size: rows of a step.
+        size: size of the model, a key of the family's presets.
+        family: name of the family in the registry.
+        seq_length: number of tokens in a row.
+        global_batch_size: number of rows in a step.
     """
     import qwen3vl_bridge
     from qwen3vl_bridge import registry
     from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
 
-    import torch
     from megatron.bridge import AutoBridge
     from megatron.bridge.training import config
 
@@ -41,11 +42,11 @@ def sft(
     hf_model = presets.hub_ids(size)[0]
     model = AutoBridge.from_hf_config(presets.hf_config(size)).to_megatron_provider(load_weights=False)
     model.hf_model_id, model.seq_length = hf_model, seq_length
-    # Losses are divided once, by the tokens of the global batch, independent of packing.
+    # Divide losses once, by the number of tokens in the global batch, independent of packing.
     model.calculate_per_token_loss = True
     if size in ("2B", "0.8B"):
-        # In chunks the output layer's product is computed twice, which would be 6 to 11 % of a step's FLOPs; and these
-        # have memory left.
+        # Chunks compute the output layer twice, which is 6 to 11 % of the FLOPs of these small models; they have memory
+        # left to do without.
         model.loss_chunk_tokens = 8 * K
     cfg = Qwen3VLConfigContainer(
         model=model,
@@ -53,8 +54,7 @@ def sft(
             hf_processor_path=hf_model,
             seq_length=seq_length,
             on_long="drop",
-            on_bad="drop",  # a damaged image among millions need not stop a run; it is counted
-            pixel_dtype=torch.bfloat16,  # dtype of the tower; half the bytes to copy to the device
+            on_bad="drop",  # a damaged image among millions should not stop a run; it is counted
             num_workers=4,
             seed=1234,
         ),
@@ -63,8 +63,8 @@ def sft(
             micro_batch_size=1,
             global_batch_size=global_batch_size,
             train_iters=1000,
-            exit_signal_handler=True,  # SIGTERM saves and exits;
-            exit_signal_handler_for_dataloader=True,  # launchers send it to the workers, too
+            exit_signal_handler=True,  # save and exit on SIGTERM
+            exit_signal_handler_for_dataloader=True,  # launchers send SIGTERM to data loader workers, too
             manual_gc=True,
             manual_gc_interval=100,
         ),
@@ -85,7 +85,7 @@ def sft(
         ),
         ddp=config.DistributedDataParallelConfig(
             use_distributed_optimizer=True,
-            overlap_grad_reduce=True,  # batches without images have gradients for the tower too, so no rank waits
+            overlap_grad_reduce=True,  # batches without images have gradients for the tower too, so that no rank waits
             overlap_param_gather=True,
             grad_reduce_in_fp32=True,
             average_in_collective=False,  # losses are sums over tokens
@@ -94,10 +94,10 @@ def sft(
             save_interval=200,
             most_recent_k=2,
             ckpt_format="torch_dist",
-            dist_ckpt_optim_fully_reshardable=True,  # so that it loads at any parallel sizes
+            dist_ckpt_optim_fully_reshardable=True,  # can be loaded with other parallel sizes
         ),
         tokenizer=config.TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=hf_model),
-        # Megatron-Bridge would filter all warnings out, also those of dropped samples and skipped steps.
+        # Megatron-Bridge would filter out all warnings, also those about dropped samples and skipped steps.
         logger=config.LoggerConfig(log_interval=10, filter_warnings=False),
         rng=config.RNGConfig(seed=1234),
         # `guard` checks losses and gradients before weights change, and names samples.
@@ -109,15 +109,16 @@ def sft(
 
 
 def environment(*, experts: bool) -> dict[str, Any]:
-    """Variables that Megatron-Bridge's set-up sets unless the user has.
+    """Return environment variables that Megatron-Bridge's set-up sets unless the user has set them.
 
-    Expandable segments reduce fragmentation on nearly full GPUs; Megatron-Bridge's recipes set the same two, the second
-    because of the first. With experts, Transformer Engine computes those of a layer in one kernel on a Hopper.
+    Expandable segments reduce fragmentation on nearly full GPUs, and need NCCL_GRAPH_REGISTER=0; Megatron-Bridge's
+    recipes set both.
     """
+    # Transformer Engine then computes the experts of a layer in one kernel on Hopper.
     grouped = {"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"} if experts else {}
-    if "PYTORCH_ALLOC_CONF" in os.environ:  # the newer name, which the one here would put out of force
+    if allocator.NEWER_VARIABLE in os.environ:
         return grouped
-    return grouped | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "0"}
+    return grouped | {allocator.VARIABLE: allocator.SETTING, "NCCL_GRAPH_REGISTER": "0"}
 
 
 def sft_fsdp(size: str, **settings: Any) -> Qwen3VLConfigContainer:
@@ -143,16 +144,16 @@ def sft_256k(size: str, **settings: Any) -> Qwen3VLConfigContainer:
 def peft(size: str, *, dora: bool = False, **settings: Any) -> Qwen3VLConfigContainer:
     """LoRA, rows of 8K tokens.
 
-    It adapts the language model's linear layers except routed experts; checkpoints contain only the adapters.
-    `settings` are other arguments of `sft`.
+    The language model's linear layers except routed experts get adapters. Checkpoints contain only the adapters.
+    `settings` are arguments of `sft`.
     """
     from qwen3vl_bridge import Qwen3VLDoRA, Qwen3VLLoRA
 
     cfg = sft(size, **settings)
     cfg.peft = (Qwen3VLDoRA if dora else Qwen3VLLoRA)(dim=32, alpha=32)
-    if getattr(cfg.model, "linear_attention_freq", None):  # Megatron-Bridge's default omits its layers
+    if getattr(cfg.model, "linear_attention_freq", None):  # Megatron-Bridge's default omits linear attention
         cfg.peft.target_modules = [*cfg.peft.target_modules, "in_proj", "out_proj"]
-    keep_tower(cfg)  # without adapters no activations need to be stored
+    keep_vision_activations(cfg)  # the tower has no adapters, so that it stores no activations
     cfg.optimizer.lr, cfg.optimizer.min_lr, cfg.optimizer.weight_decay = 1e-4, 1e-5, 0.0
     cfg.scheduler.start_weight_decay = cfg.scheduler.end_weight_decay = 0.0
     return cfg
@@ -161,7 +162,7 @@ def peft(size: str, *, dora: bool = False, **settings: Any) -> Qwen3VLConfigCont
 def peft_dora(size: str, **settings: Any) -> Qwen3VLConfigContainer:
     """DoRA, rows of 8K tokens.
 
-    It needs a model without tensor and pipeline parallelism.
+    DoRA supports neither tensor nor pipeline parallelism.
     """
     return peft(size, dora=True, **settings)
 
@@ -169,27 +170,27 @@ def peft_dora(size: str, **settings: Any) -> Qwen3VLConfigContainer:
 def pretrain(size: str, *, global_batch_size: int = 512, **settings: Any) -> Qwen3VLConfigContainer:
     """Pretraining, rows of 8K tokens.
 
-    Rows are assigned to ranks by cost. `settings` are other arguments of `sft`.
+    Rows are assigned to ranks by cost. `settings` are arguments of `sft`.
     """
     cfg = sft(size, global_batch_size=global_batch_size, **settings)
     cfg.train.train_iters, cfg.scheduler.lr_warmup_iters = 100_000, 1000
     cfg.optimizer.lr, cfg.optimizer.min_lr = 1e-4, 1e-5
     cfg.validation.eval_interval, cfg.checkpoint.save_interval = 1000, 500
-    cfg.dataset.balance_over = global_batch_size  # every rank processes rows of similar cost at the same time
+    cfg.dataset.balance_over = global_batch_size  # all ranks process rows of similar cost at the same time
     return cfg
 
 
 def pretrain_fp8_cs(size: str, **settings: Any) -> Qwen3VLConfigContainer:
     """Pretraining in fp8, rows of 8K tokens.
 
-    Each tensor has a scale (current scaling); the first and the last layer stay in bfloat16.
+    Each tensor has its own scale (current scaling). The first and the last layer stay in bfloat16.
     """
-    return in_8_bits(pretrain(size, **settings), "bf16_with_fp8_current_scaling_mixed")
+    return use_fp8(pretrain(size, **settings), "bf16_with_fp8_current_scaling_mixed")
 
 
 def pretrain_fp8_mx(size: str, **settings: Any) -> Qwen3VLConfigContainer:
     """Pretraining in mxfp8, rows of 8K tokens."""
-    return in_8_bits(pretrain(size, **settings), "bf16_with_mxfp8_mixed")
+    return use_fp8(pretrain(size, **settings), "bf16_with_mxfp8_mixed")
 
 
 def on(
@@ -202,42 +203,42 @@ def on(
     rows: int | None = None,
     recompute: int | Literal["all"] | None = None,
     overlap: bool = False,
-    made_on_host: bool = False,
+    init_on_cpu: bool = False,
     **sizes: int,
 ) -> Recipe:
-    """A recipe for this number of GPUs.
+    """Return a recipe for a number of GPUs.
 
     Args:
-        gpus: their number.
-        kind: one of the functions above.
-        size: of the model.
-        family: of the model.
+        gpus: number of GPUs.
+        kind: kind of training, one of the functions above.
+        size: size of the model.
+        family: family of the model.
         gpu: kind of GPU.
-        rows: `global_batch_size`, if it differs from the kind's.
-        recompute: as `layers` of `recompute_layers`; None to leave recomputation as the kind sets it.
-        overlap: run experts' all-to-all under computation, which full recomputation excludes.
-        made_on_host: build the model there, where it is whole before Megatron-FSDP shards it; it needs first weights.
-        **sizes: parallel sizes, as for `split`.
+        rows: `global_batch_size`; None for the kind's default.
+        recompute: number of layers for `recompute_layers`; None to keep what the kind sets.
+        overlap: overlap the expert all-to-all with compute; not possible with full recomputation.
+        init_on_cpu: initialize the full model on the CPU before Megatron-FSDP shards it; needs initial weights.
+        **sizes: arguments of `set_parallel_sizes`.
     """
 
     def build() -> Qwen3VLConfigContainer:
         cfg = kind(size, family=family) if rows is None else kind(size, family=family, global_batch_size=rows)
-        cfg = split(cfg, **sizes)
+        cfg = set_parallel_sizes(cfg, **sizes)
         cfg.model.overlap_moe_expert_parallel_comm = overlap
-        cfg.model.init_model_with_meta_device = made_on_host
+        cfg.model.init_model_with_meta_device = init_on_cpu
         return cfg if recompute is None else recompute_layers(cfg, recompute)
 
     words = [f"{name.upper()} {number}" for name, number in sizes.items()]
     if recompute is not None:
         words.append(f"{'activations' if recompute == 'all' else f'{recompute} layers of a stage'} recomputed")
     if overlap:
-        words.append("experts' all-to-all under computation")
+        words.append("expert all-to-all overlapped with compute")
     title = (kind.__doc__ or "").partition(".\n")[0].removesuffix(".")
     machine = f"one {gpu}" if gpus == 1 else f"{gpus} {gpu}"
     return Recipe(build, gpus, gpu, f"{title}, {machine}{': ' if words else ''}{', '.join(words)}.")
 
 
-# All below change a configuration in place and return it.
+# The functions below change a configuration in place and return it.
 
 
 def fsdp(cfg: Qwen3VLConfigContainer) -> Qwen3VLConfigContainer:
@@ -247,18 +248,23 @@ def fsdp(cfg: Qwen3VLConfigContainer) -> Qwen3VLConfigContainer:
     cfg.ddp.use_megatron_fsdp = True
     cfg.ddp.data_parallel_sharding_strategy = "optim_grads_params"
     cfg.ddp.overlap_param_gather = cfg.ddp.overlap_grad_reduce = True
-    cfg.ddp.megatron_fsdp_main_grads_dtype = torch.float32  # it does not follow grad_reduce_in_fp32
-    cfg.model.gradient_accumulation_fusion = False  # gradients have no buffer to accumulate into
+    cfg.ddp.megatron_fsdp_main_grads_dtype = torch.float32  # grad_reduce_in_fp32 has no effect on it
+    cfg.model.gradient_accumulation_fusion = False  # Megatron-FSDP has no gradient buffers
     cfg.checkpoint.ckpt_format, cfg.checkpoint.strict_fsdp_dtensor_load = "fsdp_dtensor", True
     return cfg
 
 
-def in_8_bits(cfg: Qwen3VLConfigContainer, precision: str) -> Qwen3VLConfigContainer:
-    """Compute and store the linear layers of the text model in 8 bits, by this mixed precision of Megatron-Bridge; the
-    vision tower, embeddings, the router and the output layer stay in bfloat16.
+def use_fp8(cfg: Qwen3VLConfigContainer, precision: str) -> Qwen3VLConfigContainer:
+    """Compute and store the linear layers of the text model in 8 bits.
+
+    The vision tower, embeddings, the router and the output layer stay in bfloat16.
+
+    Args:
+        cfg: changed in place.
+        precision: name of a mixed precision of Megatron-Bridge.
     """
     cfg.mixed_precision = precision
-    # It needs Transformer Engine: if it is not installed, the run reports what is missing.
+    # If Transformer Engine is not installed, the run reports it.
     cfg.model.transformer_impl = "transformer_engine"
     if cfg.model.num_moe_experts:
         cfg.model.moe_grouped_gemm = True
@@ -266,11 +272,14 @@ def in_8_bits(cfg: Qwen3VLConfigContainer, precision: str) -> Qwen3VLConfigConta
 
 
 def recompute_layers(cfg: Qwen3VLConfigContainer, layers: int | Literal["all"] = 0) -> Qwen3VLConfigContainer:
-    """Recompute the vision tower's layers in the backward pass, and this many language-model layers of each pipeline
-    stage.
+    """Recompute the vision tower's layers in the backward pass, and some of the language model's.
 
-    For rows full of images the tower's activations take as much memory as the language model's; the cost in time is
-    small. To recompute all layers takes a third more FLOPs.
+    For rows full of images the tower's activations take as much memory as the language model's, and recomputing them
+    takes little time. To recompute all layers takes a third more FLOPs.
+
+    Args:
+        cfg: changed in place.
+        layers: number of language-model layers in each pipeline stage, or "all".
     """
     model = cfg.model
     model.vision_recompute_granularity, model.vision_recompute_method = "full", "uniform"
@@ -282,17 +291,19 @@ def recompute_layers(cfg: Qwen3VLConfigContainer, layers: int | Literal["all"] =
     return cfg
 
 
-def keep_tower(cfg: Qwen3VLConfigContainer) -> Qwen3VLConfigContainer:
+def keep_vision_activations(cfg: Qwen3VLConfigContainer) -> Qwen3VLConfigContainer:
     """Turn off recomputation of the vision tower."""
     model = cfg.model
     model.vision_recompute_granularity = model.vision_recompute_method = model.vision_recompute_num_layers = None
     return cfg
 
 
-def split(cfg: Qwen3VLConfigContainer, *, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1) -> Qwen3VLConfigContainer:
-    """Set the parallel sizes; the remaining ranks are data-parallel. Tensor-parallel ranks do not split experts.
+def set_parallel_sizes(
+    cfg: Qwen3VLConfigContainer, *, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1
+) -> Qwen3VLConfigContainer:
+    """Set the parallel sizes; the remaining ranks are data-parallel. Tensor parallelism does not shard experts.
 
-    Where pipeline stages do not divide the layers, the embedding and the output layer take the place of one each.
+    If the pipeline stages do not divide the number of layers, the embedding and the output layer count as a layer each.
     """
     model = cfg.model
     uneven = model.num_layers % pp > 0
@@ -308,7 +319,9 @@ def split(cfg: Qwen3VLConfigContainer, *, tp: int = 1, pp: int = 1, cp: int = 1,
 def dist_train(
     cfg: Qwen3VLConfigContainer, *, vision: int, language: int, vision_tp: int = 1
 ) -> Qwen3VLConfigContainer:
-    """Put the vision tower on ranks of its own, the first ones; `split` then applies to the remaining ranks.
+    """Put the vision tower on the first ranks and the language model on the others.
+
+    `set_parallel_sizes` applies to the language model.
 
     Args:
         cfg: changed in place.
@@ -319,9 +332,9 @@ def dist_train(
     ranks = cfg.model.dist_train
     ranks.use_dist_train, ranks.vision_tensor_model_parallel_size = True, vision_tp
     ranks.vision_world_size, ranks.language_world_size = vision, language
-    cfg.model.variable_seq_lengths = True  # sizes between the modules depend on a row's images
-    cfg.dist.use_decentralized_pg = True  # each module has separate groups,
-    cfg.dist.use_gloo_process_groups = False  # and Megatron-Bridge creates none of gloo for them
+    cfg.model.variable_seq_lengths = True  # the tensors between the modules depend on the images in a row
+    cfg.dist.use_decentralized_pg = True  # each module has its own process groups,
+    cfg.dist.use_gloo_process_groups = False  # and Megatron-Bridge creates no gloo groups for them
     if cfg.dataset.max_patches is None:
         cfg.dataset.max_patches = DIST_TRAIN_PATCHES * cfg.dataset.seq_length // (8 * K)
     return cfg

@@ -1,4 +1,4 @@
-"""The command line of training: `qwen3vl train`."""
+"""The command `qwen3vl train`."""
 
 from __future__ import annotations
 
@@ -7,25 +7,29 @@ import contextlib
 import difflib
 import itertools
 import json
+import logging
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qwen3vl_bridge.models.rules import none_here
-from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, CommandParser, show, show_anything, show_error
+from qwen3vl_bridge.config.other_trainers import explain_unsupported
+from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, CommandParser, escape_unprintable, show, show_error
+from qwen3vl_bridge.training.allocator import use_expandable_segments
 
 from qwen3vl_recipes import setting_names
-from qwen3vl_recipes.early_refusals import refuse_early
+from qwen3vl_recipes.early_validation import check_command_line, check_model, early_checks
 from qwen3vl_recipes.registry import Recipe, find, recipes
 
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
 
-# What other trainers call an option.
-_OPTIONS_ELSEWHERE = {
+_FAILED = 1  # exit status
+# Options of other trainers, and the options here.
+_OTHER_OPTIONS = {
     "model": "--hf-model", "model-name-or-path": "--hf-model", "dataset": "--data-path", "output-dir": "--save",
     "resume-from-checkpoint": "--save, whose run is continued", "mcore-adapter": "--save, whose run is continued",
     "mcore-model": "--pretrained-checkpoint, or --save, whose run is continued",
@@ -39,37 +43,50 @@ loop is Megatron-Bridge's own; for several devices, start it under torchrun."""
 
 
 def train(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl train") -> int:
-    """Train from given weights, or with `--from-scratch` from random ones. Errors end the process with 2."""
+    """Run the command and return its exit status.
+
+    Errors in the input end the process with 2; another run in the same folder or lost workers end it with 1.
+    """
     args = _parse(_parser(prog), arguments)
-    show_anything()
+    escape_unprintable()
+    use_expandable_segments()
     if args.list:
         _show_recipes(as_json=args.json)
         return 0
-    from qwen3vl_bridge.compat.library_logs import quiet, without_prints
+    from qwen3vl_bridge.upstream.library_logs import quiet, without_prints
 
+    if args.verbose:
+        logging.getLogger("megatron").setLevel(logging.WARNING)
     try:
-        refuse_early(args)
+        if args.dry_run:
+            return _dry_run(args)
+        check_command_line(args)
         if not args.verbose:
             quiet()
         chosen = find(args.recipe)
-        if args.dry_run:
-            _dry_run(args, chosen)
-            return 0
-        if args.rehearse:
-            return _rehearse(args, chosen, sys.argv[1:] if arguments is None else arguments)
+        if args.simulate_gpu:
+            return _simulate_gpu(args, chosen, sys.argv[1:] if arguments is None else arguments)
         with contextlib.nullcontext() if args.verbose else without_prints():
-            _run(_configuration(args, chosen), needs_weights=not args.from_scratch)
-    # Megatron-Bridge checks a configuration with assertions, and whether the packages are there that it asks for.
+            _run(_build_config(args, chosen), needs_weights=not args.from_scratch)
+    # Megatron-Bridge checks a configuration with assertions, and raises ModuleNotFoundError for optional packages.
     except (ValueError, AssertionError, OSError, ModuleNotFoundError) as error:
         if args.verbose:
             raise
         from qwen3vl_bridge.data.errors import DataError
+        from qwen3vl_bridge.training.run_lock import FolderInUseError
 
         if isinstance(error, DataError):
             error = error.without_traceback()
         show_error(str(error) or repr(error), "\n(--verbose shows the traceback)")
-        sys.exit(BAD_INPUT)
-    except KeyboardInterrupt as interruption:  # of a run, it says where
+        sys.exit(_FAILED if isinstance(error, FolderInUseError) else BAD_INPUT)
+    except RuntimeError as error:
+        from qwen3vl_bridge.data.errors import describe_lost_worker
+
+        if args.verbose or not (lost := describe_lost_worker(error)):
+            raise
+        show_error(f"{lost}. The same command continues from the latest checkpoint, if there is one")
+        sys.exit(_FAILED)
+    except KeyboardInterrupt as interruption:  # its text is the step of an interrupted run
         show(str(interruption) or "interrupted before the run began", error=True)
         return INTERRUPTED
     return 0
@@ -93,18 +110,18 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--save", metavar="FOLDER", type=Path, help="folder of the run; an existing run there is continued")
     add("--config", metavar="FILE", action="append", default=[],
         help="YAML file with settings; may be given several times")  # fmt: skip
-    add("--dry-run", action="store_true", help="show what the run would do, and exit: its split and memory, samples, "
-        "rows, steps and epochs, what it writes")  # fmt: skip
+    add("--dry-run", action="store_true", help="show the run's parallelism, memory, samples, rows, steps, epochs and "
+        "output, and exit")  # fmt: skip
     add("--full", action="store_true", help="with --dry-run: show all settings and the memory of each stage too")
-    add("--rehearse", action="store_true", help="take three steps of one rank at their real sizes on a fake GPU, show "
-        "where its memory goes and what a step launches, and exit, with 1 if the run would fail or less than 4 GiB be "
-        "free; needs gcc and CUDA's torch, but no GPU")  # fmt: skip
-    add("--rank", metavar="N", help="with --rehearse: the rank, or `last` (default: 0)")
+    add("--simulate-gpu", action="store_true", help="take three steps of one rank at their real sizes on a fake GPU, "
+        "show its memory and the kernels of a step, and exit, with status 1 if the run would fail or leave less "
+        "than 4 GiB free; needs gcc and torch for CUDA, but no GPU")  # fmt: skip
+    add("--rank", metavar="N", help="with --simulate-gpu: the rank, or `last` (default: 0)")
     add("--gpus", type=int, metavar="N",
-        help="with --dry-run or --rehearse: number of GPUs (default: the recipe's)")  # fmt: skip
-    add("--gpu", metavar="KIND", help="with --dry-run or --rehearse: kind of GPU, such as H100, H200, B200 "
+        help="with --dry-run or --simulate-gpu: number of GPUs (default: the recipe's)")  # fmt: skip
+    add("--gpu", metavar="KIND", help="with --dry-run or --simulate-gpu: kind of GPU, such as H100, H200, B200 "
         "(default: the recipe's)")  # fmt: skip
-    add("--json", action="store_true", help="with --list, --dry-run or --rehearse: print JSON")
+    add("--json", action="store_true", help="with --list, --dry-run or --simulate-gpu: print JSON")
     add("--verbose", action="store_true", help="show Megatron's log and warnings, and the traceback of an error")
     add("settings", nargs="*", metavar="SETTING=VALUE", help="settings that override the recipe's")
     return parser
@@ -114,10 +131,10 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
     args, unknown = parser.parse_known_intermixed_args(arguments)  # settings may be at any position
     if unknown:
         words = sys.argv[1:] if arguments is None else arguments
-        parser.error(f"there is no option {unknown[0]}{_meant_by(unknown[0], words, parser)}")
-    without_training = args.dry_run or args.rehearse
+        parser.error(f"there is no option {unknown[0]}{_suggest_option(unknown[0], words, parser)}")
+    without_training = args.dry_run or args.simulate_gpu
     if args.json and not (args.list or without_training):
-        parser.error("--json works only with --list, --dry-run and --rehearse")
+        parser.error("--json works only with --list, --dry-run and --simulate-gpu")
     if args.full and not args.dry_run:
         parser.error("--full works only with --dry-run")
     if args.list:
@@ -131,9 +148,9 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
     if args.gpus is not None and args.gpus < 1:
         parser.error(f"--gpus is {args.gpus}, expected 1 or more")
     if not without_training and (args.gpus or args.gpu):
-        parser.error("--gpus and --gpu work only with --dry-run and --rehearse; torchrun sets the number of processes")
-    if args.rank is not None and not args.rehearse:
-        parser.error("--rank works only with --rehearse")
+        parser.error("--gpus and --gpu work only with --dry-run and --simulate-gpu; torchrun sets the number of ranks")
+    if args.rank is not None and not args.simulate_gpu:
+        parser.error("--rank works only with --simulate-gpu")
     if args.rank not in (None, "last") and not args.rank.isdecimal():
         parser.error(f"--rank is {args.rank}, expected a number or `last`")
     if args.from_scratch and args.pretrained_checkpoint is not None:
@@ -141,54 +158,81 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
     return args
 
 
-def _meant_by(option: str, words: Sequence[str], parser: argparse.ArgumentParser) -> str:
-    """What may be meant by an option that does not exist, one of the words given, as the end of a message."""
+def _suggest_option(option: str, words: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    """Return a suggestion for an unknown option, as the end of an error message.
+
+    Args:
+        option: the option.
+        words: all arguments.
+        parser: parser of the command.
+    """
     name, _, value = option.lstrip("-").partition("=")
-    if instead := none_here(name.replace("-", "_")):
+    if instead := explain_unsupported(name.replace("-", "_")):
         return f": {instead}"
     name, value = name.replace("_", "-"), value or _value_after(option, words)
-    if (like := _OPTIONS_ELSEWHERE.get(name)) is None and (settings := setting_names.meant_by(name, value)):
+    if (similar := _OTHER_OPTIONS.get(name)) is None and (settings := setting_names.find_setting(name, value)):
         return f"; settings are given as NAME=VALUE: {settings}"
-    if like is None:
-        known = [one for action in parser._actions for one in action.option_strings]
-        like = next(iter(difflib.get_close_matches(f"--{name}", known, n=1)), None)
-    return f"; did you mean {like}?" if like else "; --help shows all; settings of the run are given as NAME=VALUE"
+    if similar is None:
+        known = ["--help", *re.findall(r"--[\w-]+", parser.format_usage())]
+        similar = next(iter(difflib.get_close_matches(f"--{name}", known, n=1)), None)
+    return (
+        f"; did you mean {similar}?" if similar else "; --help shows all; settings of the run are given as NAME=VALUE"
+    )
 
 
 def _value_after(option: str, words: Sequence[str]) -> str:
-    """The one word between an option and the next option or setting; "..." if there are several or none."""
+    """Return the value that follows an option on the command line; "..." if it has none or several."""
     after = itertools.dropwhile(lambda word: word != option, words)
     values = [*itertools.takewhile(lambda word: word[:1] != "-" and "=" not in word, itertools.islice(after, 1, None))]
     return values[0] if len(values) == 1 else "..."
 
 
-def _dry_run(args: argparse.Namespace, chosen: Recipe) -> None:
+def _dry_run(args: argparse.Namespace) -> int:
+    """Show a description of the run and all its errors; return the exit status, 1 if there are errors."""
+    from qwen3vl_bridge.upstream.library_logs import quiet
+
     from qwen3vl_recipes import dry_run
 
-    what = {"title": f"{args.recipe}: {chosen.summary}", "from_scratch": args.from_scratch}
-    where = {"gpus": args.gpus or chosen.gpus or 1, "gpu": args.gpu or chosen.gpu}
-    if not args.json:
-        dry_run.show(_configuration(args, chosen), full=args.full, **what, **where)
-        return
-    with contextlib.redirect_stdout(sys.stderr):  # for what Megatron-Bridge prints
-        found = dry_run.dump(_configuration(args, chosen), **what, **where)
-    show(json.dumps(found, indent=2))
+    report, gpu = dry_run.DryRunReport([]), args.gpu
+    for check in early_checks(args):
+        number = len(report.errors)
+        with dry_run.collect_error(report.errors, verbose=args.verbose):
+            check()
+        if len(report.errors) > number:  # drop what is wrong, and check the rest
+            if check.func is check_model:
+                args.hf_model = None
+            if check.func is setting_names.check_names:
+                args.settings = [word for word in args.settings if word.partition("=")[0] not in check.args[0]]
+    if not args.verbose:
+        quiet()
+    with contextlib.redirect_stdout(sys.stderr), dry_run.collect_error(report.errors, verbose=args.verbose):
+        chosen = find(args.recipe)
+        gpu = gpu or (chosen.gpu if chosen.gpus or args.gpus else None)
+        dry_run.examine_run(
+            _build_config(args, chosen), report, title=f"{args.recipe}: {chosen.summary}",
+            from_scratch=args.from_scratch, gpus=args.gpus or chosen.gpus or 1, gpu=gpu, proposes=args.full,
+        )  # fmt: skip
+    if args.json:
+        show(json.dumps(dry_run.report_as_json(report, gpu), indent=2))
+    else:
+        dry_run.show_report(report, gpu, full=args.full)
+    return _FAILED if report.errors else 0
 
 
-def _rehearse(args: argparse.Namespace, chosen: Recipe, arguments: Sequence[str]) -> int:
-    from qwen3vl_recipes import rehearsal
+def _simulate_gpu(args: argparse.Namespace, chosen: Recipe, arguments: Sequence[str]) -> int:
+    from qwen3vl_recipes import simulation
 
     gpus, gpu = args.gpus or chosen.gpus or 1, args.gpu or chosen.gpu
     rank = gpus - 1 if args.rank == "last" else int(args.rank or 0)
     if rank >= gpus:
         raise ValueError(f"--rank is {rank}, expected 0 to {gpus - 1} of {gpus} GPUs")
-    rehearsal.enter(gpu, arguments)
-    cfg = _configuration(args, chosen)
-    return rehearsal.run(cfg, rank=rank, gpus=gpus, gpu=gpu, as_json=args.json, verbose=args.verbose)
+    simulation.enter(gpu, arguments)
+    cfg = _build_config(args, chosen)
+    return simulation.run(cfg, rank=rank, gpus=gpus, gpu=gpu, as_json=args.json, verbose=args.verbose)
 
 
 def _show_recipes(*, as_json: bool) -> None:
-    known = dict(sorted(recipes().items(), key=lambda item: item[1].gpus > 0))  # those for a CPU first
+    known = dict(sorted(recipes().items(), key=lambda item: item[1].gpus > 0))  # recipes for a CPU first
     if as_json:
         found = [dict(name=name, summary=one.summary, gpus=one.gpus, gpu=one.gpu) for name, one in known.items()]
         show(json.dumps(found, indent=2))
@@ -198,8 +242,8 @@ def _show_recipes(*, as_json: bool) -> None:
     print("Some of these names also exist in Megatron-Bridge, with other settings: docs/recipes.md.", file=sys.stderr)
 
 
-def _configuration(args: argparse.Namespace, chosen: Recipe) -> ConfigContainer:
-    """The recipe's configuration, with the command line's changes."""
+def _build_config(args: argparse.Namespace, chosen: Recipe) -> ConfigContainer:
+    """Return the recipe's configuration with the paths and settings of the command line."""
     from qwen3vl_bridge.checkpoint.formats.huggingface import find_model
 
     from qwen3vl_recipes import overrides
@@ -207,7 +251,9 @@ def _configuration(args: argparse.Namespace, chosen: Recipe) -> ConfigContainer:
 
     cfg = chosen()
     if not hasattr(cfg, "dataset"):
-        raise ValueError(f"{args.recipe} returned {cfg!r:.80}, expected a configuration, as the recipes return")
+        raise ValueError(
+            f"{args.recipe} returned {cfg!r:.80}, expected a configuration like the recipes of this package"
+        )
     set_paths(
         cfg,
         hf_path=args.hf_model,
@@ -219,8 +265,8 @@ def _configuration(args: argparse.Namespace, chosen: Recipe) -> ConfigContainer:
     if args.from_scratch and (weights := cfg.checkpoint.pretrained_checkpoint) is not None:
         raise ValueError(f"checkpoint.pretrained_checkpoint is {weights}, expected None with --from-scratch")
     if cfg.peft is not None and args.from_scratch and cfg.checkpoint.pretrained_checkpoint is None:
-        raise ValueError("peft trains adapters of given weights: expected --pretrained-checkpoint, or peft=null")
-    if args.dry_run or args.rehearse:
+        raise ValueError("peft needs initial weights: give --pretrained-checkpoint, or set peft=null")
+    if args.dry_run or args.simulate_gpu:
         return cfg
     if cfg.checkpoint.save is None:
         raise ValueError("checkpoint.save is None, expected a folder used only by this run: give --save")
@@ -248,21 +294,21 @@ def _run(cfg: ConfigContainer, *, needs_weights: bool) -> None:
     assert isinstance(log, RunLog)
     try:
         loop(cfg, qwen3vl_bridge.forward_step, callbacks=callbacks)
-    except SystemExit as end:  # of Megatron-Bridge, after it has saved what was asked for
+    except SystemExit as end:  # Megatron-Bridge has saved a checkpoint as asked, by a signal or a time limit
         if not end.code and os.environ.get("RANK", "0") == "0":
             done = f"stopped after step {log.finished} of {cfg.train.train_iters}, as asked"
             show(f"{done}: the same command continues from the checkpoint", error=True)
         raise
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(_interrupted(log.finished, cfg.checkpoint)) from None
+        raise KeyboardInterrupt(_describe_interruption(log.finished, cfg.checkpoint)) from None
     if os.environ.get("RANK", "0") == "0":
         kind, to = ("convert", "EXPORTED") if cfg.peft is None else ("adapters", "ADAPTER")
         run = shlex.quote(str(cfg.checkpoint.save))
         show(f"to export: qwen3vl {kind} export --megatron-path {run} --hf-path {to}", error=True)
 
 
-def _interrupted(finished: int | None, checkpoint: Any) -> str:
-    """What Ctrl-C has done to a run, and what its checkpoints are good for; they may be none, or on another machine."""
+def _describe_interruption(finished: int | None, checkpoint: Any) -> str:
+    """Return a message about where a run was interrupted and where the same command continues."""
     from qwen3vl_bridge.checkpoint.formats.megatron import TRACKER
 
     folders = [str(folder) for folder in (checkpoint.save, checkpoint.load) if folder]

@@ -1,6 +1,6 @@
 """Fine-tune a small model to read handwritten digits: the recipes of the demo, for one machine without CUDA."""
 
-from qwen3vl_recipes.base import fsdp, keep_tower, sft
+from qwen3vl_recipes.base import fsdp, keep_vision_activations, sft
 from qwen3vl_recipes.registry import recipe
 
 
@@ -18,9 +18,9 @@ def qwen35_vl_digits_sft_config():
 
 def _digits(size, family):
     # A tiny model's activations need little memory.
-    cfg = keep_tower(fsdp(sft(size, family=family, seq_length=512, global_batch_size=2)))
+    cfg = keep_vision_activations(fsdp(sft(size, family=family, seq_length=512, global_batch_size=2)))
     cfg.train.train_iters, cfg.scheduler.lr_warmup_iters = 400, 40
     cfg.optimizer.lr, cfg.optimizer.min_lr = 3e-3, 0.0
     cfg.validation.eval_interval, cfg.validation.eval_iters = 100, 10
-    cfg.dataset.num_workers, cfg.dataset.on_long, cfg.dataset.on_bad = 1, "error", "error"
+    cfg.dataset.num_workers = 1
     return cfg

@@ -1,4 +1,4 @@
-"""Settings that differ from the recipe's: YAML files and command-line words such as `optimizer.lr=1e-5`."""
+"""Override settings of a recipe with YAML files and arguments such as `optimizer.lr=1e-5`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qwen3vl_recipes.setting_names import flatten_settings
+
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
-    from omegaconf import DictConfig
+    from omegaconf import DictConfig, ListConfig
 
 _PLAIN = (bool, int, float, str, list, tuple)
 _DECAY = ("optimizer.weight_decay", "scheduler.start_weight_decay", "scheduler.end_weight_decay")
@@ -23,11 +25,16 @@ _ALIKE = {float: (float, int), list: (list, tuple), tuple: (list, tuple)}
 
 
 def apply(cfg: ConfigContainer, words: Sequence[str] = (), files: Sequence[str | Path] = ()) -> ConfigContainer:
-    """Change a configuration in place: YAML files in their order, then words in Hydra's syntax.
+    """Apply settings from files and arguments to a configuration, in place, and return it.
+
+    Args:
+        cfg: configuration of a recipe.
+        words: settings in Hydra's syntax, which are applied last.
+        files: YAML files, in the order in which they are applied.
 
     Raises:
-        ValueError: a setting that does not exist, or a value of another type than the recipe's.
-        OSError: a file that cannot be read.
+        ValueError: a setting does not exist, or a value has another type than the recipe's.
+        OSError: a file cannot be read.
     """
     import qwen3vl_bridge  # noqa: F401  before Megatron
 
@@ -37,13 +44,13 @@ def apply(cfg: ConfigContainer, words: Sequence[str] = (), files: Sequence[str |
     settings, callables = _settings(cfg)
     before = _flat(settings)
     OmegaConf.set_struct(settings, True)  # unknown names are errors
-    merged, asked = _merged(settings, words, files)
+    merged, asked = _merge(settings, words, files)
     after = _flat(merged)
     steps, epochs = "train.train_iters", "train.num_epochs"
     if after.get(epochs) is not None and before.get(epochs) is None and after.get(steps) == before.get(steps):
-        after[steps] = None  # the recipe's, which nobody has asked for
+        after[steps] = None  # the recipe's value, which the user has not set
     if (decay := after.get(_DECAY[0])) != before.get(_DECAY[0]):
-        for name in _DECAY[1:]:  # of the schedule, which would replace the optimizer's
+        for name in _DECAY[1:]:  # the schedule's values would replace the optimizer's
             if name not in asked and before.get(name) == after.get(name) == before[_DECAY[0]]:
                 after[name] = decay
     changed = {
@@ -51,15 +58,15 @@ def apply(cfg: ConfigContainer, words: Sequence[str] = (), files: Sequence[str |
         for name, new in after.items()
         if name not in before or before[name] != new or type(before[name]) is not type(new)
     }
-    nested: dict = {}  # without other settings, because some do not survive the conversion
+    nested: dict = {}  # only changed settings, because the conversion changes some others
     for name, new in changed.items():
         is_section = any(other.startswith(f"{name}.") for other in before)
-        _check_kind(name, {} if is_section else before.get(name), new, _hint(cfg, name))
-        _put_into_frozen(cfg, name, new)
+        _check_type(name, {} if is_section else before.get(name), new, _declared_type(cfg, name))
+        _set_in_frozen_section(cfg, name, new)
         *path, last = name.split(".")
         functools.reduce(lambda section, key: section.setdefault(key, {}), path, nested)[last] = new
     if not asked & _WARMUP:
-        vars(cfg.scheduler)["_is_the_recipes"] = True  # which training/run_refusals.py may shorten
+        vars(cfg)["has_recipes_warmup"] = True  # see Qwen3VLConfigContainer
     kept = {name: value for name, value in callables.items() if name.removeprefix("root.") not in changed}
     apply_overrides(cfg, nested, kept)
     arrived = _flat(_settings(cfg)[0])
@@ -71,16 +78,14 @@ def apply(cfg: ConfigContainer, words: Sequence[str] = (), files: Sequence[str |
 
 
 def _check_precision(cfg: ConfigContainer, names: Iterable[str]) -> None:
-    """Refuse settings that `mixed_precision` overwrites: each of its fields, in each section that has one of that
-    name.
-    """
+    """Raise ValueError if `mixed_precision` would overwrite one of the named settings with another value."""
     from megatron.bridge.training.mixed_precision import MIXED_PRECISION_RECIPES, get_mixed_precision_config
 
     chosen = cfg.mixed_precision
     if chosen is None:
         return
     if isinstance(chosen, str) and chosen not in MIXED_PRECISION_RECIPES:
-        known = [name for name in MIXED_PRECISION_RECIPES if "-" not in name]  # those with hyphens are the same
+        known = [name for name in MIXED_PRECISION_RECIPES if "-" not in name]  # names with hyphens are aliases
         close = difflib.get_close_matches(chosen, known, n=1, cutoff=0.4) or known
         raise ValueError(f"mixed_precision is {chosen!r}, expected null or a name such as {', '.join(close)}")
     mixed = get_mixed_precision_config(chosen) if isinstance(chosen, str) else copy.copy(chosen)
@@ -108,25 +113,17 @@ def _settings(cfg: ConfigContainer) -> tuple[DictConfig, dict[str, Any]]:
     return settings, callables
 
 
-def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
-    """All settings, as plain values, by their full names."""
-    from omegaconf import DictConfig, OmegaConf
+def _flat(settings: DictConfig | ListConfig) -> dict[str, Any]:
+    """Return all settings as plain values by their full names, such as "optimizer.lr"."""
+    from omegaconf import OmegaConf
 
-    if isinstance(settings, DictConfig):
-        settings = OmegaConf.to_container(settings, resolve=True)
-    if not isinstance(settings, dict) or not settings:
-        return {prefix: settings}
-    return {
-        name: value
-        for key, inner in settings.items()
-        for name, value in _flat(inner, f"{prefix}.{key}" if prefix else str(key)).items()
-    }
+    return flatten_settings(OmegaConf.to_container(settings, resolve=True))
 
 
-def _merged(settings: DictConfig, words: Sequence[str], files: Sequence[str | Path]) -> tuple[DictConfig, set[str]]:
-    """The settings with changes, and the full names of those that files and words set, whether or not to new values."""
-    from qwen3vl_bridge.io.parsing import check_yaml
-    from qwen3vl_bridge.models.rules import suggestion
+def _merge(settings: DictConfig, words: Sequence[str], files: Sequence[str | Path]) -> tuple[DictConfig, set[str]]:
+    """Return the settings after all changes, and the full names of all settings in files and words."""
+    from qwen3vl_bridge.config.other_trainers import suggest_settings
+    from qwen3vl_bridge.core.files import check_yaml
 
     from megatron.bridge.training.utils.omegaconf_utils import OverridesError, parse_hydra_overrides
     from omegaconf import OmegaConf
@@ -152,12 +149,15 @@ def _merged(settings: DictConfig, words: Sequence[str], files: Sequence[str | Pa
             known = _flat(settings)
             if any(f"{other}.".startswith(f"{name}.") for other in known):
                 raise ValueError(f"{word}: {error}") from error
-            raise ValueError(f"there is no setting {name}{suggestion(name, known)}") from error
+            raise ValueError(f"there is no setting {name}{suggest_settings(name, known)}") from error
     return settings, asked
 
 
-def _put_into_frozen(cfg: ConfigContainer, name: str, value: Any) -> None:
-    """Recreate a frozen section with the changes, which Megatron-Bridge does not do."""
+def _set_in_frozen_section(cfg: ConfigContainer, name: str, value: Any) -> None:
+    """If a setting is in a frozen dataclass, replace the dataclass by a changed copy.
+
+    Megatron-Bridge cannot set such fields.
+    """
     *path, last = name.split(".")
     owners: list[Any] = [cfg]
     for key in path:
@@ -167,8 +167,8 @@ def _put_into_frozen(cfg: ConfigContainer, name: str, value: Any) -> None:
         setattr(owners[-2], path[-1], dataclasses.replace(section, **{last: value}))  # pyright: ignore
 
 
-def _hint(cfg: ConfigContainer, name: str) -> Any:
-    """Declared type of a setting's field; None if unknown."""
+def _declared_type(cfg: ConfigContainer, name: str) -> Any:
+    """Return the type that the dataclass of a setting declares for it; None if unknown."""
     *path, last = name.split(".")
     section: Any = cfg
     for key in path:
@@ -180,7 +180,7 @@ def _hint(cfg: ConfigContainer, name: str) -> Any:
 
 
 def _fits(hint: Any, value: Any) -> bool:
-    """Whether a value has the declared type, as far as simple types go."""
+    """Return True if a value has the declared type. Types that are not simple accept any value."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return any(_fits(one, value) for one in typing.get_args(hint))
     if typing.get_origin(hint) is typing.Literal:
@@ -192,13 +192,13 @@ def _fits(hint: Any, value: Any) -> bool:
 
 
 def _is_declared(hint: Any, value: Any) -> bool:
-    """Whether a field is declared with several types, such as text or a list, and a value has one of them."""
+    """Return True if the declared type of a setting is a union, and one of its types is the type of the value."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     return is_union and any((typing.get_origin(one) or one) is type(value) for one in typing.get_args(hint))
 
 
-def _check_kind(name: str, old: Any, new: Any, hint: Any) -> None:
-    """Refuse text for a number and similar mistakes, which would otherwise fail much later."""
+def _check_type(name: str, old: Any, new: Any, hint: Any) -> None:
+    """Raise ValueError if a value has the wrong type, such as text for a number, which would fail only much later."""
     if new is None:
         return
     if old is None:
@@ -210,9 +210,9 @@ def _check_kind(name: str, old: Any, new: Any, hint: Any) -> None:
         return
     if _is_declared(hint, new):
         return
-    raise ValueError(f"{name} is {new!r}, expected {_kind(old)} such as {old!r}")
+    raise ValueError(f"{name} is {new!r}, expected {_describe_type(old)} such as {old!r}")
 
 
-def _kind(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", dict: "settings"}
     return names.get(type(value), f"a {type(value).__name__}")

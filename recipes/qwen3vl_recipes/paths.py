@@ -1,4 +1,4 @@
-"""Paths of a run's model, data and results, which recipes do not set."""
+"""Set and check the paths of a run: model, data and results. Recipes do not set them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Fields that a Hugging Face configuration has too, and the run determines.
-_OF_THE_RUN = {"seq_length"}
-_SPLITS = ("tensor_model", "pipeline_model", "context", "expert_model")
+# Fields of the model that the recipe sets, although a Hugging Face configuration has them too.
+_RUN_FIELDS = {"seq_length"}
+_PARALLELISM = ("tensor_model", "pipeline_model", "context", "expert_model")
 _PRECISION = {"pipeline_dtype", "autocast_dtype"}
 TITLES = {"qwen3_vl": "Qwen3-VL", "qwen3_5": "Qwen3.5-VL"}
 
 
-def kind_of_model(family: str, has_experts: bool) -> str:
-    """In words, as for a message."""
+def describe_model_kind(family: str, has_experts: bool) -> str:
+    """Return a model kind for a message, such as "a Qwen3-VL with experts"."""
     return f"a {TITLES.get(family, family)} with{'' if has_experts else 'out'} experts"
 
 
@@ -32,18 +32,19 @@ def set_paths(
     pretrained_checkpoint: str | Path | None = None,
     save: str | Path | None = None,
 ) -> ConfigContainer:
-    """Put a run's paths into its configuration; None keeps the recipe's value.
+    """Set the paths of a run; None keeps the recipe's value.
 
     Args:
-        cfg: a recipe's. It is changed in place.
-        hf_path: Hugging Face checkpoint, a folder or a hub id: the model's configuration, its processor and tokenizer.
-        data_path: as `dataset.path`.
-        pretrained_checkpoint: initial weights: fsdp_dtensor, torch_dist or a Hugging Face folder.
-        save: folder of the run's checkpoints, from which it also resumes; logs go there as well.
+        cfg: configuration of a recipe, changed in place.
+        hf_path: Hugging Face folder or hub id of the model, its processor and its tokenizer.
+        data_path: value of `dataset.path`.
+        pretrained_checkpoint: initial weights: a checkpoint in fsdp_dtensor or torch_dist format, or a Hugging Face
+            folder.
+        save: folder for the run's checkpoints and logs; the run resumes from it.
 
     Raises:
-        ValueError: the recipe is for a model of another kind than the checkpoint's, or has a setting that it does not
-            have; or the folder does not exist.
+        ValueError: the folder does not exist, the recipe is for another kind of model, or the recipe has a setting that
+            does not exist for this model.
     """
     from qwen3vl_bridge.checkpoint.formats.huggingface import is_path
 
@@ -62,49 +63,56 @@ def set_paths(
 
 
 def check_data(cfg: ConfigContainer) -> None:
-    """Check for data that can be trained on before anything is built, which takes a while.
+    """Check that the run can train on its data, before the model is built.
 
     Raises:
-        ValueError: a path that does not exist, or rows packed with other settings.
-        DataError: data that cannot be opened or would all be dropped (see `Qwen3VLConversationProvider.check_samples`).
+        ValueError: a path does not exist, or packed rows have other settings.
+        DataError: data cannot be opened, or all samples would be dropped (`Qwen3VLConversationProvider.check_samples`).
     """
     from qwen3vl_bridge import Qwen3VLConversationProvider
 
     if not isinstance(cfg.dataset, Qwen3VLConversationProvider):
         return
     cfg.dataset.check_paths()
-    cfg.dataset.check_samples(cfg.model.context_parallel_size)
+    cfg.dataset.check_samples(cfg.model.context_parallel_size, evaluated_rows(cfg))
+
+
+def evaluated_rows(cfg: ConfigContainer) -> dict[str, int]:
+    """Return the number of rows in one evaluation of each split; "test" is evaluated at the end of a run."""
+    from qwen3vl_bridge.training.config import rows_per_evaluation
+
+    rows = rows_per_evaluation(cfg)
+    return {"valid": rows if cfg.validation.eval_interval else 0, "test": rows}
 
 
 def _use_model(cfg: ConfigContainer, hf_path: str) -> None:
-    """Apply the recipe's settings to another checkpoint's model: its sizes, precision, processor and tokenizer."""
-    import qwen3vl_bridge  # noqa: F401  before Megatron
+    """Replace the recipe's model, processor and tokenizer by those in `hf_path`, and keep the recipe's settings."""
+    from qwen3vl_bridge.upstream.auto_bridge import model_bridge
 
     from megatron.bridge import AutoBridge
 
     bridge = AutoBridge.from_hf_pretrained(hf_path)
     model, old = bridge.to_megatron_provider(load_weights=False), cfg.model
-    said = [kind_of_model(one.family, bool(one.num_moe_experts)) for one in (old, model)]
+    kinds = [describe_model_kind(provider.family, bool(provider.num_moe_experts)) for provider in (old, model)]
     if model.family != old.family or (old.num_moe_experts and not model.num_moe_experts):
         raise ValueError(
-            f"the recipe is for {said[0]}, and {hf_path} is {said[1]}: use a recipe for that; `qwen3vl train --list` "
+            f"the recipe is for {kinds[0]}, and {hf_path} is {kinds[1]}: use another recipe; `qwen3vl train --list` "
             "shows all"
         )
-    of_the_model = bridge._model_bridge.provider_fields(bridge.hf_pretrained.config).keys() - _OF_THE_RUN
-    for name, value in _chosen(old).items():
-        if name in of_the_model | _PRECISION:
+    model_fields = model_bridge(bridge).provider_fields(bridge.hf_pretrained.config).keys() - _RUN_FIELDS
+    for name, value in _changed_fields(old).items():
+        if name in model_fields | _PRECISION:
             continue
         if not hasattr(model, name):
             raise ValueError(
-                f"the recipe has model.{name} {value!r}, which does not apply to {hf_path}; choose another"
+                f"the recipe has model.{name} {value!r}, which does not exist for {hf_path}: use another recipe"
             )
         setattr(model, name, value)
-    sizes = [getattr(model, f"{kind}_parallel_size") or 1 for kind in _SPLITS]
-    is_split = max(sizes) > 1 or model.dist_train.use_dist_train
-    if is_split and (model.num_layers, model.hidden_size) != (old.num_layers, old.hidden_size):
+    sizes = [getattr(model, f"{kind}_parallel_size") or 1 for kind in _PARALLELISM]
+    is_parallel = max(sizes) > 1 or model.dist_train.use_dist_train
+    if is_parallel and (model.num_layers, model.hidden_size) != (old.num_layers, old.hidden_size):
         logger.warning(
-            "the recipe is for a model of %d layers and width %d, %s has %d and %d: its parallel sizes may not fit "
-            "this model",
+            "the recipe is for a model of %d layers and width %d, and %s has %d and %d: check the parallel sizes",
             *(old.num_layers, old.hidden_size, hf_path, model.num_layers, model.hidden_size),
         )
     model.hf_model_id = hf_path
@@ -114,12 +122,12 @@ def _use_model(cfg: ConfigContainer, hf_path: str) -> None:
     cfg.dataset.hf_processor_path = cfg.tokenizer.tokenizer_model = hf_path
 
 
-def _chosen(provider: Any) -> dict[str, Any]:
-    """The fields of a provider that differ from its class's defaults."""
-    chosen = {}
+def _changed_fields(provider: Any) -> dict[str, Any]:
+    """Return the fields of a model provider that differ from the defaults of its class, by name."""
+    changed = {}
     for field in dataclasses.fields(provider):
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         value = getattr(provider, field.name)
         if type(value) is not type(default) or value != default:
-            chosen[field.name] = value
-    return chosen
+            changed[field.name] = value
+    return changed

@@ -1,20 +1,20 @@
-"""Recipes of Qwen3-VL, small models first: number of GPUs, kind of training, size, and what differs from the kind."""
+"""Recipes of Qwen3-VL, small models first: number of GPUs, kind of training, size, and differences from the kind."""
 
 from qwen3vl_recipes.base import (
     dist_train,
-    keep_tower,
+    keep_vision_activations,
     on,
     peft,
     peft_dora,
     pretrain,
     pretrain_fp8_cs,
     pretrain_fp8_mx,
+    set_parallel_sizes,
     sft,
     sft_32k,
     sft_128k,
     sft_256k,
     sft_fsdp,
-    split,
 )
 from qwen3vl_recipes.registry import recipe
 
@@ -46,7 +46,7 @@ qwen3_vl_8b_peft_dora_config = on(1, peft_dora, "8B", recompute="all")
 qwen3_vl_8b_pretrain_config = on(64, pretrain, "8B", tp=2)
 
 qwen3_vl_32b_sft_config = on(16, sft, "32B", tp=8, recompute="all")
-qwen3_vl_32b_sft_fsdp_config = on(16, sft_fsdp, "32B", recompute="all", made_on_host=True)
+qwen3_vl_32b_sft_fsdp_config = on(16, sft_fsdp, "32B", recompute="all", init_on_cpu=True)
 qwen3_vl_32b_sft_32k_config = on(32, sft_32k, "32B", tp=8, cp=2, recompute="all")
 qwen3_vl_32b_sft_128k_config = on(32, sft_128k, "32B", tp=8, cp=4, recompute="all")
 qwen3_vl_32b_sft_256k_config = on(64, sft_256k, "32B", tp=8, cp=8, recompute="all")
@@ -64,8 +64,8 @@ qwen3_vl_30b_a3b_sft_256k_config = on(32, sft_256k, "30B-A3B", cp=16, ep=8, reco
 @recipe(gpus=32)
 def qwen3_vl_30b_a3b_sft_dist_train_config():
     """Full fine-tuning, rows of 8K tokens, 32 H100: 8 vision ranks; language model: TP 2, PP 3, EP 8."""
-    cfg = split(sft("30B-A3B", global_batch_size=96), tp=2, pp=3, ep=8)
-    return dist_train(keep_tower(cfg), vision=8, language=24)
+    cfg = set_parallel_sizes(sft("30B-A3B", global_batch_size=96), tp=2, pp=3, ep=8)
+    return dist_train(keep_vision_activations(cfg), vision=8, language=24)
 
 
 qwen3_vl_30b_a3b_peft_config = on(8, peft, "30B-A3B", ep=8, overlap=True)
@@ -84,9 +84,9 @@ qwen3_vl_235b_a22b_sft_256k_config = on(512, sft_256k, "235B-A22B", tp=4, pp=4, 
 @recipe(gpus=144)
 def qwen3_vl_235b_a22b_sft_dist_train_config():
     """Full fine-tuning, rows of 8K tokens, 144 H100: 16 vision ranks with TP 2; language model: TP 4, PP 16, EP 8."""
-    cfg = split(sft("235B-A22B", global_batch_size=128), tp=4, pp=16, ep=8)
+    cfg = set_parallel_sizes(sft("235B-A22B", global_batch_size=128), tp=4, pp=16, ep=8)
     cfg.model.recompute_granularity, cfg.model.recompute_modules = "selective", ["moe_act", "layernorm"]
-    # These need Transformer Engine: if it is not installed, the run reports what is missing.
+    # If Transformer Engine is not installed, the run reports it.
     cfg.model.transformer_impl, cfg.model.moe_grouped_gemm = "transformer_engine", True
     return dist_train(cfg, vision=16, language=128, vision_tp=2)
 

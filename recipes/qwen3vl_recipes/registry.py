@@ -1,4 +1,4 @@
-"""The registry of recipes, and the machines that each is meant for."""
+"""Recipes and the GPUs that they are made for, found by name."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _MODULES = ("qwen3_vl", "qwen35_vl", "digits")
 
 @dataclass(frozen=True)
 class Recipe:
-    """A function without parameters that returns a configuration, and the machine that it is meant for.
+    """A function that returns a configuration, and the GPUs that it is made for.
 
     Attributes:
-        build: the function.
-        gpus: number of GPUs; 0 for a machine without any.
-        gpu: their kind, a key of `qwen3vl_bridge.planning.hardware.GPUS`.
-        summary: one line.
+        build: function without parameters.
+        gpus: number of GPUs; 0 for a machine without GPUs.
+        gpu: kind of GPU, a key of `qwen3vl_bridge.planning.hardware.GPUS`.
+        summary: one line for `qwen3vl train --list`.
     """
 
     build: Callable[[], ConfigContainer]
@@ -38,31 +38,34 @@ class Recipe:
     __signature__: ClassVar[inspect.Signature] = inspect.Signature()
 
     def __call__(self, **options: Any) -> ConfigContainer:
-        """A new configuration; raises TypeError for options, which Megatron-Bridge's recipes have."""
+        """Return a new configuration; raise TypeError for options, which only Megatron-Bridge's recipes have."""
         if options:
             raise TypeError(
-                f"a recipe has no options, and was given {options}: change the configuration that it returns; DoRA has "
+                f"a recipe has no options, but was given {options}: change the configuration that it returns; DoRA has "
                 "recipes of its own, such as qwen3_vl_8b_peft_dora_config"
             )
         return self.build()
 
 
 def recipe(*, gpus: int, gpu: str = "H100") -> Callable[[Callable[[], ConfigContainer]], Recipe]:
-    """Make the function below a recipe for this number and kind of GPUs; its summary is the docstring's first line."""
+    """Return a decorator that makes a function a recipe; the first line of its docstring is the summary."""
     return lambda build: Recipe(build, gpus, gpu, (build.__doc__ or "").partition("\n")[0])
 
 
 def recipes() -> Mapping[str, Recipe]:
-    """All recipes of this package by name, small models first."""
+    """Return all recipes of this package by their names, small models first."""
     modules = [importlib.import_module(f"{__package__}.{module}") for module in _MODULES]
     return {name: one for module in modules for name, one in vars(module).items() if isinstance(one, Recipe)}
 
 
 def find(name: str) -> Recipe:
-    """A recipe by its name, or a user's function as `path/to/file.py:function` or `package.module:function`.
+    """Return the recipe with a name, or make a recipe of a user's function.
+
+    Args:
+        name: name of a recipe, or a user's function as `path/to/file.py:function` or `package.module:function`.
 
     Raises:
-        ValueError: it does not exist; the message lists similar names.
+        ValueError: the recipe does not exist. The message lists similar names.
     """
     where, colon, function = name.rpartition(":")
     if colon:
@@ -83,7 +86,10 @@ def find(name: str) -> Recipe:
     if name not in known:
         import difflib
 
-        close = difflib.get_close_matches(name, known, n=3) or sorted(known)[:3]
+        # Names with all words of this name come first: 30b means 30b_a3b, not the more similar 32b.
+        words = set(name.split("_"))
+        more = sorted((one for one in known if words < set(one.split("_"))), key=len)
+        close = (more or difflib.get_close_matches(name, known, n=3) or sorted(known))[:3]
         raise ValueError(f"there is no recipe {name!r}; did you mean {', '.join(close)}? --list shows all")
     return known[name]
 

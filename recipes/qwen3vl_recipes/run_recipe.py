@@ -1,12 +1,12 @@
-r"""Megatron-Bridge's own launcher, `scripts/training/run_recipe.py`, with our recipes.
+r"""Run Megatron-Bridge's own launcher, `scripts/training/run_recipe.py`, with this package's recipes.
 
     torchrun --nproc_per_node 8 -m qwen3vl_recipes.run_recipe Megatron-Bridge/scripts/training/run_recipe.py \
         --recipe qwen3_vl_8b_sft_config --pretrained_checkpoint /HF_FOLDER --save_dir /RUN dataset.path=/DATA
 
-The script looks a recipe up among the names of `megatron.bridge.recipes`, and has its own tables of forward steps and
-training functions. In a process started this way, the names of Qwen3-VL and Qwen3.5-VL in all three are ours: a recipe,
-the step for its batches, and a training function with the callbacks of its configuration. Megatron-Bridge's recipes of
-the same names have other settings; they are not available here.
+The script reads recipes from `megatron.bridge.recipes` and has its own tables of forward steps and training functions.
+In a process started this way, all three have this package's entries for Qwen3-VL and Qwen3.5-VL: a recipe, the step
+for its batches, and a training function with callbacks. They replace Megatron-Bridge's recipes of the same names, which
+have other settings.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from qwen3vl_bridge.training.allocator import use_expandable_segments
+
 from qwen3vl_recipes.registry import Recipe, recipes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# By these names Megatron-Bridge's scripts choose a step for recipes whose names begin with `qwen3_vl_` or `qwen35_vl_`.
+# Name of the forward step that Megatron-Bridge's scripts use for recipes named `qwen3_vl_...` or `qwen35_vl_...`.
 _STEP = "qwen3_vl_step"
 
 
 def main() -> None:
-    """Run the script in the first argument, with the other arguments."""
+    """Run the script in the first argument with the remaining arguments."""
+    use_expandable_segments()
     if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
         sys.exit("usage: python -m qwen3vl_recipes.run_recipe .../scripts/training/run_recipe.py [ARGUMENT ...]")
     script = Path(sys.argv[1]).resolve()
@@ -39,30 +42,30 @@ def main() -> None:
 
 
 def offer_recipes(runner: ModuleType) -> None:
-    """Replace the recipes, step and training functions that the script's `recipe_runner` looks up by ours."""
+    """Replace the recipes, the step and the training functions that the script's `recipe_runner` looks up."""
     import qwen3vl_bridge
 
-    theirs = importlib.import_module("megatron.bridge.recipes")
-    for name, ours in recipes().items():
-        setattr(theirs, name, _of_dora(name, ours) if "_dora_" in name else ours)
+    bridge_recipes = importlib.import_module("megatron.bridge.recipes")
+    for name, recipe in recipes().items():
+        setattr(bridge_recipes, name, _accept_peft_scheme(name, recipe) if "_dora_" in name else recipe)
     runner.STEP_FUNCTIONS[_STEP] = qwen3vl_bridge.forward_step
     for mode, found in runner.TRAIN_FUNCTIONS.items():
         runner.TRAIN_FUNCTIONS[mode] = functools.partial(_train, found)
 
 
-def _of_dora(name: str, ours: Recipe) -> Callable[..., Any]:
-    """A recipe of DoRA with the parameter for the method that the script passes; ours has only one method."""
+def _accept_peft_scheme(name: str, dora: Recipe) -> Callable[..., Any]:
+    """Return a DoRA recipe with the parameter `peft_scheme`, which the script passes."""
 
     def recipe(*, peft_scheme: str = "dora") -> Any:
         if peft_scheme != "dora":
             raise ValueError(f"--mode is {peft_scheme}, expected dora, or {name.replace('_dora', '')}")
-        return ours()
+        return dora()
 
     return recipe
 
 
 def _train(found: Callable | tuple[str, str], config: Any, forward_step_func: Callable) -> None:
-    """A training function of Megatron-Bridge's, with our callbacks."""
+    """Call a training function of Megatron-Bridge with the callbacks of the configuration."""
     from qwen3vl_bridge.training.callbacks import training_callbacks
 
     train = found if callable(found) else getattr(importlib.import_module(found[0]), found[1])

@@ -1,4 +1,7 @@
-"""Names of a run's settings without the imports that take ten seconds: read from the sources of the classes."""
+"""Names of a run's settings, read from the source files of their classes.
+
+To import the classes takes ten seconds; with their source files, the command rejects a misspelled name at once.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,12 @@ import functools
 import importlib.util
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
-from qwen3vl_bridge.models.rules import named_elsewhere, suggestion
+from qwen3vl_bridge.config.other_trainers import suggest_settings, translate_setting
 
-# The classes of sections whose field is declared with a base class; of others, the field's annotation tells.
 _CONTAINER = "qwen3vl_bridge.training.config.Qwen3VLConfigContainer"
+# Classes of the sections that the container declares with a base class. Other sections have the annotated class.
 _CLASSES = {
     "model": (
         "qwen3vl_bridge.models.qwen3_vl.provider.Qwen3VLMoEModelProvider",
@@ -23,110 +27,125 @@ _CLASSES = {
 }
 
 
-def refuse_unknown(names: Iterable[str]) -> None:
-    """Refuse names of settings that no recipe of this package has; a name below a field's own is not looked at.
+def flatten_settings(settings: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested dicts by their full names, such as "optimizer.lr"; an empty section is a value."""
+    if not isinstance(settings, dict) or not settings:
+        return {prefix: settings} if prefix else {}
+    return {
+        name: value
+        for key, inner in settings.items()
+        for name, value in flatten_settings(inner, f"{prefix}.{key}" if prefix else str(key)).items()
+    }
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Check names of settings, such as "optimizer.lr"; only the section and the field are compared.
 
     Raises:
-        ValueError: such a name; the message has the nearest ones.
+        ValueError: no recipe of this package has the setting. The message lists similar names.
     """
     for name in names:
         section, _, rest = name.partition(".")
+        field = rest.partition(".")[0]
         try:
-            known = section in _fields(_CONTAINER) and (not rest or _has(section, rest.partition(".")[0]))
-        except (OSError, SyntaxError):  # the sources are not there; the configuration itself will tell
+            known = section in _read_fields(_CONTAINER)
+            if known and field and (classes := list(_section_classes(section))):
+                known = any(field in _read_fields(one) for one in classes)
+        except (OSError, SyntaxError):  # no source files; the configuration itself rejects wrong names later
             return
         if not known:
-            raise ValueError(f"there is no setting {name}{suggestion(name, sorted(_all(), reverse=True))}")
+            raise ValueError(f"there is no setting {name}{suggest_settings(name, sorted(_all_names(), reverse=True))}")
 
 
-def meant_by(word: str, value: str) -> str | None:
-    """The settings, with a value, that are meant by a word without a section, such as "lr"; None if there are none."""
+def find_setting(word: str, value: str) -> str | None:
+    """Return the full setting for a name without a section: "optimizer.lr=VALUE" for "lr"; None if unknown."""
     word = word.replace("-", "_")
-    if (settings := named_elsewhere(word, value)) is not None:
+    if (settings := translate_setting(word, value)) is not None:
         return settings
     try:
-        names = sorted(_all(), key=lambda name: (name.startswith("model."), name), reverse=True)
-        found = next((name for name in names if name.rpartition(".")[2] == word), None)
+        names = sorted(_all_names(), key=lambda name: (name.startswith("model."), name), reverse=True)
     except (OSError, SyntaxError):
         return None
+    found = next((name for name in names if name.rpartition(".")[2] == word), None)
     return found and f"{found}={value}"
 
 
-def _has(section: str, field: str) -> bool:
-    classes = list(_classes(section))
-    return not classes or any(field in _fields(one) for one in classes)
+def _all_names() -> set[str]:
+    sections = (name for name in _read_fields(_CONTAINER) if not name.startswith("_"))
+    return {
+        f"{section}.{field}" for section in sections for one in _section_classes(section) for field in _read_fields(one)
+    }
 
 
-def _all() -> set[str]:
-    """All names of two parts."""
-    sections = (name for name in _fields(_CONTAINER) if not name.startswith("_"))
-    return {f"{section}.{field}" for section in sections for one in _classes(section) for field in _fields(one)}
-
-
-def _classes(section: str) -> Iterator[str]:
-    """Dotted names of the classes that a section may be of; none if its fields cannot be known, as of a `dict`."""
+def _section_classes(section: str) -> Iterator[str]:
+    """Yield the dotted names of the classes of a section; nothing if its fields are not known, as for a `dict`."""
     if section in _CLASSES:
         yield from _CLASSES[section]
         return
-    module, annotation = _fields(_CONTAINER)[section]
+    module, annotation = _read_fields(_CONTAINER)[section]
     for node in ast.walk(annotation):
-        found = _resolved(module, node.id) if isinstance(node, ast.Name) else None
-        if found and _fields(found):
+        found = _resolve(module, node.id) if isinstance(node, ast.Name) else None
+        if found and _read_fields(found):
             yield found
 
 
 @functools.cache
-def _fields(dotted: str) -> dict[str, tuple[str, ast.expr]]:
-    """A dataclass's fields with its bases': by name, the module that declares it and the annotation there."""
+def _read_fields(dotted: str) -> dict[str, tuple[str, ast.expr]]:
+    """Return (module that declares it, annotation) for each field of a dataclass and its bases, by field name."""
     module, _, name = dotted.rpartition(".")
-    body = _tree(module)
-    definition = next(node for node in body if isinstance(node, ast.ClassDef) and node.name == name)
-    found = {}
+    definition = next(node for node in _statements(module) if isinstance(node, ast.ClassDef) and node.name == name)
+    fields = {}
     for base in reversed(definition.bases):
-        one = base.value if isinstance(base, ast.Subscript) else base
-        owner, _, last = ast.unparse(one).rpartition(".")
-        if resolved := _resolved(module, owner or last):
-            found |= _fields(f"{resolved}.{last}" if owner else resolved)
-    declared = [one for one in definition.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)]
-    return found | {ast.unparse(one.target): (module, one.annotation) for one in declared}
+        base = base.value if isinstance(base, ast.Subscript) else base
+        owner, _, last = ast.unparse(base).rpartition(".")
+        if resolved := _resolve(module, owner or last):
+            fields |= _read_fields(f"{resolved}.{last}" if owner else resolved)
+    declared = [
+        node for node in definition.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    ]
+    return fields | {ast.unparse(node.target): (module, node.annotation) for node in declared}
 
 
 @functools.cache
-def _resolved(module: str, name: str) -> str | None:
-    """The dotted name of a class, or of a module, that a module knows by a name; None for other things."""
-    for node in _tree(module):
+def _resolve(module: str, name: str) -> str | None:
+    """Return the dotted name of the class or module that `name` refers to within a module; None for anything else."""
+    for node in _statements(module):
         if isinstance(node, ast.ClassDef) and node.name == name:
             return f"{module}.{name}"
-        if isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                if (alias.asname or alias.name) != name:
-                    continue
-                package = module if _file(module).name == "__init__.py" else module.rpartition(".")[0]
-                up = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-                source = ".".join([*up, *([node.module] if node.module else [])])
-                if source.partition(".")[0] not in ("megatron", "qwen3vl_bridge"):
-                    return None
-                return (
-                    f"{source}.{alias.name}" if _is_module(f"{source}.{alias.name}") else _resolved(source, alias.name)
-                )
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        for alias in node.names:
+            if (alias.asname or alias.name) != name:
+                continue
+            source = node.module or ""
+            if node.level:
+                package = module if _source_file(module).name == "__init__.py" else module.rpartition(".")[0]
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+                source = ".".join([*parents, *filter(None, [source])])
+            if source.partition(".")[0] not in ("megatron", "qwen3vl_bridge"):
+                return None
+            try:
+                return f"{source}.{alias.name}" if _source_file(f"{source}.{alias.name}") else None
+            except OSError:  # not a module
+                return _resolve(source, alias.name)
     return None
 
 
 @functools.cache
-def _tree(module: str) -> list[ast.stmt]:
-    return [*_statements(ast.parse(_file(module).read_text()).body)]
+def _statements(module: str) -> list[ast.stmt]:
+    """Return the statements of a module, including those in `try` and `if`, which contain some imports."""
+
+    def flatten(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+        for node in body:
+            yield node
+            if isinstance(node, ast.Try | ast.If):
+                yield from flatten(node.body)
+
+    return [*flatten(ast.parse(_source_file(module).read_text()).body)]
 
 
-def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Those of a module, also within `try` and `if`, where some imports are."""
-    for node in body:
-        yield node
-        if isinstance(node, ast.Try | ast.If):
-            yield from _statements(node.body)
-
-
-def _file(module: str) -> Path:
-    """The source of a module; importing its package is what takes long. OSError if there is none."""
+def _source_file(module: str) -> Path:
+    """Return the source file of a module without importing it; raise FileNotFoundError if there is none."""
     top, *rest = module.split(".")
     spec = importlib.util.find_spec(top)
     for place in (spec and spec.submodule_search_locations) or ():
@@ -135,10 +154,3 @@ def _file(module: str) -> Path:
             if file.is_file():
                 return file
     raise FileNotFoundError(module)
-
-
-def _is_module(dotted: str) -> bool:
-    try:
-        return bool(_file(dotted))
-    except OSError:
-        return False

@@ -1,6 +1,6 @@
-"""The table of recipes in docs/recipes.md: what a rank of each allocated in a rehearsal, and on which GPUs it fits.
+"""Write benchmarks/results/recipes.md: the memory of each recipe, planned and simulated, and the GPUs on which it fits.
 
-Written by `python -m qwen3vl_recipes.table --write docs/recipes.md`, in the repository.
+Run `python -m qwen3vl_recipes.table --write benchmarks/results/recipes.md` in the repository.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import csv
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qwen3vl_recipes.dry_run import memory_plan
+from qwen3vl_recipes.dry_run import estimate_memory
 from qwen3vl_recipes.registry import Recipe, recipes
 
 if TYPE_CHECKING:
@@ -18,17 +18,18 @@ if TYPE_CHECKING:
 
 KINDS = ("H100", "H200", "B200")
 BEGIN, END = "<!-- recipes: begin -->\n", "<!-- recipes: end -->\n"
-# Part of a GPU's memory that is kept free, because estimates are not as precise as measurements.
+# Fraction of a GPU's memory that must remain free, because estimates are not exact.
 FREE = 0.05
 _MOST_NODES = 128
-# Written by benchmarks/rehearsal.py.
-REHEARSALS = Path("benchmarks/results/rehearsal.csv")
+# Written by benchmarks/simulation.py.
+SIMULATIONS = Path("benchmarks/results/simulation.csv")
 
 
 def smallest(recipe: Recipe, gpu: str) -> tuple[int, MemoryEstimate] | None:
-    """The fewest GPUs of a kind on which a recipe fits with its parallel sizes, and the memory of each.
+    """Return the fewest GPUs on which a recipe fits with its parallel sizes, and the memory estimate; None if too many.
 
-    Tried are the recipe's own number, 1, a node, and doubled from there; with separate vision ranks only its own.
+    The numbers tried are the recipe's own, 1, the GPUs of a node, and their multiples by powers of two. A recipe with
+    separate vision ranks supports only its own number.
     """
     from qwen3vl_bridge.planning.hardware import GPUS
 
@@ -36,7 +37,7 @@ def smallest(recipe: Recipe, gpu: str) -> tuple[int, MemoryEstimate] | None:
     cfg = recipe()
     for gpus in sorted({1, recipe.gpus, *(kind.gpus_per_node * 2**power for power in range(_MOST_NODES.bit_length()))}):
         try:
-            found = memory_plan(cfg, gpus)
+            found = estimate_memory(cfg, gpus)
         except (ValueError, AssertionError):  # the sizes need more GPUs, or the batch fewer
             continue
         if found.peak.total <= (1 - FREE) * kind.memory_bytes:
@@ -44,8 +45,8 @@ def smallest(recipe: Recipe, gpu: str) -> tuple[int, MemoryEstimate] | None:
     return None
 
 
-def latest_rehearsals(file: Path = REHEARSALS) -> dict[str, list[dict[str, str]]]:
-    """For each recipe the latest row of each of its ranks that were rehearsed, with each kind of layers."""
+def latest_simulations(file: Path = SIMULATIONS) -> dict[str, list[dict[str, str]]]:
+    """Return the latest simulation of each rank and layer implementation, by recipe."""
     with file.open() as lines:
         rows = {(row["recipe"], row["rank"], row["layers"]): row for row in csv.DictReader(lines)}
     found: dict[str, list[dict[str, str]]] = {}
@@ -55,17 +56,18 @@ def latest_rehearsals(file: Path = REHEARSALS) -> dict[str, list[dict[str, str]]
 
 
 def table() -> str:
-    """The table in Markdown."""
+    """Return the table of all recipes for GPUs, in Markdown."""
     from qwen3vl_bridge.planning.hardware import GIB
-    from qwen3vl_bridge.planning.plan_reports import describe_ranks
+    from qwen3vl_bridge.planning.plan_reports import describe_parallelism
 
-    titles = ["recipe", "split", "on", "rehearsed / planned GiB", f"fewest {' / '.join(KINDS)}"]
-    lines, measured = [f"| {' | '.join(titles)} |\n", "|---" * len(titles) + "|\n"], latest_rehearsals()
+    titles = ["recipe", "parallelism", "on", "simulated / planned GiB", f"fewest {' / '.join(KINDS)}"]
+    lines, measured = [f"| {' | '.join(titles)} |\n", "|---" * len(titles) + "|\n"], latest_simulations()
     for name, recipe in recipes().items():
         if not recipe.gpus:
             continue
-        meant = memory_plan(recipe(), recipe.gpus)
-        cells = [f"`{name}`", describe_ranks(meant), f"{recipe.gpus} {recipe.gpu}: {meant.peak.total / GIB:.0f} GiB"]
+        planned = estimate_memory(recipe(), recipe.gpus)
+        memory = f"{planned.peak.total / GIB:.0f} GiB"
+        cells = [f"`{name}`", describe_parallelism(planned), f"{recipe.gpus} {recipe.gpu}: {memory}"]
         cells.append(cell(measured.get(name, [])))
         fewest = [smallest(recipe, kind) for kind in KINDS]
         cells.append("/".join("-" if found is None else str(found[0]) for found in fewest))
@@ -74,19 +76,17 @@ def table() -> str:
 
 
 def cell(ranks: list[dict[str, str]]) -> str:
-    """What ranks allocated with Transformer Engine's layers beside what was planned, in GiB; what two have in common
-    once.
-    """
-    said = (f"{x['allocated GiB']} / {x['planned GiB']}" for x in ranks if x["layers"] == "transformer_engine")
-    return ", ".join(dict.fromkeys(said)) or "-"
+    """Return the table cell with allocated and planned GiB of simulated ranks with Transformer Engine's layers."""
+    pairs = (f"{x['allocated GiB']} / {x['planned GiB']}" for x in ranks if x["layers"] == "transformer_engine")
+    return ", ".join(dict.fromkeys(pairs)) or "-"
 
 
 def main() -> None:
-    """Print the table, or write it into a file between its marks."""
-    parser = argparse.ArgumentParser(description="The table of recipes: where each fits.")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="put it into this file, between the marks")
+    """Print the table, or write it into a file between two marks."""
+    parser = argparse.ArgumentParser(description="Print the table of recipes and the GPUs on which each fits.")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the table into this file, between the marks")
     file = parser.parse_args().write
-    from qwen3vl_bridge.compat.library_logs import quiet
+    from qwen3vl_bridge.upstream.library_logs import quiet
 
     quiet()
     if file is None:

@@ -1,7 +1,7 @@
-"""What mkdocs calls while it builds the site (`hooks` in mkdocs.yml).
+"""Functions that mkdocs calls while it builds the site (`hooks` in mkdocs.yml).
 
-The pages at the repository's root become pages of the site, generated parts are put into their places, GitHub's
-Markdown becomes the dialect of mkdocs, and a site that loads something from the network is refused.
+Add the pages at the repository's root and the API reference, convert GitHub's Markdown to the dialect of mkdocs, and
+reject a site that loads something from the network.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import posixpath
 import re
 from pathlib import Path
 from typing import Any
-
-from scripts.docs_site import reference
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,7 +28,7 @@ PUBLIC = {
     "checkpoint": "src/qwen3vl_bridge/checkpoint/__init__.py",
     "data": "src/qwen3vl_bridge/data/__init__.py",
 }
-_MARK = re.compile(r"<!-- generated: (\w+)(?: (\w+))? -->")
+_MARK = re.compile(r"<!-- api: (\w+) -->")
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _CODE = re.compile(r"(?<=<code>)[^<]+")
 _BREAK = re.compile(r"(?<=\w)[._]|[/,=:}](?=\S)")
@@ -47,21 +45,21 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """A page as mkdocs reads it."""
+    """Return a page in mkdocs' dialect."""
     name = page.file.src_uri
     path = {site: path for path, site in ROOT_PAGES.items()}.get(name, f"docs/{name}")
-    text = _MARK.sub(lambda mark: generated(*mark.groups()), dialect(markdown, path))
+    text = _MARK.sub(lambda mark: api(mark[1]), dialect(markdown, path))
     return re.sub(r"^<!-- .*? -->$", "", text, flags=re.MULTILINE)
 
 
 def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
-    """The page's HTML, where long names in tables may also break after their dots, slashes and underscores."""
+    """Let long names in tables break after dots, slashes and underscores."""
     cells = re.compile(r"(?<=<td>).*?(?=</td>)", re.DOTALL)
     return cells.sub(lambda cell: _CODE.sub(lambda code: _BREAK.sub(r"\g<0><wbr>", code[0]), cell[0]), content)
 
 
 def on_post_build(config: Any) -> None:
-    """Refuse a site that would load something from the network."""
+    """Raise an error if the site would load something from the network."""
     from mkdocs.exceptions import PluginError
 
     for page in sorted(Path(config.site_dir).rglob("*.html")):
@@ -73,17 +71,13 @@ def on_post_build(config: Any) -> None:
             raise PluginError(f"{page} loads {found[0]!r}, expected nothing from the network")
 
 
-def generated(kind: str, which: str | None) -> str:
-    """What stands in a page for `<!-- generated: KIND WHICH -->`."""
-    if kind == "settings":
-        return "\n".join(reference.table(group) for group in reference.GROUPS[which or ""])
-    if kind == "api":
-        return "\n".join(f"::: {name}\n" for name in public_names(ROOT / PUBLIC[which or ""]))
-    return {"commands": reference.commands, "recipes": reference.recipes}[kind]()
+def api(package: str) -> str:
+    """Return mkdocstrings' mark of each public name of a package, for `<!-- api: PACKAGE -->`."""
+    return "\n".join(f"::: {name}\n" for name in public_names(ROOT / PUBLIC[package]))
 
 
 def public_names(file: Path) -> list[str]:
-    """The public names of a package with the modules that they come from, by its `_PUBLIC`; not those of packages."""
+    """Return the public names of a package with their modules, by its `_PUBLIC`, without names of packages."""
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_PUBLIC":
             listed = sorted(ast.literal_eval(node.value).items())
@@ -129,7 +123,7 @@ def dialect(markdown: str, path: str) -> str:
 
 
 def _on_site(link: re.Match[str], path: str) -> str:
-    """A link as it is on the site; to a file that the site has not, its path as a hint."""
+    """Return a link as it is on the site; a file that is not on the site becomes a hint."""
     image, text, target = link.groups()
     if re.match(r"[a-z]+:|#", target):
         return link[0]

@@ -1,7 +1,8 @@
-"""The generated reference: settings from the source of their dataclasses, commands from their parsers, recipes.
+"""Generate the tables of docs/settings.md: settings from the source of their dataclasses, options from the parsers.
 
-The site is built without Megatron: settings are read by `ast`, and command lines import what takes long only when an
-option asks for it.
+    python -m scripts.docs_site.reference    # writes the page
+
+Nothing imports Megatron: settings are read by `ast`, and parsers defer slow imports.
 """
 
 from __future__ import annotations
@@ -12,13 +13,17 @@ import html
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 _OURS = "src/qwen3vl_bridge"
+
+
+PAGE = ROOT / "docs/settings.md"
+_PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -39,12 +44,12 @@ class Group:
 
     @property
     def module(self) -> str:
-        """The module's dotted name."""
+        """Return the module's dotted name."""
         return "qwen3vl_bridge." + self.file.removesuffix(".py").replace("/", ".")
 
 
-_FIELDS = ("models/settings.py", "VisionLanguageFields")
-_EXPERTS = ("models/provider.py", "ExpertsMixin")
+_FIELDS = ("config/fields.py", "VisionLanguageFields")
+_EXPERTS = ("models/common/provider.py", "ExpertsMixin")
 _QWEN3_VL, _QWEN3_5 = "models/qwen3_vl/provider.py", "models/qwen3_5/provider.py"
 _ROWS = ("data/dataset_provider.py", "ConversationRows")
 
@@ -62,16 +67,16 @@ GROUPS: dict[str, tuple[Group, ...]] = {
         Group("dataset.", *_ROWS),
         Group("dataset.", "data/dataset_provider.py", "Qwen3VLConversationProvider", (_ROWS,)),
         Group("dataset.vision.", "data/encoding.py", "VisionLimits"),
-        Group("dataset.columns.", "data/schemas/record_schemas.py", "Columns"),
-        Group("", "data/sources/mixture.py", "MixedSet"),
-        Group("dataset.", "data/webdatasets.py", "Qwen3VLEnergonProvider", (_ROWS,)),
+        Group("dataset.columns.", "data/conversations.py", "Columns"),
+        Group("", "data/mixture.py", "MixedSet"),
+        Group("dataset.", "data/webdataset.py", "Qwen3VLEnergonProvider", (_ROWS,)),
     ),
     "training": (
         Group("", "training/config.py", "Qwen3VLConfigContainer"),
         Group("guard.", "training/config.py", "GuardConfig"),
         Group("accuracy.", "training/config.py", "AccuracyConfig"),
         Group("optimizer_config_override_provider.", "training/config.py", "Qwen3VLLearningRates"),
-        Group("peft.", "peft/lora.py", "Qwen3VLParts"),
+        Group("peft.", "peft/lora.py", "Qwen3VLAdapters"),
     ),
 }
 
@@ -94,7 +99,7 @@ class Setting:
 
 
 def settings(group: Group) -> list[Setting]:
-    """The fields of a group, in the order of the source; then those of its bases that its docstring speaks of."""
+    """Return the fields of a group in the order of the source, then inherited fields that its docstring describes."""
     found = _class(group.file, group.name)
     own = _meanings(found)
     known = {
@@ -109,7 +114,7 @@ def settings(group: Group) -> list[Setting]:
 
 
 def table(group: Group) -> str:
-    """A group as Markdown: a heading, the docstring's first paragraph, and a row for each setting."""
+    """Return a group as Markdown: a heading, the docstring's first paragraph, and a row for each setting."""
     found = _class(group.file, group.name)
     words = inspect.cleandoc(ast.get_docstring(found) or "").partition("\n\n")[0].replace("\n", " ")
     rows = [f"| {_code(one.name)} | {_code(one.type)} | {_code(one.default)} | {_cell(one.meaning)} |"
@@ -119,7 +124,10 @@ def table(group: Group) -> str:
 
 
 def _code(text: str) -> str:
-    return f"<code>{html.escape(text).replace('|', '&#124;')}</code>" if text else ""
+    # GitHub and Python-Markdown read an escaped bar in a code span of a table differently; both read this alike.
+    return (
+        f"<code>{html.escape(text, quote=False).replace('|', '&#124;')}</code>" if "|" in text else text and f"`{text}`"
+    )
 
 
 def _cell(text: str) -> str:
@@ -127,7 +135,7 @@ def _cell(text: str) -> str:
 
 
 def _text(words: str) -> str:
-    """A docstring as Markdown: `<image>` in it is not an HTML tag; code spans are escaped by Markdown itself."""
+    """Return a docstring as Markdown; escapes what would be an HTML tag."""
     parts = words.split("`")
     return "`".join(part if place % 2 else html.escape(part, quote=False) for place, part in enumerate(parts))
 
@@ -135,9 +143,18 @@ def _text(words: str) -> str:
 def _class(file: str, name: str) -> ast.ClassDef:
     source = (ROOT / _OURS / file).read_text()
     (found,) = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == name]
+    lines = source.splitlines()
     for field in found.body:
-        field.type_comment = source.splitlines()[field.end_lineno - 1].partition("  # ")[2]
+        field.type_comment = lines[field.end_lineno - 1].partition("  # ")[2] or _comment_above(lines, field.lineno - 1)
     return found
+
+
+def _comment_above(lines: Sequence[str], line: int) -> str:
+    """Return the comment in the lines directly above a line (its index, from 0); "" if there is none."""
+    first = line
+    while lines[first - 1].strip().startswith("# "):
+        first -= 1
+    return " ".join(above.strip().removeprefix("# ") for above in lines[first:line])
 
 
 def _fields(found: ast.ClassDef) -> Iterator[tuple[str, str, str]]:
@@ -163,7 +180,7 @@ def _default(value: ast.expr | None) -> str:
 
 
 def _meanings(found: ast.ClassDef) -> dict[str, str]:
-    """What the docstring's "Attributes" say, by name, or the comment in a field's line."""
+    """Return what the docstring's "Attributes", or the comment in a field's line or above it, says, by name."""
     names = {name for name, _, _ in _fields(found)}
     lines = (node for node in found.body if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) in names)
     comments = {ast.unparse(node.target): node.type_comment for node in lines if node.type_comment}
@@ -174,7 +191,7 @@ def _meanings(found: ast.ClassDef) -> dict[str, str]:
 
 
 class _Found(Exception):
-    """A command has made its parser, and is about to use it."""
+    """Raised when a command has made its parser and is about to use it."""
 
 
 def parser_of(target: str, prog: str) -> argparse.ArgumentParser:
@@ -215,17 +232,6 @@ def commands() -> str:
     return "\n".join(parts)
 
 
-def recipes() -> str:
-    """Every recipe as Markdown: its name, the GPUs that it is meant for, and its first sentence."""
-    from qwen3vl_recipes.registry import recipes as registered
-
-    rows = [
-        f"| `{name}` | {f'{one.gpus} {one.gpu}' if one.gpus else 'none'} | {one.summary} |"
-        for name, one in registered().items()
-    ]
-    return "\n".join(["| recipe | GPUs | |", "|---|---|---|", *rows, ""])
-
-
 def _verbs(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
     below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     if not below:
@@ -250,3 +256,18 @@ def _meaning(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
     said = parser._get_formatter()._expand_help(action) if action.help else ""
     needed = " (needed)" if action.required and action.option_strings else ""
     return html.escape(said + needed, quote=False).replace("|", "\\|")
+
+
+def fill(page: str) -> str:
+    """Generate the text between each pair of marks, `<!-- generated: NAME -->` and `<!-- end -->`."""
+
+    def part(found: re.Match[str]) -> str:
+        name = found[2]
+        text = commands() if name == "commands" else "\n".join(table(group) for group in GROUPS[name])
+        return f"{found[1]}\n{text}\n{found[3]}"
+
+    return _PART.sub(part, page)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(fill(PAGE.read_text()))

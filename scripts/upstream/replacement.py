@@ -1,7 +1,7 @@
-"""A plugin of pytest for Megatron-Bridge's own tests: the names they import from it are this project's classes.
+"""A pytest plugin for Megatron-Bridge's own tests: the names that they import are this project's classes.
 
-The package is imported in either case: without it Megatron-Bridge cannot be imported where Transformer Engine is
-missing. With `--stock` nothing is replaced, and `sitecustomize.py` has seen to it that the package registers nothing.
+The package is always imported, because Megatron-Bridge cannot be imported without Transformer Engine otherwise. With
+`--stock` nothing is replaced, and `sitecustomize.py` keeps the package from registering anything.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import qwen3vl_bridge
-from qwen3vl_bridge.compat import cpu
+from qwen3vl_bridge.upstream import cpu
 
 import pytest
 import torch
@@ -40,13 +40,13 @@ _ON_CPU = "modelling_qwen3_vl"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options of the runner."""
+    """Add the options of the runner."""
     parser.addoption("--stock", action="store_true", help="replace nothing")
     parser.addoption("--report", type=Path, help="where to write outcomes, as JSON")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Replace, before any test is imported."""
+    """Replace the names before any test is imported."""
     importlib.import_module("megatron.bridge.models")
     if not config.getoption("--stock"):
         _replace()
@@ -70,7 +70,7 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: Any, nextitem: Any) -> None:
-    """A file's tests may leave groups behind, above all those that fail half way; the next file begins without."""
+    """Destroy groups that a test has left, so that the next file begins without."""
     if nextitem is None or nextitem.path != item.path:
         parallel_state.destroy_model_parallel()
         if torch.distributed.is_initialized():
@@ -88,9 +88,10 @@ def _get_rope_index(
     attention_mask: Any = None,
     packed_seq_params: Any = None,
 ) -> tuple[Any, Any]:
-    """Upstream's function by the model's door: positions [3, B, S], and how far each segment's go beyond its tokens."""
-    from qwen3vl_bridge.batch import mrope_positions
-    from qwen3vl_bridge.models.inputs import arrange, read_arguments
+    """Compute upstream's positions [3, B, S] and deltas by our model."""
+    from qwen3vl_bridge.core.vision_inputs import VisionSettings, mrope_positions
+    from qwen3vl_bridge.models.inputs.caller_batches import read_arguments
+    from qwen3vl_bridge.models.inputs.caller_layout import OutputConversion, detect_layout
 
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -99,18 +100,18 @@ def _get_rope_index(
         packed_seq_params = PackedSeqParams("thd", tables[0], tables[0], tables[1], tables[1])
     read = read_arguments(dict(input_ids=input_ids, attention_mask=attention_mask))
     ids = read["input_ids"]
-    arranged = arrange(ids, read["attention_mask"], packed_seq_params, None)
-    tokens = dict(image_token_id=image_token_id, video_token_id=video_token_id, spatial_merge_size=spatial_merge_size)
-    layout = arranged.layout
-    positions = mrope_positions(arranged.take(ids), layout, image_grid_thw, video_grid_thw, **tokens)
+    caller = detect_layout(ids, read["attention_mask"], packed_seq_params, None)
+    settings = VisionSettings(image_token_id, video_token_id, spatial_merge_size, num_position_embeddings=1)
+    layout = caller.layout
+    positions = mrope_positions(caller.arrange(ids), layout, image_grid_thw, video_grid_thw, settings)
     segments = positions.flatten(1).split(layout.padded_lengths, -1)
     deltas = [int(one.max()) + 1 - length for one, length in zip(segments, layout.lengths, strict=True)]
-    positions = arranged.output_order(ids).of(positions.permute(1, 2, 0)).permute(2, 0, 1)
+    positions = OutputConversion.to_caller_order(caller, ids).convert(positions.permute(1, 2, 0)).permute(2, 0, 1)
     return positions.to(input_ids.device), input_ids.new_tensor(deltas)[:, None]
 
 
 class _Report:
-    """What became of each test: passed, failed or skipped, and why."""
+    """Outcome of each test (passed, failed or skipped), and why."""
 
     def __init__(self, path: Path | None) -> None:
         self.path, self.tests = path, {}

@@ -1,7 +1,9 @@
 """Qwen3-VL for Megatron-Bridge: importing this package registers its bridges, providers and model."""
 
+from types import ModuleType as _ModuleType
+
 from qwen3vl_bridge import lazy
-from qwen3vl_bridge.compat import import_hook
+from qwen3vl_bridge.upstream import import_hook
 
 _PUBLIC = {
     "Qwen3VLBridge": "qwen3vl_bridge.models.qwen3_vl.bridge",
@@ -11,9 +13,9 @@ _PUBLIC = {
     "Qwen3VLMoEModelProvider": "qwen3vl_bridge.models.qwen3_vl.provider",
     "Qwen3VLLoRA": "qwen3vl_bridge.peft.lora",
     "Qwen3VLDoRA": "qwen3vl_bridge.peft.lora",
-    "save_hf_adapter": "qwen3vl_bridge.peft.model_adapters",
+    "save_hf_adapter": "qwen3vl_bridge.peft.running_model_export",
     "Qwen3VLConversationProvider": "qwen3vl_bridge.data.dataset_provider",
-    "Qwen3VLEnergonProvider": "qwen3vl_bridge.data.webdatasets",
+    "Qwen3VLEnergonProvider": "qwen3vl_bridge.data.webdataset",
     "Qwen3VLConfigContainer": "qwen3vl_bridge.training.config",
     "Family": "qwen3vl_bridge.registry",
     "register_family": "qwen3vl_bridge.registry",
@@ -31,4 +33,18 @@ _PUBLIC = {
 __all__ = sorted(_PUBLIC)
 __getattr__, __dir__ = lazy.attributes(__name__, _PUBLIC)
 
-import_hook.install()
+
+def _after_import(module: _ModuleType) -> None:
+    # Imports torch, which `import qwen3vl_bridge` should not.
+    from qwen3vl_bridge import registration
+
+    registration.after_import(module)
+
+
+def _register() -> None:
+    from qwen3vl_bridge import registration
+
+    registration.register()
+
+
+import_hook.install(_after_import, _register)

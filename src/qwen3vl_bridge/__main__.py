@@ -11,12 +11,12 @@ import runpy
 import sys
 from pathlib import Path
 
-import qwen3vl_bridge  # noqa: F401  what this is for
+import qwen3vl_bridge  # noqa: F401  registers the plugin
 from qwen3vl_bridge.cli import main as program
 
 
 def main() -> None:
-    """Run the command; or the script as Python would: its arguments, its folder first in the search path."""
+    """Run a command, or run a script as Python would: with its arguments, and its folder first in the search path."""
     if sys.argv[1:] and (sys.argv[1] in program.COMMANDS or sys.argv[1].startswith("-")):
         sys.exit(program.main())
     if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():

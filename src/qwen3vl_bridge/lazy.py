@@ -1,7 +1,8 @@
-"""Public names of a package that are imported on first use, so that importing the package stays cheap."""
+"""Import public names on first use, so that importing a package stays fast, and find optional packages."""
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -9,7 +10,12 @@ from typing import Any
 
 
 def attributes(package: str, public: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """A package's `__getattr__` and `__dir__`, from its public names and the module of each."""
+    """Return functions `__getattr__` and `__dir__` for a package, which import public names on first use.
+
+    Args:
+        package: name of the package.
+        public: public name -> module that defines it.
+    """
 
     def get(name: str) -> Any:
         if name not in public:
@@ -17,3 +23,12 @@ def attributes(package: str, public: Mapping[str, str]) -> tuple[Callable[[str],
         return getattr(import_module(public[name]), name)
 
     return get, lambda: sorted({*vars(sys.modules[package]), *public})
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a top-level package can be imported, without importing it.
+
+    A module in `sys.modules` without `__spec__` counts as not installed: it is a stub that a framework has put there.
+    """
+    stub = package in sys.modules and getattr(sys.modules[package], "__spec__", None) is None
+    return not stub and importlib.util.find_spec(package) is not None

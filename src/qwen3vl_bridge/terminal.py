@@ -1,4 +1,4 @@
-"""Common behaviour of our commands on a terminal.
+"""Print output, errors and exit codes of all commands in the same way.
 
 Standard library only, so that `--help` answers at once.
 """
@@ -18,28 +18,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-# Exit status that a shell reports for a command ended by Ctrl-C.
+# Exit codes. A shell reports 130 for a command that Ctrl-C has ended.
 BAD_INPUT, INTERRUPTED = 2, 130
-# Categories of characters that a terminal interprets instead of showing.
+# Unicode categories of characters that a terminal interprets instead of showing.
 _HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
 _SHOWN = "\n\t\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"  # some scripts and emoji are written with joiners
 
 
-def show_anything() -> None:
-    """Make standard output and error escape what a terminal cannot show: users' texts may contain anything.
+def escape_unprintable() -> None:
+    """Escape characters that standard output and error cannot encode. Every command calls this first.
 
-    The first thing that a command does; when its process ends, `finish` is called.
+    When the process ends, `flush_errors` is called.
     """
-    atexit.unregister(finish)
-    atexit.register(finish)
+    atexit.unregister(flush_errors)
+    atexit.register(flush_errors)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def run(command: Callable[[], int], *expected: type[Exception]) -> int:
-    """Run a command and return its exit status; of an expected error only the message is shown."""
-    show_anything()
+    """Run a command and return its exit code. For expected exceptions only the message is shown."""
+    escape_unprintable()
     try:
         return command()
     except expected as error:
@@ -51,7 +51,7 @@ def run(command: Callable[[], int], *expected: type[Exception]) -> int:
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """The type of an option whose value is a whole number of this size or more."""
+    """Return a function, to be used as an argparse `type`, that parses integers of at least `least`."""
 
     def number(text: str) -> int:
         if (value := int(text)) < least:
@@ -62,37 +62,36 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose errors are one line, without the usage before it."""
+    """An argument parser that reports errors in one line, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong, and exit."""
+        """Print an error message and exit with `BAD_INPUT`."""
         show_error(message)
         self.exit(BAD_INPUT)
 
 
 def in_bytes(number: float) -> str:
-    """A number of bytes, in MB below one GB."""
+    """Format a number of bytes in GB, or in MB if it is below one GB."""
     return f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1e6:.2f} MB"
 
 
 def visible(text: str) -> str:
-    r"""The text with escaped control and formatting characters, such as \x1b; line breaks and tabs stay."""
+    r"""Escape control and formatting characters such as \x1b in a text, except line breaks and tabs."""
     hidden = {one for one in set(text) if one not in _SHOWN and unicodedata.category(one) in _HIDDEN}
     return text.translate({ord(one): ascii(one)[1:-1] for one in hidden})
 
 
 def show(text: str, *, error: bool = False) -> None:
-    """Print a line. If its reader has exited, such as `head`, the command continues.
+    """Print a line. If the reader of a pipe has exited, such as `head`, the command continues.
 
-    The line may contain names and texts of other people's files: characters that would move a cursor or set a title are
-    escaped.
+    The line may contain text from untrusted files. So characters that would move the cursor or set a title are escaped.
 
     Args:
         text: the line.
-        error: whether it goes to standard error, for which no error is raised.
+        error: whether to print to standard error. Failures to write there are ignored.
 
     Raises:
-        OSError: standard output cannot be written, such as on a full disk; later output is dropped.
+        OSError: standard output cannot be written, such as on a full disk. Later output is dropped.
     """
     stream = sys.stderr if error else sys.stdout
     if stream is None:  # closed from the beginning
@@ -102,27 +101,30 @@ def show(text: str, *, error: bool = False) -> None:
     except OSError as failure:
         _drop(stream)
         if not error and not isinstance(failure, BrokenPipeError):
-            said = f"standard output cannot be written: {failure.strerror or failure}"
-            raise OSError(said) from failure
+            raise OSError(f"standard output cannot be written: {failure.strerror or failure}") from failure
 
 
 def show_error(message: str, note: str = "") -> None:
-    """Print the error that ends a command, and a note on it.
+    """Print the error that ends a command.
 
-    Where torchrun has started the process, it prints 25 lines of its own after that: it is given the message to repeat
-    at their end, in the file and the form that `torch.distributed.elastic` reads.
+    torchrun prints 25 lines of its own after an error. So the message is also written to the file from which
+    `torch.distributed.elastic` reads it, and torchrun repeats it at the end.
+
+    Args:
+        message: the error.
+        note: text to print after it.
     """
     show(f"error: {message}{note}", error=True)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         reply = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
-        with contextlib.suppress(OSError):  # it has been shown already
+        with contextlib.suppress(OSError):  # the message has been shown already
             Path(file).write_text(json.dumps({"message": reply}))
 
 
-def finish() -> None:
-    """Drop what standard error still holds if its reader has exited: Python would end with status 120 otherwise.
+def flush_errors() -> None:
+    """Flush standard error, and drop its buffer if the reader has exited.
 
-    Libraries log to it, and ignore that a line could not be written.
+    Libraries log to standard error and ignore failures. Python would otherwise end with exit code 120.
     """
     try:
         if sys.stderr is not None:
@@ -132,13 +134,16 @@ def finish() -> None:
 
 
 def _drop(stream: TextIO) -> None:
-    """Later output goes nowhere, and so does what is in the buffer: Python flushes it again at the end."""
+    """Redirect a stream to /dev/null: later output, and the buffer that Python flushes again when it exits."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def show_report(text: str, result: object) -> None:
-    """Print the report on a finished result; a failure to print does not affect the result."""
+    """Print a report about a finished result. A failure to print it does not affect the exit code.
+
+    `result` names the result, such as its path, in the note about a failure.
+    """
     try:
         show(text)
     except OSError as error:

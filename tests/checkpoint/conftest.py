@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import copy_side_files, import_checkpoint
+from qwen3vl_bridge.testing.tiny_checkpoint import make_model
 from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import pytest
@@ -11,10 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from transformers import Qwen3VLForConditionalGeneration, Qwen3VLMoeConfig
 
-from examples.digits.checkpoint import make_model
-from tests.qwen3_5.tiny import make_checkpoint as make_qwen3_5
-
-from .support import TENSORS
+from tests.checkpoint.support import TENSORS
+from tests.models.qwen3_5.tiny import make_checkpoint as make_qwen3_5
 
 
 def _save_again(source: Path, folder: Path, dtype: torch.dtype, **kwargs) -> Path:

@@ -7,12 +7,11 @@ import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint.formats import planned_files
-from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
-from qwen3vl_bridge.checkpoint.formats.dcp_reader import DcpTensors
-from qwen3vl_bridge.checkpoint.formats.tensors import SegmentReader, Slice
+from qwen3vl_bridge.checkpoint.formats import output_files
+from qwen3vl_bridge.checkpoint.formats.dcp import DcpTensors, read_metadata
+from qwen3vl_bridge.checkpoint.formats.tensors import SliceReader, TensorSlice
 from qwen3vl_bridge.cli.convert import main
-from qwen3vl_bridge.io.files import read_object, write_object
+from qwen3vl_bridge.core.files import read_object, write_object
 
 import pytest
 import torch
@@ -47,9 +46,11 @@ def read_everything(folder) -> dict[str, torch.Tensor]:
     metadata = read_metadata(folder)
     source = DcpTensors(metadata, {key: key for key in metadata.tensors})
     found = {}
-    with SegmentReader(source, block=8) as reader:
+    with SliceReader(source, block_bytes=8) as reader:
         for name, spec in source.specs.items():
-            data = b"".join(bytes(block) for block in reader.blocks([Slice(name, 0, spec.numel)], spec.dtype))
+            data = b"".join(
+                bytes(block) for block in reader.read_blocks([TensorSlice(name, 0, spec.numel)], spec.dtype)
+            )
             found[name] = torch.frombuffer(bytearray(data), dtype=getattr(torch, spec.dtype)).reshape(spec.shape)
     return found
 
@@ -85,16 +86,16 @@ def model_with_config(folder: Path, source: Path, change: dict) -> Path:
 
 @contextlib.contextmanager
 def before_each_unit(do: Callable[..., object], unit_bytes: int | None = None) -> Iterator[None]:
-    original = planned_files.Journal.note
+    original = output_files.Journal.record
 
     def note(*arguments):
         do(*arguments)
         original(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planned_files.Journal, "note", note)
+        patch.setattr(output_files.Journal, "record", note)
         if unit_bytes is not None:
-            patch.setattr(planned_files, "UNIT_BYTES", unit_bytes)
+            patch.setattr(output_files, "RANGE_BYTES", unit_bytes)
         yield
 
 

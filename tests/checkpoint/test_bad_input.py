@@ -3,25 +3,29 @@
 import copy
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint.commands import export_checkpoint, import_checkpoint, reformat_checkpoint
+from qwen3vl_bridge.checkpoint.formats.tensors import TensorSpec, check_finite
 from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, check_same_model
 from qwen3vl_bridge.checkpoint.verification import verify_checkpoint, verify_reformatted
 from qwen3vl_bridge.cli.convert import main
-from qwen3vl_bridge.io.files import CheckpointError, read_object, write_object
+from qwen3vl_bridge.core.files import CheckpointError, read_object, write_object
 from qwen3vl_bridge.models.qwen3_vl import presets
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 
-from .support import (
+from tests.checkpoint.support import (
     CHANGES,
     NORM,
     Q_PROJ,
     expect_error,
     exporting,
+    hf_tensors,
     importing,
     model_with,
     model_with_config,
@@ -29,7 +33,7 @@ from .support import (
 )
 
 
-def test_a_path_that_is_not_there(capsys, tmp_path):
+def test_convert_missing_path_raises(capsys, tmp_path):
     missing = tmp_path / "no such"
     expect_error(capsys, importing(missing, tmp_path), str(missing), "does not exist", "config.json")
     expect_error(
@@ -37,7 +41,7 @@ def test_a_path_that_is_not_there(capsys, tmp_path):
     )
 
 
-def test_a_hub_id_that_cannot_be_reached(capsys, tmp_path, monkeypatch):
+def test_import_hub_unreachable_raises(capsys, tmp_path, monkeypatch):
     import huggingface_hub
 
     def refuse(*_, **__):
@@ -47,7 +51,7 @@ def test_a_hub_id_that_cannot_be_reached(capsys, tmp_path, monkeypatch):
     expect_error(capsys, importing("Qwen/No-Such", tmp_path), "Qwen/No-Such is neither a folder", "no connection")
 
 
-def test_a_file_or_a_folder_of_something_else(capsys, tmp_path, untied_folder, imported):
+def test_convert_folder_of_other_kind_raises(capsys, tmp_path, untied_folder, imported):
     (tmp_path / "file").write_text("x")
     expect_error(capsys, importing(tmp_path / "file", tmp_path), "is a file, expected a folder")
     expect_error(capsys, exporting(tmp_path / "file", tmp_path), "it is a file, not a folder, expected the folder")
@@ -69,7 +73,7 @@ def test_a_file_or_a_folder_of_something_else(capsys, tmp_path, untied_folder, i
     ({"text_config": {}}, ("lacks the field text_config.vocab_size",)),
     ({"vision_config": 3}, ("vision_config is 3, expected an object",)),
 ])  # fmt: skip
-def test_another_models_configuration(capsys, tmp_path, untied_folder, change, parts):
+def test_import_invalid_config_raises(capsys, tmp_path, untied_folder, change, parts):
     folder = model_with_config(tmp_path / "other", untied_folder, change)
     expect_error(capsys, importing(folder, tmp_path), str(folder), *parts)
 
@@ -82,12 +86,12 @@ def test_another_models_configuration(capsys, tmp_path, untied_folder, change, p
     (lambda t: t.update({NORM: t[NORM].to(torch.int32)}), (NORM, "found dtype int32, expected float32")),
     (lambda t: t.update({Q_PROJ: t[Q_PROJ].half()}), (f"{Q_PROJ} float16", "--torch-dtype")),
 ])  # fmt: skip
-def test_tensors_that_are_not_as_the_configuration_says(capsys, tmp_path, untied_folder, change, parts):
+def test_import_wrong_tensors_raises(capsys, tmp_path, untied_folder, change, parts):
     folder = model_with(tmp_path / "model", untied_folder, change)
     expect_error(capsys, importing(folder, tmp_path), str(folder), *parts)
 
 
-def test_a_tied_model_with_an_output_layer_of_its_own(capsys, tmp_path, tied_folder):
+def test_import_tied_model_different_output_layer_raises(capsys, tmp_path, tied_folder):
     def change(tensors):
         tensors["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"].clone()
         tensors["lm_head.weight"][3, 4] += 1
@@ -98,7 +102,7 @@ def test_a_tied_model_with_an_output_layer_of_its_own(capsys, tmp_path, tied_fol
 
 
 @pytest.mark.parametrize("which", ["untied_folder", "sharded_folder"])
-def test_a_truncated_file_of_weights(capsys, tmp_path, request, which):
+def test_import_truncated_safetensors_raises(capsys, tmp_path, request, which):
     shutil.copytree(request.getfixturevalue(which), tmp_path / "model")
     path = sorted((tmp_path / "model").glob("*.safetensors"))[-1]
     size = path.stat().st_size - 100
@@ -107,7 +111,7 @@ def test_a_truncated_file_of_weights(capsys, tmp_path, request, which):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_a_checkpoint_whose_tensors_are_not_as_they_should(capsys, tmp_path, imported, untied_folder):
+def test_export_wrong_tensors_raises(capsys, tmp_path, imported, untied_folder):
     stored = stock_load(imported / "iter_0000000")
     projection = "model.module.language_model.decoder.layers.1.self_attention.linear_proj.weight"
     del stored["model.module.language_model.decoder.final_layernorm.weight"]
@@ -126,7 +130,7 @@ def checkpoint(imported, tmp_path):
     return shutil.copytree(imported, tmp_path / "checkpoint")
 
 
-def test_a_checkpoint_of_zeros_or_less_or_nothing(capsys, tmp_path, imported, checkpoint):
+def test_export_damaged_distcp_file_raises(capsys, tmp_path, imported, checkpoint):
     path = checkpoint / "iter_0000000" / "__0_0.distcp"
     path.write_bytes(bytes(path.stat().st_size))
     expect_error(capsys, exporting(checkpoint, tmp_path), str(path), "cannot be read")
@@ -138,7 +142,7 @@ def test_a_checkpoint_of_zeros_or_less_or_nothing(capsys, tmp_path, imported, ch
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1", "9" * 5000, "3"])
-def test_a_tracker_that_names_no_iteration(capsys, tmp_path, checkpoint, text):
+def test_export_invalid_tracker_raises(capsys, tmp_path, checkpoint, text):
     (checkpoint / "latest_checkpointed_iteration.txt").write_text(text)
     expect_error(capsys, exporting(checkpoint, tmp_path), "expected an iteration number" if text != "3" else "iter_")
 
@@ -148,12 +152,12 @@ def test_a_tracker_that_names_no_iteration(capsys, tmp_path, checkpoint, text):
     ('{"sharded_backend": "zarr"}', ("metadata.json", "is 'zarr'")),
     ('{"sharded_backend": "torch_dist"}', ("holds no model", "model.module.")),
 ])  # fmt: skip
-def test_a_checkpoint_that_says_it_is_of_another_format(capsys, tmp_path, checkpoint, text, parts):
+def test_export_wrong_format_file_raises(capsys, tmp_path, checkpoint, text, parts):
     (checkpoint / "iter_0000000" / "metadata.json").write_text(text)
     expect_error(capsys, exporting(checkpoint, tmp_path), *parts)
 
 
-def test_an_existing_target(capsys, tmp_path, untied_folder, imported):
+def test_convert_existing_target_raises(capsys, tmp_path, untied_folder, imported):
     for arguments in (importing(untied_folder, tmp_path), exporting(imported, tmp_path)):
         target = Path(arguments[-1])
         target.mkdir(parents=True)
@@ -164,7 +168,7 @@ def test_an_existing_target(capsys, tmp_path, untied_folder, imported):
         assert (target / "precious").read_text() == "x"
 
 
-def test_a_target_inside_the_source(capsys, tmp_path, untied_folder):
+def test_import_target_inside_source_raises(capsys, tmp_path, untied_folder):
     shutil.copytree(untied_folder, tmp_path / "model")
     target = str(tmp_path / "model" / "megatron")
     expect_error(capsys, ["import", "--hf-model", str(tmp_path / "model"), "--megatron-path", target], "overlap")
@@ -177,16 +181,16 @@ def test_a_target_inside_the_source(capsys, tmp_path, untied_folder):
     (["--tp", "0"], ("--tp is 0", "expected 1 or more")),
     (["--make-vocab-size-divisible-by", "0"], ("--make-vocab-size-divisible-by is 0, expected",)),
 ])  # fmt: skip
-def test_parallel_sizes_that_cannot_be(capsys, tmp_path, untied_folder, options, parts):
+def test_import_invalid_parallel_sizes_raises(capsys, tmp_path, untied_folder, options, parts):
     expect_error(capsys, importing(untied_folder, tmp_path), *parts, options=options)
 
 
-def test_a_disk_without_room(capsys, tmp_path, untied_folder, monkeypatch):
+def test_import_no_disk_space_raises(capsys, tmp_path, untied_folder, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6 - 5, 5))
     expect_error(capsys, importing(untied_folder, tmp_path), "has 5 bytes free, expected")
 
 
-def test_a_disk_that_fills_up_meanwhile(capsys, tmp_path, untied_folder):
+def test_import_disk_full_while_writing_leaves_nothing(capsys, tmp_path, untied_folder):
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -197,7 +201,7 @@ def test_a_disk_that_fills_up_meanwhile(capsys, tmp_path, untied_folder):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_verify_names_what_differs(capsys, tmp_path, untied_folder, imported):
+def test_verify_lists_differing_tensors(capsys, tmp_path, untied_folder, imported):
     def change(tensors):
         tensors[Q_PROJ][7, 5] += 1
         tensors[NORM].neg_()
@@ -209,10 +213,10 @@ def test_verify_names_what_differs(capsys, tmp_path, untied_folder, imported):
     assert f"{Q_PROJ}: 1 of 10240 elements differ" in capsys.readouterr().err
 
 
-def test_verify_during_import_catches_a_wrong_byte(tmp_path, untied_folder, monkeypatch):
+def test_import_verify_finds_wrong_byte(tmp_path, untied_folder, monkeypatch):
     from qwen3vl_bridge.checkpoint.formats import tensors
 
-    original = tensors.SegmentReader._read
+    original = tensors.SliceReader._read_exactly
 
     def damage(self, file, into, offset, path, name):
         original(self, file, into, offset, path, name)
@@ -221,7 +225,7 @@ def test_verify_during_import_catches_a_wrong_byte(tmp_path, untied_folder, monk
             damaged.append(True)
 
     damaged: list[bool] = []
-    monkeypatch.setattr(tensors.SegmentReader, "_read", damage)
+    monkeypatch.setattr(tensors.SliceReader, "_read_exactly", damage)
     with pytest.raises(CheckpointError, match="not written correctly"):
         import_checkpoint(untied_folder, tmp_path / "megatron", verify=True)
     assert not list(tmp_path.iterdir())
@@ -259,7 +263,7 @@ FIELDS = [(size, *field) for size, fields in (("2B", DENSE), ("30B-A3B", MOE)) f
 
 
 @pytest.mark.parametrize(("size", "name", "value"), FIELDS)
-def test_fields_that_differ_are_named(size, name, value, tmp_path):
+def test_check_same_model_lists_differing_fields(size, name, value, tmp_path):
     config = presets.config_dict(size)
     one, other = written(tmp_path / "one", changed(config, **{name: value})), written(tmp_path / "other", config)
     with pytest.raises(CheckpointError) as error:
@@ -273,7 +277,7 @@ def test_fields_that_differ_are_named(size, name, value, tmp_path):
 
 
 @pytest.mark.parametrize("size", ["2B", "30B-A3B"])
-def test_other_spellings_are_of_the_same_model(size, tmp_path):
+def test_check_same_model_accepts_other_formats_of_config(size, tmp_path):
     config = presets.config_dict(size)
     again = changed(config, text_config__attention_dropout=0.1, text_config__max_position_embeddings=9, dtype="float32")
     text = again["text_config"]
@@ -295,7 +299,7 @@ def test_other_spellings_are_of_the_same_model(size, tmp_path):
     ("vision_config", {"num_heads": 2}),  # the same shapes, interleaved in another way
     ("text_config", {"vocab_size": 500}), ("text_config", {"rms_norm_eps": 1e-5}),
 ])  # fmt: skip
-def test_another_models_configuration_converts_nothing(section, fields, capsys, tmp_path, untied_folder, imported):
+def test_export_config_of_other_model_raises(section, fields, capsys, tmp_path, untied_folder, imported):
     model = model_with_config(tmp_path / "model", untied_folder, {section: fields})
     before = read_object(untied_folder / "config.json")[section]
     parts = ["describes another model than", *(f"{section}.{n} is {v!r}, expected {before[n]!r}"
@@ -314,7 +318,7 @@ def test_another_models_configuration_converts_nothing(section, fields, capsys, 
 
 
 @pytest.mark.parametrize("text", [None, "checkpoint: {}", "model: [", "a: 1" + ":1" * 500_000])
-def test_what_nothing_was_compared_with_is_said(text, tmp_path, untied_folder, imported):
+def test_export_without_stored_config_is_noted(text, tmp_path, untied_folder, imported):
     run = shutil.copytree(imported / "iter_0000000", tmp_path / "run")
     shutil.rmtree(run / "hf")
     (run / "run_config.yaml").unlink()
@@ -331,7 +335,7 @@ def test_what_nothing_was_compared_with_is_said(text, tmp_path, untied_folder, i
         assert note.startswith(why)
 
 
-def test_the_file_of_a_conversion_is_compared_too(tmp_path, untied_folder, imported):
+def test_export_run_config_of_conversion_is_compared(tmp_path, untied_folder, imported):
     """What a trainer of Megatron-Bridge saves after a conversion may lack our folder and name our function."""
     run = shutil.copytree(imported / "iter_0000000", tmp_path / "run")
     shutil.rmtree(run / "hf")
@@ -341,3 +345,95 @@ def test_the_file_of_a_conversion_is_compared_too(tmp_path, untied_folder, impor
     written(model, changed(config, vision_config__num_heads=2))
     with pytest.raises(CheckpointError, match=r"run_config.yaml:\n  vision_config.num_heads is 2, expected 4$"):
         export_checkpoint(run, tmp_path / "hf", hf_model=model, dry_run=True)
+
+
+def split_off(source: Path, folder: Path, prefix: str, file: str) -> Path:
+    """Copy a model with an index, and move tensors to a file that the index does not name."""
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    tensors = hf_tensors(source)
+    moved = {name: tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
+    save_file(tensors, folder / "model-00001-of-00001.safetensors")
+    save_file(moved, folder / file)
+    weight_map = dict.fromkeys(tensors, "model-00001-of-00001.safetensors")
+    write_object(folder / "model.safetensors.index.json", {"weight_map": weight_map})
+    return folder
+
+
+def test_import_file_not_in_index_raises(capsys, tmp_path, qwen3_5_folder):
+    folder = split_off(qwen3_5_folder, tmp_path / "model", "mtp.", "mtp.safetensors")
+    parts = (str(folder / "mtp.safetensors"), "tensors that would be lost, such as mtp.", "index.json does not name it")
+    expect_error(capsys, importing(folder, tmp_path), *parts)
+    import_checkpoint(qwen3_5_folder, tmp_path / "megatron")
+    with pytest.raises(CheckpointError, match="would be lost, such as mtp"):
+        verify_checkpoint(folder, tmp_path / "megatron")
+
+
+def test_import_unread_file_is_noted(tmp_path, sharded_folder):
+    folder = shutil.copytree(sharded_folder, tmp_path / "model")
+    save_file({"base_model.model.x.lora_A.weight": torch.zeros(2, 2)}, folder / "adapter_model.safetensors")
+    report = import_checkpoint(folder, tmp_path / "megatron")
+    assert report.notes == (
+        f"{folder}/adapter_model.safetensors is not read: model.safetensors.index.json does not name it",
+    )
+    assert verify_checkpoint(folder, tmp_path / "megatron").notes == report.notes
+
+
+def test_import_shards_next_to_single_file_noted_or_raises(tmp_path, sharded_folder):
+    folder = shutil.copytree(sharded_folder, tmp_path / "model")
+    tensors = hf_tensors(folder)
+    save_file(tensors, folder / "model.safetensors")
+    notes = import_checkpoint(folder, tmp_path / "megatron").notes
+    assert len(notes) == len(list(folder.glob("model-*.safetensors")))
+    assert all(
+        note.endswith("is not read: model.safetensors comes before model.safetensors.index.json") for note in notes
+    )
+    save_file({NORM: tensors[NORM]}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"would be lost, such as .*model\.safetensors comes before"):
+        import_checkpoint(folder, tmp_path / "other")
+
+
+def test_import_shards_without_index_raises(capsys, tmp_path, sharded_folder):
+    folder = shutil.copytree(sharded_folder, tmp_path / "model")
+    (folder / "model.safetensors.index.json").unlink()
+    parts = (
+        "weights without model.safetensors.index.json, which lists the tensors of each file",
+        "download it too",
+    )
+    expect_error(capsys, importing(folder, tmp_path), *parts)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_import_value_not_finite_raises(value, dtype, tmp_path, untied_folder, imported):
+    def change(tensors):
+        tensors |= {name: tensor.to(dtype) for name, tensor in tensors.items()}
+        tensors[Q_PROJ][7, 5] = value
+
+    folder = model_with(tmp_path / "model", untied_folder, change)
+    with pytest.raises(CheckpointError, match=rf"tensor {Q_PROJ}: the value at \[7, 5\] is NaN or infinite"):
+        import_checkpoint(folder, tmp_path / "megatron")
+    assert not (tmp_path / "megatron").exists()
+    with pytest.raises(CheckpointError, match=rf"tensor {Q_PROJ}: the value at \[7, 5\] is NaN or infinite"):
+        verify_checkpoint(folder, imported)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16", "float8_e4m3fn"])
+def test_check_finite_matches_torch_isfinite(dtype, tmp_path):
+    """Bit patterns of at most 16 bits, and the extremes of wider ones."""
+    of = getattr(torch, dtype)
+    if of.itemsize <= 2:
+        kind = torch.int16 if of.itemsize == 2 else torch.uint8
+        values = torch.arange(2 ** (8 * of.itemsize)).to(kind).view(of)
+    else:
+        limits = torch.finfo(of)
+        values = torch.tensor(
+            [0.0, -0.0, limits.max, limits.min, limits.tiny, *(float(x) for x in ("nan", "inf", "-inf"))]
+        ).to(of)
+        values = torch.cat([values, -values])
+    spec = TensorSpec("x", dtype, (len(values),))
+    for index in range(0, len(values), 7 if dtype.endswith("16") else 1):
+        value = values[index]
+        data = memoryview(value.reshape(1).view(torch.uint8).numpy())
+        finite = bool(torch.isfinite(value.float()) if dtype == "float8_e4m3fn" else torch.isfinite(value))
+        with nullcontext() if finite else pytest.raises(CheckpointError, match=rf"value at \[{index}\] is NaN"):
+            check_finite(spec, index, data)

@@ -8,19 +8,17 @@ import shutil
 import time
 
 from qwen3vl_bridge.checkpoint import CheckpointError, export_checkpoint, import_checkpoint, verify_checkpoint
-from qwen3vl_bridge.checkpoint.formats import planned_files
-from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
-from qwen3vl_bridge.io import atomic
-from qwen3vl_bridge.io.files import read_object, write_object
+from qwen3vl_bridge.checkpoint.formats import output_files
+from qwen3vl_bridge.checkpoint.formats.dcp import read_metadata
+from qwen3vl_bridge.core import atomic
+from qwen3vl_bridge.core.files import read_object, write_object
 from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.expert_layouts import relayout
-
-from .support import (
+from tests.checkpoint.support import (
     assert_same,
     before_each_unit,
     broken_disk,
@@ -30,15 +28,17 @@ from .support import (
     model_with_config,
     stock_load,
 )
+from tests.helpers.expert_layouts import relayout
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("gate", DTYPES)
 @pytest.mark.parametrize("up", DTYPES)
 @pytest.mark.parametrize("target", ["float32", "bfloat16"])
-def test_gate_and_up_of_different_dtypes_are_cast_before_they_are_transposed(gate, up, target, moe_folder, tmp_path):
+def test_import_mixed_dtypes_cast_before_transpose(gate, up, target, moe_folder, tmp_path):
     import_checkpoint(moe_folder, tmp_path / "m")
     stored = stock_load(tmp_path / "m" / "iter_0000000")
     for name, tensor in stored.items():
@@ -56,10 +56,10 @@ def test_gate_and_up_of_different_dtypes_are_cast_before_they_are_transposed(gat
 
 @pytest.fixture
 def small_units(monkeypatch):
-    monkeypatch.setattr(planned_files, "UNIT_BYTES", 1 << 18)
+    monkeypatch.setattr(output_files, "RANGE_BYTES", 1 << 18)
 
 
-def test_a_unit_that_waits_for_the_disk_holds_up_one_other_at_most(untied_folder, tmp_path, small_units):
+def test_write_ranges_two_at_a_time(untied_folder, tmp_path, small_units):
     """Two are written at a time, and no more files are open than that."""
     running, most = [], []
 
@@ -74,7 +74,7 @@ def test_a_unit_that_waits_for_the_disk_holds_up_one_other_at_most(untied_folder
     assert len(most) > 5 and max(most) == 2
 
 
-def test_resume_notices_that_elements_come_from_elsewhere(untied_folder, tmp_path, small_units):
+def test_resume_other_plan_raises(untied_folder, tmp_path, small_units):
     model = shutil.copytree(untied_folder, tmp_path / "model")
     with broken_disk(5), pytest.raises(CheckpointError, match="stays in"):
         import_checkpoint(model, tmp_path / "m", resume=True)
@@ -89,13 +89,13 @@ def test_resume_notices_that_elements_come_from_elsewhere(untied_folder, tmp_pat
         verify_checkpoint(untied_folder, tmp_path / "m")
 
 
-def test_resume_goes_on_under_another_spelling(untied_folder, tmp_path, small_units):
+def test_resume_other_path_to_same_model(untied_folder, tmp_path, small_units):
     with broken_disk(5), pytest.raises(CheckpointError, match="stays in"):
         import_checkpoint(str(untied_folder), tmp_path / "m", resume=True)
     assert import_checkpoint(f"{untied_folder}/", tmp_path / "m", resume=True).resumed
 
 
-def test_a_source_that_changes_while_it_is_read(untied_folder, tmp_path):
+def test_import_source_changed_while_reading_raises(untied_folder, tmp_path):
     model = shutil.copytree(untied_folder, tmp_path / "model")
     touched = before_each_unit(lambda *_: os.utime(model / "model.safetensors"))
     with touched, pytest.raises(CheckpointError, match="changed while it was being read"):
@@ -112,7 +112,7 @@ def target(tmp_path, monkeypatch):
     return tmp_path / "target"
 
 
-def test_without_a_swap_the_old_result_is_never_lost(target, tmp_path, monkeypatch):
+def test_move_into_place_without_swap_keeps_old_result(target, tmp_path, monkeypatch):
     rename = os.rename
 
     def refuse(one, other):
@@ -123,7 +123,7 @@ def test_without_a_swap_the_old_result_is_never_lost(target, tmp_path, monkeypat
     monkeypatch.setattr(atomic.os, "rename", refuse)
     with (
         pytest.raises(CheckpointError, match="nothing was left"),
-        atomic.atomic_directory(target, print, replace=lambda _: True),
+        atomic.atomic_directory(target, print, check_replaceable=lambda _: True),
     ):
         pass
     assert [path.name for path in tmp_path.rglob("*")] == ["target", "old"]
@@ -139,14 +139,14 @@ def test_without_a_swap_the_old_result_is_never_lost(target, tmp_path, monkeypat
         target.mkdir()
         if number:
             (target / "mine").touch()
-        with pytest.raises(KeyError), atomic.atomic_directory(target, said.append, replace=lambda _: True):
+        with pytest.raises(KeyError), atomic.atomic_directory(target, said.append, check_replaceable=lambda _: True):
             raise KeyError
         assert [path.name for path in target.iterdir()] == found
     assert (tmp_path / "target.replaced-0123456789ab" / "old").exists() and "remove it yourself" in said[-1]
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])
-def test_a_signal_between_the_renames_loses_nothing(step, target, tmp_path, monkeypatch):
+def test_move_into_place_interrupt_keeps_old_result(step, target, tmp_path, monkeypatch):
     rename, steps = os.rename, []
 
     def interrupted(one, other):
@@ -159,21 +159,21 @@ def test_a_signal_between_the_renames_loses_nothing(step, target, tmp_path, monk
     monkeypatch.setattr(atomic.os, "rename", interrupted)
     with (
         pytest.raises(KeyboardInterrupt) if step == 1 else contextlib.nullcontext(),
-        atomic.atomic_directory(target, print, replace=lambda _: True) as work,
+        atomic.atomic_directory(target, print, check_replaceable=lambda _: True) as work,
     ):
         (work / "new").touch()
     assert [path.name for path in target.iterdir()] == ["old" if step == 1 else "new"]
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
-def test_a_target_that_nothing_can_be_moved_to(capsys, tmp_path, untied_folder):
+def test_import_target_is_link_raises(capsys, tmp_path, untied_folder):
     (tmp_path / "real").mkdir()
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "megatron").symlink_to(tmp_path / "real")
     expect_error(capsys, importing(untied_folder, tmp_path), "is a link, expected a path")
 
 
-def test_two_chunks_that_are_one_item(untied_folder, imported, tmp_path):
+def test_dcp_tensors_item_of_two_chunks_raises(untied_folder, imported, tmp_path):
     folder = shutil.copytree(imported, tmp_path / "m") / "iter_0000000"
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     layers = {i.fqn: i for i in metadata.storage_data if "q_layernorm" in i.fqn or "k_layernorm" in i.fqn}
@@ -194,7 +194,7 @@ def bomb(levels: int) -> bytes:
     b"\x80\x04ccollections\nOrderedDict\n]" + bomb(60)[2:] + b"K\x01\x86a\x85R.",
     b"\x80\x04]" + b"q\x00h\x00h\x00\x86a" * 3 + b".",
 ])  # fmt: skip
-def test_metadata_without_end(data, saved, tmp_path):
+def test_read_metadata_endless_values_raise(data, saved, tmp_path):
     folder = shutil.copytree(saved, tmp_path / "copy")
     (folder / ".metadata").write_bytes(data)
     begun = time.process_time()
@@ -207,12 +207,12 @@ def test_metadata_without_end(data, saved, tmp_path):
     ("text_config", "num_hidden_layers", " is 1000000000, expected a whole number from 1 to 10000"),
     ("vision_config", "depth", " is 1000000000"),
 ])  # fmt: skip
-def test_counts_without_end(capsys, tmp_path, untied_folder, section, field, part):
+def test_import_huge_config_numbers_raise(capsys, tmp_path, untied_folder, section, field, part):
     model = model_with_config(tmp_path / "model", untied_folder, {section: {field: 10**9}})
     expect_error(capsys, importing(model, tmp_path), field + part)
 
 
-def test_json_that_is_too_deep_or_too_long_or_no_text(capsys, tmp_path, untied_folder):
+def test_import_invalid_json_raises(capsys, tmp_path, untied_folder):
     model = shutil.copytree(untied_folder, tmp_path / "model")
     text = (model / "config.json").read_text()
     (model / "config.json").write_text(text.rstrip()[:-1] + ', "x": ' + '{"x": ' * 600 + "1" + "}" * 601)

@@ -1,8 +1,6 @@
 """Every tensor comes back, in both formats and every expert layout, or is rounded; stock software and docs agree."""
 
 import json
-import re
-from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import CheckpointError, Topology, inspect_checkpoint
 from qwen3vl_bridge.checkpoint.commands import export_checkpoint, import_checkpoint, reformat_checkpoint
@@ -11,13 +9,10 @@ from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from examples.digits.checkpoint import make_checkpoint
-from tests.expert_layouts import LAYOUTS, relayout
-
-from .support import EMBEDDING, NORM, assert_same, hf_tensors, model_with, stock_load
+from tests.checkpoint.support import EMBEDDING, NORM, assert_same, hf_tensors, model_with, stock_load
+from tests.helpers.expert_layouts import LAYOUTS, relayout
 
 FOLDERS = ("untied_folder", "tied_folder", "sharded_folder", "bf16_folder")
 FORMATS = ("fsdp_dtensor", "torch_dist")
@@ -26,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:T
 
 @pytest.mark.parametrize("naming", ["transformer_engine", "local"])
 @pytest.mark.parametrize("which", FOLDERS)
-def test_every_tensor_comes_back(which, naming, request, tmp_path):
+def test_roundtrip_keeps_every_tensor(which, naming, request, tmp_path):
     source = request.getfixturevalue(which)
     topology = Topology(tp=2, chunk_bytes=30_000)
     imported = import_checkpoint(source, tmp_path / "megatron", topology=topology, naming=naming, verify=True)
@@ -41,7 +36,7 @@ def test_every_tensor_comes_back(which, naming, request, tmp_path):
 
 # transformers 5.12 has no rule for one tensor per expert in this model.
 @pytest.mark.parametrize("which", [*FOLDERS, ExpertLayout.INPUT_MAJOR, ExpertLayout.OUTPUT_MAJOR])
-def test_stock_transformers_loads_the_export(which, moe_folders, request, tmp_path):
+def test_export_loads_in_transformers(which, moe_folders, request, tmp_path):
     source = moe_folders[which] if isinstance(which, ExpertLayout) else request.getfixturevalue(which)
     import_checkpoint(source, tmp_path / "megatron", ckpt_format="torch_dist")
     export_checkpoint(tmp_path / "megatron", tmp_path / "hf")
@@ -56,14 +51,14 @@ def test_stock_transformers_loads_the_export(which, moe_folders, request, tmp_pa
     assert one == other != []
 
 
-def test_files_beside_the_weights_come_back_unchanged(untied_folder, imported, tmp_path):
+def test_roundtrip_keeps_side_files(untied_folder, imported, tmp_path):
     export_checkpoint(imported, tmp_path / "hf")
     for path in untied_folder.iterdir():
         if path.suffix != ".safetensors":
             assert (tmp_path / "hf" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
-def test_the_checkpoint_is_laid_out_as_megatron_writes_it(imported, untied_folder):
+def test_import_writes_megatron_files(imported, untied_folder):
     folder = imported / "iter_0000000"
     assert (imported / "latest_checkpointed_iteration.txt").read_text() == "0"
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -79,7 +74,7 @@ def test_the_checkpoint_is_laid_out_as_megatron_writes_it(imported, untied_folde
     assert torch.__version__.startswith(manifest["torch"])
 
 
-def test_a_copy_of_the_embedding_beside_a_tied_one_is_left_out(tied_folder, tmp_path):
+def test_import_tied_output_layer_is_dropped(tied_folder, tmp_path):
     def change(tensors):
         tensors["lm_head.weight"] = tensors[EMBEDDING].clone()
 
@@ -90,7 +85,7 @@ def test_a_copy_of_the_embedding_beside_a_tied_one_is_left_out(tied_folder, tmp_
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_import_rounds_as_torch_does(dtype, untied_folder, tmp_path):
+def test_import_torch_dtype_rounds_like_torch(dtype, untied_folder, tmp_path):
     report = import_checkpoint(untied_folder, tmp_path / "megatron", torch_dtype=dtype)
     assert report.cast == report.tensors and not report.transposed and report.dtypes == (dtype,)
     assert inspect_checkpoint(tmp_path / "megatron")["dtypes"] == {dtype: report.tensors}
@@ -100,7 +95,7 @@ def test_import_rounds_as_torch_does(dtype, untied_folder, tmp_path):
     assert_same(hf_tensors(tmp_path / "hf"), {name: one.to(getattr(torch, dtype)) for name, one in before.items()})
 
 
-def test_widening_and_back_changes_nothing(bf16_folder, tmp_path):
+def test_roundtrip_float32_and_back_same_bytes(bf16_folder, tmp_path):
     import_checkpoint(bf16_folder, tmp_path / "megatron", torch_dtype="float32")
     assert verify_checkpoint(bf16_folder, tmp_path / "megatron").same
     export_checkpoint(tmp_path / "megatron", tmp_path / "hf", torch_dtype="bfloat16")
@@ -111,15 +106,14 @@ def test_widening_and_back_changes_nothing(bf16_folder, tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"torch_dtype": "bf16"}, {"naming": "te"}])
-def test_an_option_that_is_none_is_refused(options, untied_folder, tmp_path):
+def test_import_unknown_option_value_raises(options, untied_folder, tmp_path):
     with pytest.raises(CheckpointError, match=r"is '(bf16|te)', expected"):
         import_checkpoint(untied_folder, tmp_path / "megatron", **options)
 
 
-def test_a_value_too_large_is_refused(untied_folder, tmp_path):
+def test_import_value_too_large_raises(untied_folder, tmp_path):
     def change(tensors):
         tensors[NORM][3] = 1e6
-        tensors["model.visual.pos_embed.weight"][0, 0] = torch.inf  # is itself in any dtype
 
     model = model_with(tmp_path / "model", untied_folder, change)
     import_checkpoint(model, tmp_path / "bf16", torch_dtype="bfloat16")
@@ -128,10 +122,11 @@ def test_a_value_too_large_is_refused(untied_folder, tmp_path):
     assert not (tmp_path / "fp16").exists()
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("naming", ["transformer_engine", "local"])
 @pytest.mark.parametrize("ckpt_format", FORMATS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_expert_comes_back(layout, ckpt_format, naming, moe_folders, tmp_path):
+def test_roundtrip_keeps_every_expert(layout, ckpt_format, naming, moe_folders, tmp_path):
     source = moe_folders[layout]
     how = dict(ckpt_format=ckpt_format, naming=naming, topology=Topology(tp=2, ep=2, etp=1, chunk_bytes=5_000))
     imported = import_checkpoint(source, tmp_path / "m", verify=True, **how)
@@ -143,8 +138,9 @@ def test_every_expert_comes_back(layout, ckpt_format, naming, moe_folders, tmp_p
     assert json.loads((tmp_path / "hf" / "qwen3vl_bridge.json").read_text())["expert_layout"] == layout.name
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_export_may_have_another_expert_layout(layout, moe_folders, moe_folder, tmp_path):
+def test_export_expert_layout(layout, moe_folders, moe_folder, tmp_path):
     import_checkpoint(moe_folders[ExpertLayout.OUTPUT_MAJOR], tmp_path / "m")
     export_checkpoint(tmp_path / "m", tmp_path / "hf", expert_layout=layout.name.lower(), torch_dtype="bfloat16")
     rounded = {name: tensor.bfloat16() for name, tensor in hf_tensors(moe_folder).items()}
@@ -156,9 +152,10 @@ def test_an_export_may_have_another_expert_layout(layout, moe_folders, moe_folde
         export_checkpoint(tmp_path / "m", tmp_path / "x", expert_layout="x")
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("which", ["untied_folder", "tied_folder", "moe_folder", "bf16_folder"])
 @pytest.mark.parametrize(("first", "second"), [FORMATS, FORMATS[::-1]])
-def test_one_format_becomes_the_other(first, second, which, request, tmp_path):
+def test_reformat_matches_import(first, second, which, request, tmp_path):
     source = request.getfixturevalue(which)
     import_checkpoint(source, tmp_path / "a", ckpt_format=first, checksums=True)
     report = reformat_checkpoint(tmp_path / "a", tmp_path / "b", ckpt_format=second, verify=True, checksums=True)
@@ -172,7 +169,7 @@ def test_one_format_becomes_the_other(first, second, which, request, tmp_path):
     assert_same(hf_tensors(source), hf_tensors(tmp_path / "hf"))
 
 
-def test_layers_are_stacked_where_all_are_alike(all_moe_folder, untied_folder, tmp_path):
+def test_import_torch_dist_stacks_layers(all_moe_folder, untied_folder, tmp_path):
     import_checkpoint(all_moe_folder, tmp_path / "moe", ckpt_format="torch_dist")
     hf, stored = hf_tensors(all_moe_folder), stock_load(tmp_path / "moe" / "iter_0000000")
     experts = stored["language_model.decoder.layers.mlp.experts.experts.linear_fc1.weight"]
@@ -188,7 +185,7 @@ def test_layers_are_stacked_where_all_are_alike(all_moe_folder, untied_folder, t
 
 
 @pytest.mark.parametrize("ckpt_format", FORMATS)
-def test_a_padded_vocabulary(ckpt_format, untied_folder, tmp_path):
+def test_import_vocab_divisor_pads_with_zeros(ckpt_format, untied_folder, tmp_path):
     names = ["language_model.embedding.word_embeddings.weight", "language_model.output_layer.weight"]
     import_checkpoint(
         untied_folder, tmp_path / "m", ckpt_format=ckpt_format, vocab_divisor=100,
@@ -210,7 +207,7 @@ def test_a_padded_vocabulary(ckpt_format, untied_folder, tmp_path):
     assert_same({name: tensor.bfloat16() for name, tensor in hf.items()}, hf_tensors(tmp_path / "hf"))
 
 
-def test_checksums_tell_which_tensor_was_damaged(untied_folder, tmp_path):
+def test_verify_checksums_lists_damaged_tensor(untied_folder, tmp_path):
     import_checkpoint(untied_folder, tmp_path / "m", checksums=True)
     assert verify_checksums(tmp_path / "m").same
     path = tmp_path / "m" / "iter_0000000" / "__0_0.distcp"
@@ -224,72 +221,5 @@ def test_checksums_tell_which_tensor_was_damaged(untied_folder, tmp_path):
     (found,) = verify_checkpoint(untied_folder, tmp_path / "m").differences
     assert (found.name, found.elements, found.first) == ("model.language_model.norm.weight", 1, 0)
     import_checkpoint(untied_folder, tmp_path / "n")
-    with pytest.raises(CheckpointError, match="holds no checksums, expected those of all 114 tensors"):
+    with pytest.raises(CheckpointError, match="holds no checksums, expected checksums of all 114 tensors"):
         verify_checksums(tmp_path / "n")
-
-
-PAGE = (Path(__file__).parents[2] / "docs" / "checkpoint_formats.md").read_text("utf-8")
-MODELS = {"dense": {}, "moe": {"moe": True}, "qwen3_5": {"family": "qwen3_5"}}
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("formats")
-    for name, kind in MODELS.items():
-        make_checkpoint(root / name, **kind)
-        for ckpt_format in FORMATS:
-            import_checkpoint(root / name, root / f"{name}.{ckpt_format}", ckpt_format=ckpt_format, progress=False)
-    export_checkpoint(root / "dense.torch_dist", root / "dense.huggingface", progress=False)
-    return root
-
-
-def entries(folder: Path) -> dict:
-    return FileSystemReader(folder / "iter_0000000").read_metadata().state_dict_metadata
-
-
-def after(mark: str) -> str:
-    return PAGE.split(f"<!-- {mark} -->\n")[1].split("\n\n")[0]
-
-
-@pytest.mark.parametrize("ckpt_format", FORMATS)
-@pytest.mark.parametrize("model", MODELS)
-def test_tensors(folders, model, ckpt_format):
-    found = entries(folders / f"{model}.{ckpt_format}")
-    if (mark := f"tensors: {model}, {ckpt_format}") in PAGE:
-        rows = re.findall(r"^\| `([^`]+)` \| (\[[^]]*\]) \|$", after(mark), re.MULTILINE)
-        assert len(rows) >= 3
-        assert {name: str(list(found[name].size)) for name, _ in rows} == dict(rows)
-    others = {name for name, entry in found.items() if not hasattr(entry, "size")}
-    if ckpt_format == "fsdp_dtensor":
-        assert others == {"checkpoint_version", "iteration", "args"}
-        assert all(name.startswith("model.module.") for name in found.keys() - others)
-    else:
-        assert {name for name in others if "_extra_state" not in name} == {"common_state/shard_0_1"}
-        assert model != "dense" or "language_model.decoder.layers.mlp.linear_fc1._extra_state/shard_0_4" in others
-
-
-def test_every_table_of_tensors_is_compared():
-    named = set(re.findall(r"<!-- tensors: (\w+), (\w+) -->", PAGE))
-    assert len(named) == 5 and named <= {(model, ckpt_format) for model in MODELS for ckpt_format in FORMATS}
-
-
-@pytest.mark.parametrize("ckpt_format", [*FORMATS, "huggingface"])
-def test_files(folders, ckpt_format):
-    root = folders / f"dense.{ckpt_format}"
-    text = re.sub(r"or model-0.*|a copy of .*|\{.*", "", after(f"files: {ckpt_format}"))
-    named = {word for line in text.splitlines() for word in line.split() if re.search(r"\.\w+$|/hf$", word)}
-    inner = root / "iter_0000000" if ckpt_format in FORMATS else root
-    there = {path.relative_to(root).as_posix() for folder in {root, inner} for path in folder.iterdir()}
-    assert named == there - {"iter_0000000"}
-
-
-def test_manifest(folders):
-    fields = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`[^|]*) \|", after("manifest"), re.MULTILINE))))
-    found = set()
-    for ckpt_format, inner in (("torch_dist", "iter_0000000"), ("huggingface", ".")):
-        found |= json.loads((folders / f"dense.{ckpt_format}" / inner / "qwen3vl_bridge.json").read_text()).keys()
-    assert fields - {"sha256"} == found
-
-
-def test_layouts_of_experts():
-    assert re.findall(r"^\| `([A-Z_]+)` \|", PAGE, re.MULTILINE) == [layout.name for layout in ExpertLayout]

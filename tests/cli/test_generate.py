@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from tests.qwen3_5.tiny import make_checkpoint
+from tests.models.qwen3_5.tiny import make_checkpoint
 
 QUESTION = "Which digit is this?"
 
@@ -23,7 +23,7 @@ def picture(tmp_path):
     return path
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_5", "qwen3_5 moe"])
+@pytest.fixture(scope="module", params=["qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.slow), "qwen3_5 moe"])
 def folder(request, untied_folder, tmp_path_factory):
     if request.param == "qwen3_vl":
         return untied_folder
@@ -48,7 +48,7 @@ def answer(folder: Path, picture: Path, tokens: int, capsys) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_answer_is_that_of_transformers(folder, picture, capsys):
+def test_generate_matches_transformers(folder, picture, capsys):
     new = reference(folder, picture, 6)
     expected = AutoProcessor.from_pretrained(folder).decode(new, skip_special_tokens=True)
     found = answer(folder, picture, 6, capsys)
@@ -56,7 +56,7 @@ def test_the_answer_is_that_of_transformers(folder, picture, capsys):
     assert expected
 
 
-def test_a_picture_is_that_of_training(untied_folder, picture, capsys, tmp_path):
+def test_generate_image_is_upright_and_on_white(untied_folder, picture, capsys, tmp_path):
     """Upright, and on white where it is transparent: what transformers answers about a picture that is so."""
     upright = tmp_path / "upright.png"
     Image.eval(Image.open(picture).convert("L"), lambda level: 255 - level).save(upright)
@@ -73,15 +73,16 @@ def test_a_picture_is_that_of_training(untied_folder, picture, capsys, tmp_path)
     assert decode(reference(untied_folder, tmp_path / "black.png", 12), skip_special_tokens=True) != expected
 
 
-def test_a_file_that_is_no_picture_is_status_2(untied_folder, tmp_path, capsys, monkeypatch):
+def test_generate_invalid_image_exits_2(untied_folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(weight_loading, "load_model", None)  # no model is built before
     (tmp_path / "x.png").write_bytes(b"no picture")
     assert main(["generate", QUESTION, "--hf-model", str(untied_folder), "--image", str(tmp_path / "x.png")]) == 2
     assert f"error: --image: {tmp_path / 'x.png'} does not decode as an image" in capsys.readouterr().err
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("said", ["config", "tokenizer_config", "generation_config"])
-def test_an_answer_ends_with_its_turn(folder, picture, capsys, tmp_path, said):
+def test_generate_stops_at_end_token(folder, picture, capsys, tmp_path, said):
     new, tokenizer = reference(folder, picture, 12), AutoProcessor.from_pretrained(folder).tokenizer
     asked = f"user {QUESTION} assistant"  # of which a part would be read as another token, once it ends turns
     later = (token for number, token in enumerate(new) if number > 3 and token not in new[:number])
@@ -102,7 +103,7 @@ def test_an_answer_ends_with_its_turn(folder, picture, capsys, tmp_path, said):
     assert found in ended and found != tokenizer.decode(new, skip_special_tokens=True)
 
 
-def test_a_checkpoint_that_is_not_there_is_status_2(untied_folder, tmp_path, capsys, monkeypatch):
+def test_generate_missing_checkpoint_exits_2(untied_folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(weight_loading, "load_model", None)  # no model is built before
     words = ["generate", QUESTION, "--hf-model", str(untied_folder), "--megatron-path", str(tmp_path / "none")]
     assert main(words) == 2

@@ -1,4 +1,4 @@
-"""A real processor of toy size, and files of conversations with pictures."""
+"""Shared fixtures: a real processor of toy size, and files of conversations with images."""
 
 import copy
 import gc
@@ -10,9 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from qwen3vl_bridge.batch import TokenBatch
+from qwen3vl_bridge.core.batch import TokenBatch
+from qwen3vl_bridge.core.vision_inputs import VisionSettings
 from qwen3vl_bridge.data import DataError, Encoder, JsonLines, RowDataset, RowSettings, SampleFilter, Samples
-from qwen3vl_bridge.data.collation import Collator, VisionSettings, pad_token_id
+from qwen3vl_bridge.data.collation import Collator, pad_token_id
+from qwen3vl_bridge.data.samples import Sizes
 
 import datasets
 import numpy as np
@@ -22,11 +24,11 @@ import pytest
 import torch
 from PIL import Image
 
-from .servers import Server
+from tests.data.servers import Server
 
 
 def groups(*, dp: int = 1, dp_rank: int = 0, cp: int = 1, tp_rank: int = 0) -> SimpleNamespace:
-    """Process groups, as far as data ask for them."""
+    """Process groups with the methods that data loading uses."""
     sizes = dict(dp=(dp, dp_rank), cp=(cp, 0), tp=(tp_rank + 1, tp_rank), pp=(1, 0))
     group = {
         name: SimpleNamespace(size=lambda size=size: size, rank=lambda rank=rank: rank)
@@ -36,7 +38,7 @@ def groups(*, dp: int = 1, dp_rank: int = 0, cp: int = 1, tp_rank: int = 0) -> S
 
 
 def built(provider, train: int, valid: int = 0, **ranks: int) -> tuple:
-    """What Megatron-Bridge's loop reads, on a rank of these groups, if there are any."""
+    """Return what Megatron-Bridge's loop reads on a rank of these groups."""
     from megatron.bridge.data.base import DatasetBuildContext
 
     collection = groups(**ranks) if ranks else None
@@ -45,10 +47,11 @@ def built(provider, train: int, valid: int = 0, **ranks: int) -> tuple:
 
 @pytest.fixture
 def server(monkeypatch):
-    """A server that is asked without a proxy, and again after no time."""
+    """Return a server that is requested without a proxy and retried immediately."""
     for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
         monkeypatch.delenv(name)
     monkeypatch.setattr("qwen3vl_bridge.data.downloading.WAITS", (0.01, 0.02))
+    monkeypatch.setattr("qwen3vl_bridge.data.downloading.RECONNECT", 0.1)
     server = Server()
     yield server
     server.close()
@@ -56,7 +59,7 @@ def server(monkeypatch):
 
 @pytest.fixture(scope="session")
 def processor():
-    from examples.digits.processor import make_processor
+    from qwen3vl_bridge.testing.tiny_processor import make_processor
 
     return make_processor(512)
 
@@ -67,13 +70,13 @@ WHITE = ("\n", "\n\n", "\n\n\n", "\n\n\n\n", " \n", "\n \n", "\r\n", " \n\n")
 
 @pytest.fixture(scope="session")
 def joining():
-    """A processor whose tokenizer joins newlines, as the released ones do."""
-    from examples.digits import processor as digits
+    """Return a processor with a tokenizer that joins newlines, like the released ones."""
+    from qwen3vl_bridge.testing import tiny_processor
 
-    texts = [*digits._corpus(), *[f"a{white}b" for white in WHITE for _ in range(8)]]
+    texts = [*tiny_processor._corpus(), *[f"a{white}b" for white in WHITE for _ in range(8)]]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(digits, "_corpus", lambda: iter(texts))
-        made = digits.make_processor(512)
+        patch.setattr(tiny_processor, "_corpus", lambda: iter(texts))
+        made = tiny_processor.make_processor(512)
     assert all(len(made.tokenizer(white)["input_ids"]) == 1 for white in WHITE)
     assert len(made.tokenizer("\n" + " \n")["input_ids"]) == 1
     return made
@@ -81,7 +84,7 @@ def joining():
 
 @pytest.fixture(scope="session")
 def checkpoint(processor, tmp_path_factory) -> Path:
-    from examples.digits.checkpoint import make_config
+    from qwen3vl_bridge.testing.tiny_checkpoint import make_config
 
     folder = tmp_path_factory.mktemp("hf")
     processor.save_pretrained(folder)
@@ -91,7 +94,7 @@ def checkpoint(processor, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def make_provider(checkpoint) -> Callable:
-    """Makes finalized providers of rows of 256 tokens."""
+    """Return a function that makes finalized providers of rows of 256 tokens."""
     from qwen3vl_bridge import Qwen3VLConversationProvider
 
     def make(**settings):
@@ -105,20 +108,20 @@ def make_provider(checkpoint) -> Callable:
 
 
 def with_template(processor, template: str):
-    """A copy of a processor with a chat template, or with that of a file beside the tests of processing."""
+    """Return a copy of a processor with a chat template, given as text or as a file of this folder."""
     other = copy.copy(processor)
-    path = Path(__file__).with_name("processing") / template
+    path = Path(__file__).parent / template
     other.chat_template = path.read_text(encoding="utf-8") if template.endswith(".jinja") else template
     return other
 
 
 def trained(processor, sample) -> str:
-    """What a sample trains on, as text."""
+    """Return the trained text of a sample."""
     return processor.tokenizer.decode(sample.labels[sample.loss_mask.bool()])
 
 
 def dialogue(*contents) -> list[dict]:
-    """Messages of the user and the assistant in turn."""
+    """Return messages of the user and the assistant in turn."""
     return [{"role": ("user", "assistant")[n % 2], "content": content} for n, content in enumerate(contents)]
 
 
@@ -128,7 +131,7 @@ def encoder(processor) -> Encoder:
 
 
 def assert_refused(encoder: Encoder, message: str, conversation, *limit: int) -> None:
-    """Neither is it encoded, nor its size counted."""
+    """Assert that encoding and measuring raise the same error."""
     for work in (encoder, encoder.size):
         with pytest.raises(DataError, match=message):
             work(conversation, *limit)
@@ -141,7 +144,7 @@ def collator(processor) -> Collator:
 
 
 def same(first: TokenBatch, second: TokenBatch) -> bool:
-    """Whether two batches are alike to the bit."""
+    """Return whether two batches are bitwise equal."""
     names = ("input_ids", "labels", "loss_mask", "position_ids", "vision_slot")
     pixels = [None if batch.vision is None else batch.vision.pixel_values for batch in (first, second)]
     return (
@@ -161,7 +164,7 @@ def ids(batches: Iterable[TokenBatch]) -> list[tuple[str, ...]]:
 
 
 def reloaded(state: dict) -> dict:
-    """A position as a checkpoint gives it back."""
+    """Return a position after a round trip through a checkpoint."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -169,13 +172,13 @@ def reloaded(state: dict) -> dict:
 
 
 def segments(batch: TokenBatch) -> Iterator[tuple[str, slice]]:
-    """Each sample of a packed row, and where in the row it lies."""
+    """Yield each sample of a packed row with its offset."""
     for segment, sample_id in enumerate(batch.sample_ids):
         yield sample_id, slice(*batch.layout.cu_seqlens_padded[segment : segment + 2].tolist())
 
 
 def picture(path: Path, height: int, width: int, seed: int = 0) -> Path:
-    """A file of coloured noise."""
+    """Write an image of colored noise."""
     path.parent.mkdir(parents=True, exist_ok=True)
     noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     Image.fromarray(noise).save(path)
@@ -183,7 +186,7 @@ def picture(path: Path, height: int, width: int, seed: int = 0) -> Path:
 
 
 def random_record(folder: Path, number: int, random: np.random.Generator) -> dict:
-    """A conversation of one or two turns, with up to two pictures of different sizes."""
+    """Return a random conversation of one or two turns with up to two images."""
     messages = []
     for turn in range(random.integers(1, 3)):
         parts = []
@@ -206,14 +209,14 @@ def write(path: Path, records: list) -> Path:
 
 @pytest.fixture(scope="session")
 def train_file(tmp_path_factory) -> Path:
-    """40 random conversations."""
+    """Write 40 random conversations."""
     folder, random = tmp_path_factory.mktemp("conversations"), np.random.default_rng(0)
     return write(folder / "train.jsonl", [random_record(folder, number, random) for number in range(40)])
 
 
 @pytest.fixture(scope="session")
 def even_file(train_file) -> Path:
-    """The forty conversations of `train_file`, whose contents are all of one type, as tables need it."""
+    """Write the conversations of `train_file` with all contents of one type, as tables require."""
     records = [json.loads(line) for line in train_file.read_text().splitlines()]
     for message in (message for record in records for message in record["messages"]):
         if isinstance(message["content"], str):
@@ -228,7 +231,7 @@ def stream(even_file) -> datasets.IterableDataset:
 
 @pytest.fixture(scope="module")
 def streams_end_at_once():
-    """The library waits five seconds for Arrow's threads at the end of each epoch of a stream."""
+    """Skip the five seconds that `datasets` waits for Arrow's threads at the end of each epoch of a stream."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)
         yield
@@ -246,7 +249,7 @@ def read(tmp_path) -> Callable:
 
 @pytest.fixture
 def make_rows(train_file, encoder, collator) -> Callable[..., Callable]:
-    """Makes functions that make rows of 256 tokens, as streams take them."""
+    """Return a function that returns a factory of rows of 256 tokens."""
 
     def make(
         path=train_file, on_long="error", on_bad="error", most_patches=None, seq_length=256, multiple=1, **settings
@@ -256,8 +259,9 @@ def make_rows(train_file, encoder, collator) -> Callable[..., Callable]:
         def rows(begin=None, ranks=1) -> RowDataset:
             policies = {"most_patches": most_patches, "on_long": on_long, "on_bad": on_bad}
             packed = settings.get("packed")
+            sizes = None if packed is None else Sizes(known=packed.size)
             sample_filter = SampleFilter(encoder, limit=seq_length, **policies)
-            samples = Samples(JsonLines(path), sample_filter, packed)
+            samples = Samples(JsonLines(path), sample_filter, sizes)
             lay_out = replace(collator, seq_length=seq_length, multiple=multiple)
             return RowDataset(samples, RowSettings(lay_out, **settings), begin=begin, ranks=ranks)
 
@@ -267,7 +271,7 @@ def make_rows(train_file, encoder, collator) -> Callable[..., Callable]:
 
 
 def llava_record(number: int) -> dict:
-    """A conversation with up to two pictures, as LLaVA and ShareGPT would spell it; some with null for none."""
+    """Return a conversation with up to two images in the format of LLaVA and ShareGPT; some with null for no image."""
     paths = ["a.png", "b.png"][: number % 3]
     turns = [{"from": "human", "value": "<image>" * len(paths) + f"é{number}?"}, {"from": "gpt", "value": "[7] {,\"'"}]
     return {"conversations": turns, "images": paths or None, "other": number}
@@ -275,7 +279,7 @@ def llava_record(number: int) -> dict:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory) -> Path:
-    """Twenty conversations in every shape."""
+    """Write twenty conversations in every file format."""
     folder, records = tmp_path_factory.mktemp("sources"), [llava_record(number) for number in range(20)]
     for name in ("a.png", "b.png"):
         picture(folder / name, 32, 32)

@@ -1,4 +1,4 @@
-"""Servers on this machine that answer as a test says."""
+"""Local HTTP servers with scripted responses."""
 
 import contextlib
 import io
@@ -11,7 +11,7 @@ from PIL import Image
 
 
 class Server:
-    """Answers by path; each answer is contents, or works on the handler, after those that are to come first."""
+    """Serve scripted responses by path; a response is bytes or a function of the handler."""
 
     def __init__(self) -> None:
         self.answers, self.first, self.asked = {}, {}, Counter()
@@ -55,7 +55,7 @@ def redirect(to: str):
 
 
 def raw(answer: bytes):
-    """What a server answers that has its own mind about HTTP."""
+    """Raw responses that break the rules of HTTP."""
 
     def send_raw(handler) -> None:
         handler.wfile.write(answer)
@@ -71,5 +71,5 @@ def png(colour: str = "red") -> bytes:
 
 
 def files(folder: Path) -> list[str]:
-    """What is in a cache beside addresses."""
+    """Return the files of a cache, without those that store URLs."""
     return sorted(path.name for path in folder.rglob("*") if path.is_file() and path.suffix != ".address")

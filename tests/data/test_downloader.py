@@ -1,4 +1,4 @@
-"""One download: of an allowed address, stored or refused with a reason; servers that are down are asked no more."""
+"""Test the download of one URL: allowed URLs, stored files, and servers that fail."""
 
 import os
 import socket
@@ -7,13 +7,11 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from qwen3vl_bridge.data import DataError
+from qwen3vl_bridge.data import DataError, videos
 from qwen3vl_bridge.data import downloading as module
-from qwen3vl_bridge.data.downloading import MOST_DOWN, Downloader, allowed_url, check_prefix
-from qwen3vl_bridge.data.errors import Unreachable
-from qwen3vl_bridge.data.media import videos
-from qwen3vl_bridge.data.media.images import image_size, load_image
-from qwen3vl_bridge.data.media.media_access import MediaAccess, UrlCache, find
+from qwen3vl_bridge.data.downloading import FIRST_ATTEMPTS, MOST_DOWN, Downloader, check_allowed_url, check_url_prefix
+from qwen3vl_bridge.data.errors import DataUnavailable
+from qwen3vl_bridge.data.media import MediaAccess, UrlCache, find_media, image_size, load_image
 
 import httpx
 import pytest
@@ -21,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from .media.test_video import clip
-from .servers import files, png, raw, redirect, send
+from tests.data.servers import files, png, raw, redirect, send
+from tests.data.test_videos import clip
 
 HOST = "https://images.example.org"
 
@@ -40,7 +38,7 @@ def get(server, tmp_path):
 
 def allowed(address: str, *prefixes: str) -> bool:
     try:
-        allowed_url(address, prefixes, "here")
+        check_allowed_url(address, prefixes, "here")
     except DataError as error:
         assert str(error).startswith("here: found ")
         return False
@@ -57,8 +55,8 @@ def allowed(address: str, *prefixes: str) -> bool:
     ("https://", "https://anywhere.example/..1.png"), ("HTTP://", "http://anywhere.example/1.png"),
     ("http://127.0.0.1:80/", "http://127.0.0.1/1.png"), ("https://[::1]/", "https://[::1]/1.png"),
 ])  # fmt: skip
-def test_addresses_that_begin_so_are_allowed(prefix, address):
-    check_prefix(prefix)
+def test_allowed_urls_accept_prefix(prefix, address):
+    check_url_prefix(prefix)
     assert allowed(address, "https://other.example/", prefix)
     assert not allowed(address, "https://other.example/")
 
@@ -83,17 +81,17 @@ def test_addresses_that_begin_so_are_allowed(prefix, address):
     "https://images.example.org/a/\ud800.png", "https://", "https://xn--/a/1.png", "https://xn--0/a/1.png",
     "https://images.example.org/a/" + "x" * 70_000,
 ])  # fmt: skip
-def test_addresses_that_only_look_so_are_refused(prefix, address):
+def test_allowed_urls_reject_lookalikes(prefix, address):
     assert not allowed(address, prefix)
 
 
 @pytest.mark.parametrize("address", ["https://xn--/1.png", "https://xn--0/1.png", "https://a\ud800/1.png"])
-def test_what_is_no_address_is_refused_where_all_are_allowed(address):
+def test_allowed_urls_reject_invalid_url(address):
     assert not allowed(address, "https://")
 
 
 @pytest.mark.parametrize("address", ["/b/1.png", "/ab/1.png", "/A/1.png", "/a/../b/1.png", "/b/a/1.png", "/a%2f1.png"])
-def test_paths_are_compared_by_whole_segments(address):
+def test_allowed_urls_compare_path_segments(address):
     assert not allowed(f"{HOST}{address}", f"{HOST}/a", f"{HOST}/a/")
 
 
@@ -102,10 +100,10 @@ names = st.text("ab.-@:/\\?#%2eE5cfF;é。", max_size=12)
 
 @settings(max_examples=500)
 @given(between=names, after=names, prefix=st.sampled_from([HOST, f"{HOST}/", f"{HOST}/a", f"{HOST}/a/"]))
-def test_what_is_allowed_is_asked_of_that_host_and_folder(between, after, prefix):
+def test_allowed_urls_request_only_allowed_host(between, after, prefix):
     address = f"https://images.example.org{between}/a/{after}"
     if allowed(address, prefix):
-        url = allowed_url(address, [prefix], "here")
+        url = check_allowed_url(address, [prefix], "here")
         request = httpx.Request("GET", url)
         assert request.headers["host"] == "images.example.org" and request.url.port in (None, 443)
         path = request.url.raw_path.decode().partition("?")[0].lower()
@@ -115,7 +113,7 @@ def test_what_is_allowed_is_asked_of_that_host_and_folder(between, after, prefix
 
 @settings(max_examples=300)
 @given(path=st.lists(st.text("ab1é .-_~", min_size=1, max_size=5), min_size=1, max_size=3))
-def test_every_address_in_a_folder_is_allowed(path):
+def test_allowed_urls_accept_folder(path):
     if not {".", ".."} & {segment.strip() for segment in path}:
         assert allowed("/".join([HOST, "a", *path]), f"{HOST}/a/")
 
@@ -126,19 +124,19 @@ def test_every_address_in_a_folder_is_allowed(path):
     "https://example.org#", "https://example.org\\", "https://example.org:x/", "https://xn--/",
     "https://example.org/%2e%2e/",
 ])  # fmt: skip
-def test_what_is_no_beginning_of_an_address_is_refused(prefix):
-    with pytest.raises(ValueError, match="expected a scheme and a host, and a path if need be, such as"):
-        check_prefix(prefix)
+def test_allowed_urls_invalid_prefix_raises(prefix):
+    with pytest.raises(ValueError, match="expected a scheme and a host, and optionally a path, such as"):
+        check_url_prefix(prefix)
 
 
-def test_what_is_allowed_is_said():
-    with pytest.raises(Unreachable, match=rf"^here: found .*evil.com/1.png', .* begins with {HOST} or http://"):
-        allowed_url("https://evil.com/1.png", [HOST, "http://"], "here")
+def test_allowed_urls_are_named_in_error():
+    with pytest.raises(DataUnavailable, match=rf"^here: found .*evil.com/1.png', .* begins with {HOST} or http://"):
+        check_allowed_url("https://evil.com/1.png", [HOST, "http://"], "here")
     with pytest.raises(DataError, match=r"found the URL 's3://bucket/1.png', expected the path of a file"):
-        find("s3://bucket/1.png", MediaAccess(), "here")
+        find_media("s3://bucket/1.png", MediaAccess(), "here")
 
 
-def test_redirects_are_followed_where_they_are_allowed(server, get):
+def test_redirects_are_followed_if_allowed(server, get):
     to = {
         "1": "/a/2.png?x=1", "out": "/b/1.png", "up": "%2e%2e/b/1.png", "far": "http://evil.com/",
         "file": "file:///etc/passwd", "user": server.url.replace("//", "//me@") + "/a/2.png", "loop": "loop.png",
@@ -160,30 +158,32 @@ def test_redirects_are_followed_where_they_are_allowed(server, get):
 
 
 @pytest.mark.parametrize("status", [204, 400, 401, 403, 404, 410, 451])
-def test_an_address_that_is_gone_is_a_bad_sample(server, get, tmp_path, status):
+def test_downloader_gone_url_is_bad_sample(server, get, tmp_path, status):
     server.answers["/a.png"] = status
     with pytest.raises(DataError, match=f"^here: {server.url}/a.png: found the status {status}") as caught:
         get("/a.png")
-    assert not isinstance(caught.value, Unreachable)
+    assert not isinstance(caught.value, DataUnavailable)
     assert server.asked["/a.png"] == 1 and not files(tmp_path / "cache")
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 503])
-def test_a_server_that_is_busy_is_asked_again(server, get, tmp_path, status):
+def test_downloader_busy_server_is_retried(server, get, tmp_path, status):
     server.answers["/a.png"], server.first["/a.png"] = png(), [status, status]
     assert get("/a.png").read_bytes() == png() and server.asked["/a.png"] == 3
     server.answers["/b.png"] = status
-    with pytest.raises(Unreachable, match=rf"^here: found '{server.url}/b.png' out of reach after 3 .*status {status}"):
+    with pytest.raises(
+        DataUnavailable, match=rf"^here: found '{server.url}/b.png' unreachable after 3 .*status {status}"
+    ):
         get("/b.png")
     assert server.asked["/b.png"] == 3 and len(files(tmp_path / "cache")) == 1
 
 
-def test_a_name_of_no_host_is_no_bad_sample(server, get, tmp_path):
-    with pytest.raises(Unreachable, match=r"^here: found .* out of reach after 3 attempts \(ConnectErr"):
+def test_downloader_unknown_host_is_unavailable(server, get, tmp_path):
+    with pytest.raises(DataUnavailable, match=r"^here: found .* unreachable after 2 attempts \(ConnectErr"):
         Downloader(UrlCache(tmp_path / "cache"), ("http://",))("http://no.such.host.invalid/a.png", "here")
 
 
-def test_what_a_killed_download_left_is_removed_and_what_goes_on_is_not(server, get, tmp_path):
+def test_downloader_removes_only_abandoned_files(server, get, tmp_path):
     left, going_on = (tmp_path / "cache/unfinished" / name for name in ("left", "going_on"))
     left.parent.mkdir(parents=True)
     for path in (left, going_on):
@@ -202,7 +202,7 @@ def half(handler):
 @pytest.mark.parametrize(
     ("wait", "longest", "message"), [(0.4, 5, "ReadTimeout"), (0.05, 0.4, r"\(ReadTimeout: [1-9]\d* bytes so far")]
 )
-def test_a_slow_server_holds_nobody(server, get, tmp_path, monkeypatch, wait, longest, message):
+def test_downloader_slow_server_times_out(server, get, tmp_path, monkeypatch, wait, longest, message):
     whole = []
 
     def drip(handler):
@@ -215,13 +215,13 @@ def test_a_slow_server_holds_nobody(server, get, tmp_path, monkeypatch, wait, lo
     server.answers["/a.png"] = drip
     monkeypatch.setattr(module, "TIMEOUT", 0.2)
     monkeypatch.setattr(module, "LONGEST", longest)
-    with pytest.raises(Unreachable, match=message):
+    with pytest.raises(DataUnavailable, match=message):
         get("/a.png")
     assert not whole and not files(tmp_path / "cache")
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_too_much_is_refused(server, get, tmp_path, monkeypatch, told):
+def test_downloader_too_large_raises(server, get, tmp_path, monkeypatch, told):
     def long(handler):
         if told:  # and not a byte of it sent
             send(handler, 200, Content_Length=5000)
@@ -237,16 +237,18 @@ def test_too_much_is_refused(server, get, tmp_path, monkeypatch, told):
     assert len(get("/b.png").read_bytes()) == 1000
 
 
-def test_what_claims_to_be_packed_and_is_not_is_refused(server, get):
+def test_downloader_invalid_compression_raises(server, get):
     server.answers["/a.png"] = lambda handler: send(handler, 200, b"none", Content_Encoding="gzip")
     with pytest.raises(DataError, match=r"a.png' damaged"):
         get("/a.png")
 
 
 @pytest.mark.parametrize("to", ["http://[::1", "http:a.png", "data:,x", "http://xn--/", "/a\x01.png", "//[x]"])
-def test_redirects_to_no_address_are_refused(server, get, to):
+def test_downloader_invalid_redirects_raise(server, get, to):
     server.answers["/a.png"] = redirect(to)
-    with pytest.raises(DataError, match=rf"^here: found '{server.url}/a.png' (out of reach after 3|redirected to no)"):
+    with pytest.raises(
+        DataError, match=rf"^here: found '{server.url}/a.png' (unreachable after 3|redirected to an invalid URL)"
+    ):
         get("/a.png")
 
 
@@ -260,9 +262,9 @@ OK = b"HTTP/1.1 200 OK\r\n"
     OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\nab", OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n",
     pytest.param(OK + b"Content-Length: 999\r\n\r\n" + png()[:50], id="half a picture"),
 ])  # fmt: skip
-def test_what_breaks_the_rules_of_http_or_off_is_asked_for_again(server, get, tmp_path, answer):
+def test_downloader_protocol_errors_are_retried(server, get, tmp_path, answer):
     server.answers["/a.png"] = raw(answer)
-    with pytest.raises(Unreachable, match=rf"^here: found '{server.url}/a.png' out of reach after 3 .*Error: "):
+    with pytest.raises(DataUnavailable, match=rf"^here: found '{server.url}/a.png' unreachable after 3 .*Error: "):
         get("/a.png")
     assert server.asked["/a.png"] == 3 and not files(tmp_path / "cache")
     server.answers["/b.png"], server.first["/b.png"] = png(), [raw(answer)]
@@ -280,33 +282,32 @@ PAGES = ("text/html; charset=utf-8", "TEXT/HTML", "text/plain", "Application/JSO
     ("application/octet-stream", b"not found", r"found contents that begin b'not found' \(application/octet-"),
     (None, b"not found", r"found contents that begin b'not found' \(no type\)"),
 ])  # fmt: skip
-def test_what_is_neither_picture_nor_video_stays_out_of_the_cache(server, get, tmp_path, kind, body, message):
+def test_downloader_other_contents_are_not_stored(server, get, tmp_path, kind, body, message):
     server.answers["/a.png"] = png()
     server.first["/a.png"] = [lambda handler: send(handler, 200, body, Content_Type=kind)]
     with pytest.raises(DataError, match=f"^here: {server.url}/a.png: {message}") as caught:
         get("/a.png")
-    assert not isinstance(caught.value, Unreachable) and not list((tmp_path / "cache").rglob("*a.png*"))
+    assert not isinstance(caught.value, DataUnavailable) and not list((tmp_path / "cache").rglob("*a.png*"))
     assert get("/a.png").read_bytes() == png()
 
 
 @pytest.mark.parametrize("kind", [None, "binary/octet-stream", "video/x-any"])
 @pytest.mark.parametrize("ending", ["mkv", "mp4", "avi", "ts", "m2ts", "mpg", "flv", "mov", "ogv", "wmv"])
-def test_videos_are_videos_whatever_a_server_calls_them(server, get, tmp_path, kind, ending):
+def test_downloader_detects_videos(server, get, tmp_path, kind, ending):
     body = {"ogv": b"OggS" + bytes(60), "flv": b"FLV\1" + bytes(60)}.get(ending)
     body = body or clip(tmp_path / f"a.{ending}", 3, rate=25).read_bytes()
     server.answers["/a"] = lambda handler: send(handler, 200, body, Content_Type=kind)
     assert get("/a").read_bytes() == body
 
 
-def test_a_picture_too_large_to_be_opened_is_fetched(server, get, monkeypatch):
-    """It is refused for what it is, with others' limits perhaps not."""
+def test_downloader_stores_huge_images(server, get, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
     server.answers["/a.png"] = png()
     with pytest.raises(DataError, match=rf"-a.png \(downloaded from {server.url}/a.png\) is too large"):
         image_size(get("/a.png"), "here")
 
 
-def test_what_does_not_decode_says_where_it_is_from(server, get):
+def test_downloader_undecodable_file_names_url(server, get):
     server.answers = {"/a.png": png(), "/b": b"OggS" + bytes(60)}
     server.first["/a.png"] = [raw(OK + b"\r\n" + png()[:-30])]
     path = get("/a.png?x=1")
@@ -314,7 +315,7 @@ def test_what_does_not_decode_says_where_it_is_from(server, get):
         load_image(path, "here")
     processor = SimpleNamespace(fps=2)
     with pytest.raises(DataError, match=rf"-b \(downloaded from {server.url}/b\) does not decode as a video"):
-        videos.sample(get("/b"), processor, "here")
+        videos.sample_frames(get("/b"), processor, "here")
     path.unlink()
     assert load_image(get("/a.png?x=1"), "here").size == (64, 32)
 
@@ -328,7 +329,7 @@ def fetch(server, tmp_path):
 
 
 def out_of_reach(fetch: Downloader, address: str) -> str:
-    with pytest.raises(Unreachable) as caught:
+    with pytest.raises(DataUnavailable) as caught:
         fetch(address, "here")
     return str(caught.value)
 
@@ -340,20 +341,19 @@ def closed():
         yield f"http://127.0.0.1:{free.getsockname()[1]}"
 
 
-def test_of_a_server_that_is_down_no_more_than_a_few_addresses_are_asked_for(server, fetch, closed):
-    for number in range(MOST_DOWN):
-        assert "out of reach after 3 attempts (ConnectError" in out_of_reach(fetch, f"{closed}/{number}.png")
+def test_downloader_unconnectable_server_gets_one_url(server, fetch, closed):
+    assert "unreachable after 2 attempts (ConnectError" in out_of_reach(fetch, f"{closed}/0.png")
     where = closed.removeprefix("http://")
     assert out_of_reach(fetch, f"{closed}/9.png") == (
-        f"here: found '{closed}/9.png' not requested, because 3 URLs of {where} in a row failed, "
-        "expected a server that responds"
+        f"here: found '{closed}/9.png', which was not requested because earlier URLs of {where} failed; run the "
+        "download again when the server responds"
     )
     server.answers["/a.png"] = png()  # another server, of the same name and at another port
     fetch(f"{server.url}/a.png", "here")
 
 
 @pytest.mark.parametrize("answer", [500, 503, 521, "nothing"])
-def test_a_server_that_is_broken_or_hangs_is_asked_no_more(server, monkeypatch, tmp_path, answer):
+def test_downloader_failing_server_gets_no_more_requests(server, monkeypatch, tmp_path, answer):
     monkeypatch.setattr(module, "TIMEOUT", 0.1 if answer == "nothing" else 15)
     fetch = Downloader(UrlCache(tmp_path / "cache"), ("http://",))
     answers = (lambda handler: time.sleep(1)) if answer == "nothing" else answer
@@ -361,12 +361,11 @@ def test_a_server_that_is_broken_or_hangs_is_asked_no_more(server, monkeypatch, 
     said = [out_of_reach(fetch, f"{server.url}/{number}.png") for number in range(9)]
     problem = "ReadTimeout" if answer == "nothing" else f"status {answer}"
     assert [problem in one for one in said] == [True] * MOST_DOWN + [False] * (9 - MOST_DOWN)
-    assert server.asked.total() == MOST_DOWN * ATTEMPTS
+    assert server.asked.total() == MOST_DOWN * (FIRST_ATTEMPTS if answer == "nothing" else ATTEMPTS)
 
 
 @pytest.mark.parametrize("answer", [404, 429, "half", "picture"])
-def test_a_server_that_answers_anything_is_up(server, fetch, answer):
-    """Also one that has enough of us, or whose body breaks off."""
+def test_downloader_any_response_resets_failures(server, fetch, answer):
     server.answers = {f"/{number}.png": 503 for number in range(12)}
     server.answers |= {"/2.png": {"half": half, "picture": png()}.get(answer, answer)}
     for number in range(MOST_DOWN + 2):  # the third is the other one
@@ -382,7 +381,8 @@ def test_a_server_that_answers_anything_is_up(server, fetch, answer):
     assert "not requested" in out_of_reach(fetch, f"{server.url}/6.png")
 
 
-def test_attempts_that_are_under_way_end_as_well(server, fetch, closed, monkeypatch):
+def test_downloader_running_attempts_stop(server, fetch, closed, monkeypatch):
+    fetch._responded.add(closed.removeprefix("http://"))
     fetch._failed[closed.removeprefix("http://")] = MOST_DOWN - 1
     others = threading.Timer(0.2, lambda: fetch._failed.update([closed.removeprefix("http://")]))
     others.start()
@@ -391,7 +391,7 @@ def test_attempts_that_are_under_way_end_as_well(server, fetch, closed, monkeypa
     others.join()
 
 
-def test_who_redirects_is_not_the_one_that_is_down(server, fetch, closed):
+def test_downloader_redirecting_server_is_not_blamed(server, fetch, closed):
     server.answers = {f"/{number}.png": redirect(f"{closed}/{number}.png") for number in range(9)}
     said = [out_of_reach(fetch, f"{server.url}/{number}.png") for number in range(5)]
     assert [closed.removeprefix("http://") in one for one in said[MOST_DOWN:]] == [True, True]

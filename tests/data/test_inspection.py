@@ -1,4 +1,4 @@
-"""The inspection shows what is trained on, and survives what data may hold."""
+"""Test the report of `qwen3vl data inspect`."""
 
 import base64
 import html
@@ -6,12 +6,14 @@ import io
 import json
 import re
 import sys
+import time
 import unicodedata
 
 from qwen3vl_bridge.cli.data import main
 from qwen3vl_bridge.data import DataError, SampleFilter, Samples, inspection, open_source
+from qwen3vl_bridge.data.conversations import Conversation
+from qwen3vl_bridge.data.errors import group_errors
 from qwen3vl_bridge.data.inspection import as_json, as_text, html_parts, inspect_samples, view_sample, write_html
-from qwen3vl_bridge.data.schemas.conversations import Conversation
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers.image_utils import SizeDict
 
-from .conftest import dialogue, picture, write
+from tests.data.conftest import dialogue, picture, write
 
 END = "<|im_end|>"
 # With what takes several tokens a character, and a character that stands for a broken one.
@@ -48,14 +50,14 @@ def trained_text(view):
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(answers=st.lists(TEXT, min_size=1, max_size=3), question=TEXT)
-def test_trained_text_is_the_answers(tmp_path, inspect, answers, question):
+def test_inspection_trained_text_is_answers(tmp_path, inspect, answers, question):
     file = write(tmp_path / "train.jsonl", [conversation(*answers, question=question)])
     (view,) = inspect(file).samples
     # The tokenizer itself writes characters in one of their equal forms.
     assert trained_text(view) == "".join(unicodedata.normalize("NFC", answer) + END for answer in answers)
 
 
-def test_all_tokens_are_shown_in_order(train_file, encoder, processor):
+def test_inspection_shows_all_tokens_in_order(train_file, encoder, processor):
     source = open_source(train_file)
     for number in range(len(source)):
         sample = encoder(source[number])
@@ -67,13 +69,13 @@ def test_all_tokens_are_shown_in_order(train_file, encoder, processor):
         assert words == processor.tokenizer.decode(ids)
 
 
-def test_a_long_run_without_whole_characters_is_shown_whole(tmp_path, inspect):
+def test_inspection_long_run_without_characters_is_shown(tmp_path, inspect):
     answer = "\ufffd" * 500
     (view,) = inspect(write(tmp_path / "train.jsonl", [conversation(answer)])).samples
     assert trained_text(view) == answer + END
 
 
-def test_plain_text_puts_trained_tokens_in_brackets_and_shortens_runs(tmp_path, inspect):
+def test_inspection_text_has_brackets_and_short_runs(tmp_path, inspect):
     picture(tmp_path / "a.png", 64, 96)
     record = conversation("a fox", question=[{"type": "image", "image": "a.png"}])
     text = as_text(inspect(write(tmp_path / "train.jsonl", [record])), brackets=True).plain
@@ -88,11 +90,11 @@ def inlined(page):
     return [np.asarray(Image.open(io.BytesIO(base64.b64decode(data)))).astype(int) for data in found]
 
 
-def test_pictures_of_the_report_are_the_resized_ones(tmp_path, inspect, processor):
+def test_inspection_images_are_resized(tmp_path, inspect, processor):
     picture(tmp_path / "whole.png", 64, 96, seed=1)
     picture(tmp_path / "odd.png", 77, 50, seed=2)
     parts = [{"type": "image", "image": name} for name in ("whole.png", "odd.png")]
-    found = inspect(write(tmp_path / "train.jsonl", [conversation("yes", question=parts)]), pictures=True)
+    found = inspect(write(tmp_path / "train.jsonl", [conversation("yes", question=parts)]), images=True)
     whole, odd = inlined("".join(html_parts(found, "train.jsonl")))
 
     def original(name):
@@ -106,21 +108,21 @@ def test_pictures_of_the_report_are_the_resized_ones(tmp_path, inspect, processo
     assert np.abs(odd - resized.permute(1, 2, 0).numpy().astype(int)).max() <= 1  # measured: 0
 
 
-def test_large_pictures_are_inlined_as_jpeg(tmp_path, inspect, monkeypatch):
+def test_inspection_large_images_are_jpeg(tmp_path, inspect, monkeypatch):
     Image.new("RGB", (96, 64), (200, 30, 90)).save(tmp_path / "a.png")
     record = conversation("yes", question=[{"type": "image", "image": "a.png"}])
     monkeypatch.setattr("qwen3vl_bridge.data.inspection._MOST_PNG_PIXELS", 0)
-    page = "".join(html_parts(inspect(write(tmp_path / "train.jsonl", [record]), pictures=True), "train.jsonl"))
+    page = "".join(html_parts(inspect(write(tmp_path / "train.jsonl", [record]), images=True), "train.jsonl"))
     (found,) = inlined(page)
     assert "data:image/jpeg;" in page and found.shape == (64, 96, 3)
     assert np.abs(found - [200, 30, 90]).max() <= 3  # measured: 1
 
 
-def test_videos_are_shown_frame_by_frame(tmp_path, inspect):
+def test_inspection_videos_have_frames(tmp_path, inspect):
     frames = [picture(tmp_path / f"{number}.png", 64, 96, seed=number).name for number in range(4)]
     record = conversation("yes", question=[{"type": "video", "video": frames, "sample_fps": 2}])
-    found = inspect(write(tmp_path / "train.jsonl", [record]), pictures=True)
-    ((video,),) = (view.pictures for view in found.samples)
+    found = inspect(write(tmp_path / "train.jsonl", [record]), images=True)
+    ((video,),) = (view.media for view in found.samples)
     assert (video.kind, video.grid, video.num_tokens) == ("video", (2, 4, 6), 12)
     page = "".join(html_parts(found, "train.jsonl"))
     for frame, name in zip(inlined(page), frames, strict=True):
@@ -128,7 +130,7 @@ def test_videos_are_shown_frame_by_frame(tmp_path, inspect):
     assert "<|video_pad|> x 6" in as_text(found).plain
 
 
-def test_broken_samples_are_counted_and_named_and_the_rest_shown(tmp_path, inspect):
+def test_inspection_bad_samples_are_named(tmp_path, inspect):
     records = [conversation("one"), {"messages": []}, conversation("two"), {"wrong": 1}]
     found = inspect(write(tmp_path / "train.jsonl", records), show=4)
     assert [sample_id for sample_id, *_ in found.errors] == ["train.jsonl:2", "train.jsonl:4"]
@@ -137,8 +139,7 @@ def test_broken_samples_are_counted_and_named_and_the_rest_shown(tmp_path, inspe
     assert "found [] under 'messages'" in as_text(found).plain
 
 
-def test_empty_answers_are_named(tmp_path, inspect, encoder):
-    """Not those of a call, of reasoning, or that are not trained on."""
+def test_inspection_empty_answers_are_named(tmp_path, inspect, encoder):
     records = [conversation("yes"), conversation(""), conversation("yes", " \n"), conversation("", "no")]
     records[3]["messages"][1]["loss"] = False
     found = inspect(write(tmp_path / "train.jsonl", records))
@@ -149,7 +150,7 @@ def test_empty_answers_are_named(tmp_path, inspect, encoder):
     assert "empty answers" not in as_text(inspect(write(tmp_path / "sound.jsonl", records[:1]))).plain
 
 
-def test_samples_with_the_same_error_are_named_together(tmp_path, inspect):
+def test_inspection_equal_errors_are_grouped(tmp_path, inspect):
     (tmp_path / "elsewhere").mkdir()
     for number in range(9):
         picture(tmp_path / f"elsewhere/{number}.png", 64, 64)
@@ -165,10 +166,39 @@ def test_samples_with_the_same_error_are_named_together(tmp_path, inspect):
     numbers = ", ".join(f"train.jsonl:{number}" for number in range(2, 7))
     assert others == f"  the same in 8 more: {numbers} and 3 more"
     assert last.startswith("  train.jsonl:10: found [] under 'messages'")
-    assert list(inspection._error_lines(found, 1))[-1] == "and 1 more"
+    assert list(group_errors(found.errors, 1))[-1] == "and 1 more"
 
 
-def test_where_all_samples_are_broken_the_report_says_so(tmp_path, inspect):
+@pytest.mark.parametrize("long", ["x" * 20_000, "'" + "." * 20_000, "'" * 20_000, "1" * 20_000, "x/" * 10_000])
+def test_group_errors_long_word_takes_linear_time(long):
+    begun = time.monotonic()
+    errors = [(str(n), f"{n}: {long}", f"found '/a/{n} b.png' in {long} and {n}.5/x") for n in range(3)]
+    assert list(group_errors(errors, 1)) == [f"0: {long}", "the same in 2 more: 1, 2"]
+    assert time.monotonic() - begun < 0.2
+
+
+def test_inspection_reports_all_errors_in_one_pass(tmp_path, inspect):
+    picture(tmp_path / "sound.png", 64, 64)
+    cut = picture(tmp_path / "cut.png", 64, 64)
+    cut.write_bytes(cut.read_bytes()[:-200])
+    names = ["sound.png", "none/1.png", "http://a.example/1.png", "cut.png", "none/2.png", "http://b.example/22.png"]
+    records = [conversation("yes", question=[{"type": "image", "image": name}]) for name in names]
+    records += [conversation("yes", question="<image>"), {"messages": []}, conversation("no")]
+    file = write(tmp_path / "train.jsonl", records)
+    found = inspect(file, show=1)
+    assert [name for name, *_ in found.errors] == [f"train.jsonl:{line}" for line in range(2, 9)]
+    lines = as_text(found).plain.splitlines()[-8:]
+    assert lines[0] == "errors         7"
+    for line, words in zip(lines[1:], [
+        "train.jsonl:2: .*none/1.png, which does not exist", "the same in 1 more: train.jsonl:5",
+        "train.jsonl:3: .* no download of it in", "the same in 1 more: train.jsonl:6",
+        "train.jsonl:4: .*cut.png does not decode as an image", "train.jsonl:7: found 1 placeholder", "train.jsonl:8: ",
+    ], strict=True):  # fmt: skip
+        assert re.search(rf"^  {words}", line)
+    assert "\nerrors         1 (--lengths 9 looks at all samples)\n" in as_text(inspect(file, show=2, lengths=1)).plain
+
+
+def test_inspection_all_samples_bad(tmp_path, inspect):
     file = write(tmp_path / "train.jsonl", [{"messages": "none"}] * 3)
     found = inspect(file)
     write_html(found, tmp_path / "report.html", "train.jsonl", "model")
@@ -177,7 +207,7 @@ def test_where_all_samples_are_broken_the_report_says_so(tmp_path, inspect):
     assert json.loads(as_json(found))["length"] is None
 
 
-def test_a_fault_of_ours_names_the_sample(train_file, inspect, monkeypatch):
+def test_inspection_internal_error_names_sample(train_file, inspect, monkeypatch):
     def fail(*_, **__):
         raise TypeError("no such thing")
 
@@ -187,7 +217,7 @@ def test_a_fault_of_ours_names_the_sample(train_file, inspect, monkeypatch):
     assert caught.value.__notes__ == ["while looking at sample 3, counted from 0"]
 
 
-def test_lengths_and_rows(train_file, inspect, make_rows):
+def test_inspection_lengths_and_rows(train_file, inspect, make_rows):
     rows = make_rows(window_size=512)()
     found = inspect(train_file, seq_length=256)
     assert found.lengths == tuple(rows.samples.size(index).tokens for index in range(40))
@@ -202,7 +232,7 @@ def test_lengths_and_rows(train_file, inspect, make_rows):
     assert inspect(train_file, seq_length=1).row_fills == ()
 
 
-def test_which_samples_are_shown_and_measured(train_file, inspect):
+def test_inspection_selects_samples(train_file, inspect):
     def lines(**how):
         return [int(view.sample_id.rpartition(":")[2]) for view in inspect(train_file, lengths=1, **how).samples]
 
@@ -214,7 +244,7 @@ def test_which_samples_are_shown_and_measured(train_file, inspect):
         lines(start=40)
 
 
-def test_untrusted_text_is_escaped(tmp_path, inspect):
+def test_inspection_escapes_untrusted_text(tmp_path, inspect):
     wicked = "<script>alert('x')</script> & \" \x1b[31m \u202e ]]"
     found = inspect(write(tmp_path / "train.jsonl", [conversation(wicked, question=wicked)]))
     page, text = "".join(html_parts(found, "<b>.jsonl")), as_text(found).plain
@@ -224,8 +254,8 @@ def test_untrusted_text_is_escaped(tmp_path, inspect):
     assert "\x1b" not in text and "\\x1b[31m" in text
 
 
-def test_json_holds_everything_but_pictures(train_file, inspect):
-    found = json.loads(as_json(inspect(train_file, show=40, pictures=True)))
+def test_inspection_json_has_everything_but_pixels(train_file, inspect):
+    found = json.loads(as_json(inspect(train_file, show=40, images=True)))
     assert found["num_samples"] == len(found["samples"]) == len(found["lengths"]) == 40
     for sample in found["samples"]:
         assert sum(piece.get("count") or len(piece["ids"]) for piece in sample["pieces"]) == sample["num_tokens"]
@@ -233,8 +263,7 @@ def test_json_holds_everything_but_pictures(train_file, inspect):
     assert empty["length"] is None and empty["row_fills"] == []
 
 
-def test_the_report_says_what_it_is_of(tmp_path, inspect):
-    """A page with a wide picture, a video, a system prompt, a sample that is too long, and one with an error."""
+def test_inspection_report_names_data_and_model(tmp_path, inspect):
     picture(tmp_path / "wide.png", 64, 640, seed=1)
     frames = [picture(tmp_path / f"{number}.png", 64, 96, seed=number).name for number in range(12)]
     records = [
@@ -244,38 +273,39 @@ def test_the_report_says_what_it_is_of(tmp_path, inspect):
         {"messages": []},
     ]
     records[0]["messages"].insert(0, {"role": "system", "content": "be brief"})
-    found = inspect(write(tmp_path / "train.jsonl", records), show=4, pictures=True, seq_length=700)
+    found = inspect(write(tmp_path / "train.jsonl", records), show=4, images=True, seq_length=700)
     page = "".join(html_parts(found, "train.jsonl", "owner/model<1>"))
     assert page.count("train.jsonl for owner/model&lt;1&gt;, rows of 700 tokens") == 2  # title and heading
     assert "640 x 64 pixels (width x height)" in page and page.count("video 1: 96 x 64 pixels") == 1
     figures = re.findall(r"<figure>(.*?)</figure>", page)
     assert [figure.count("<img") for figure in figures] == [1, 12]
-    assert len(re.findall(r"fits no row: [\d,]+ tokens, and a row has 700", page)) == 1
+    assert len(re.findall(r"does not fit into a row: [\d,]+ tokens, and a row has 700", page)) == 1
 
 
-def test_a_sample_of_many_pieces_is_folded(tmp_path, inspect):
+def test_inspection_long_sample_is_folded(tmp_path, inspect):
     records = [conversation("7 " * 200), conversation("7 " * 1000)]
-    found = inspect(write(tmp_path / "train.jsonl", records), pictures=True, seq_length=20_000)
+    found = inspect(write(tmp_path / "train.jsonl", records), images=True, seq_length=20_000)
     assert len(found.samples[0].pieces) <= inspection._MOST_OPEN < len(found.samples[1].pieces)
     page = "".join(html_parts(found, "train.jsonl"))
     assert [fold != "" for fold in re.findall(r"<details( open)?>", page)] == [True, False]
 
 
 @pytest.mark.parametrize(("values", "rows"), [
-    ([5] * 3, [("5", "6", 3)]), ([0, 1, 24], [("0", "1", 1), ("1", "2", 1), ("23", "24", 1)]),
+    ([48] * 3, {"48": 3}), ([48, 49, 49], {"48": 1, "49": 2}), ([0, 1, 24], {"0 to 8": 2, "9 to 17": 0, "18 to 24": 1}),
+    ([*range(1000)], {f"{low} to {min(low + 41, 999)}": min(42, 1000 - low) for low in range(0, 1000, 42)}),
 ])  # fmt: skip
-def test_a_histogram_counts_all_values(values, rows):
-    found = re.findall(r"<td>(\S+) to (\S+)</td><td>(\d+)</td>", inspection._histogram("tokens", "samples", values))
-    assert [(low, high, int(number)) for low, high, number in found if number != "0"] == rows
+def test_inspection_histogram_bins(values, rows):
+    found = re.findall(r"<td>([^<]+)</td><td>(\d+)</td>", inspection._histogram("tokens", "samples", values))
+    assert {edges: int(number) for edges, number in found} == rows
 
 
 @pytest.fixture
 def run(checkpoint):
-    """Runs the command; its exit status."""
+    """Return a function that runs the command and returns its exit status."""
     return lambda file, *how: main(["inspect", "--data", str(file), "--hf-model", str(checkpoint), *map(str, how)])
 
 
-def test_the_command_prints_and_writes(run, train_file, tmp_path, capsys):
+def test_inspect_command_prints_and_writes(run, train_file, tmp_path, capsys):
     report = tmp_path / "report.html"
     command = (train_file, "--samples", "2", "--output", report)
     assert run(*command) == 0
@@ -286,26 +316,25 @@ def test_the_command_prints_and_writes(run, train_file, tmp_path, capsys):
 
     report.write_text("mine")
     assert run(*command) == 2
-    assert "something exists there already" in capsys.readouterr().err
+    assert "the path exists already" in capsys.readouterr().err
     assert report.read_text() == "mine"
     assert run(*command, "--overwrite", "--json") == 0
     assert len(json.loads(capsys.readouterr().out)["samples"]) == 2
     assert report.read_text() == page
 
 
-def test_no_report_of_records_that_all_failed(run, tmp_path, capsys):
-    """A second try, with what was wrong put right, would be refused for it."""
+def test_inspect_command_without_valid_records_writes_nothing(run, tmp_path, capsys):
     file, report = write(tmp_path / "train.jsonl", [{"messages": []}] * 3), tmp_path / "report.html"
     command = (file, "--output", report)
     assert run(*command) == 1 and not report.exists()
     said = capsys.readouterr()
     assert "train.jsonl:1" in said.out
-    assert f"{report} is not written: none of the samples looked at can be used\n" in said.err
+    assert f"{report} is not written: none of the inspected samples can be used\n" in said.err
     write(file, [conversation("one"), {"messages": []}])
     assert run(*command) == 1 and "train.jsonl:2" in report.read_text()
 
 
-def test_pictures_in_several_folders(run, train_file, tmp_path, capsys):
+def test_inspect_command_several_media_roots(run, train_file, tmp_path, capsys):
     (tmp_path / "images").symlink_to(train_file.parent / "images")
     (tmp_path / "train.jsonl").write_bytes(train_file.read_bytes())
     command = (tmp_path / "train.jsonl", "--samples", "0")
@@ -314,13 +343,13 @@ def test_pictures_in_several_folders(run, train_file, tmp_path, capsys):
     assert run(*command, "--media-root", tmp_path, "--media-root", train_file.parent) == 0
 
 
-def test_the_last_answer_alone(run, tmp_path, capsys):
+def test_inspect_command_answers_last(run, tmp_path, capsys):
     file = write(tmp_path / "train.jsonl", [conversation("one", "two")])
     assert run(file, "--answers", "last") == 0
     assert re.findall(r"\[\[.*\]\]", capsys.readouterr().out) == [f"[[two{END}]]"]
 
 
-def test_exit_status(run, tmp_path, capsys):
+def test_inspect_command_exit_status(run, tmp_path, capsys):
     file = write(tmp_path / "train.jsonl", [conversation("one"), {"messages": []}])
     assert run(file) == 1
     assert "train.jsonl:2" in capsys.readouterr().out
@@ -331,6 +360,6 @@ def test_exit_status(run, tmp_path, capsys):
     assert "1 of 2 for a row of 64 tokens (--seq-length): sound.jsonl:2\n" in capsys.readouterr().out
     assert run(tmp_path / "none") == run(file, "--hf-model", tmp_path) == 2
     assert run(file, "--output", tmp_path / "none" / "report.html") == 2
-    assert "the folder does not exist" in capsys.readouterr().err
+    assert "the folder for the report does not exist" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         run(file, "--seq-length", "0")

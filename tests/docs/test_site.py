@@ -1,4 +1,4 @@
-"""The site as `make docs` builds it."""
+"""The site that `make docs` builds."""
 
 import re
 import subprocess
@@ -6,18 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from .test_pages import nav
+from scripts.docs_site import hooks, reference
+from tests.docs.pages import ROOT
+from tests.docs.test_links import pages_of_the_nav
 
-ROOT = Path(__file__).resolve().parents[2]
 PINS = ROOT / ".venv-docs/.pins-done"
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not PINS.is_file() or PINS.read_bytes() != (ROOT / "requirements/docs.txt").read_bytes(),
-        reason=".venv-docs is missing or has other pins: run `make docs` once, which needs a package registry",
-    ),
-]
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +20,37 @@ def site() -> Path:
     return ROOT / "site"
 
 
-def test_every_page_is_built_with_its_headings(site):
-    for page in nav():
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not PINS.is_file() or PINS.read_bytes() != (ROOT / "requirements/docs.txt").read_bytes(),
+    reason=".venv-docs is missing or has other pins: run `make docs` once, which needs a package registry",
+)
+def test_site_builds_every_page_with_a_heading(site):
+    for page in pages_of_the_nav():
         text = (site / page).with_suffix(".html").read_text()
         assert len(re.findall(r"<h1\b", text)) == 1, page
         assert "<!-- generated" not in text, page
+
+
+@pytest.mark.parametrize(("markdown", "expected"), [
+    ("words:\n- a\n- b\n", "words:\n\n- a\n- b\n"), ("- a\n  - b\n  words\n", "- a\n    - b\n    words\n"),
+    ("words\n| a |\n|---|\n", "words\n\n| a |\n|---|\n"),
+    ("a\n```\nb\n- c [d](../README.md)\n```\ne\n", "a\n\n```\nb\n- c [d](../README.md)\n```\n\ne\n"),
+    ("[a](../README.md#try-it) [b](train.md)\n", "[a](overview.md#try-it) [b](train.md)\n"),
+    ("[a](../tests/docs)\n", '<span title="tests/docs">a</span>\n'),
+    ("![a](images/loss.png) [b](https://x.org) [c](#d)\n", "![a](images/loss.png) [b](https://x.org) [c](#d)\n"),
+])  # fmt: skip
+def test_dialect_converts_github_markdown(markdown, expected):
+    assert hooks.dialect(markdown, "docs/page.md") == expected
+
+
+def test_page_content_long_names_in_tables_may_break():
+    html = "<p><code>a_b</code></p><td><code>a_b.c/d</code> e_f</td>"
+    expected = "<p><code>a_b</code></p><td><code>a_<wbr>b.<wbr>c/<wbr>d</code> e_f</td>"
+    assert hooks.on_page_content(html, None, None, None) == expected
+
+
+def test_reference_lists_commands_and_options():
+    text = reference.commands()
+    for expected in ("### qwen3vl convert import", "### qwen3vl train", "### qwen3vl doctor", "--dry-run", "--resume"):
+        assert expected in text

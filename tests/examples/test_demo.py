@@ -10,14 +10,16 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from qwen3vl_bridge.testing.digits import conversation, make_dataset
+
 import numpy as np
 import pytest
 from PIL import Image
+from transformers import AutoConfig
 
 from examples.digits import report
-from examples.digits.dataset import conversation, make_dataset
-from examples.digits.demo import GOAL
-from tests.forked import ROOT
+from examples.digits.demo import GOAL, main, parse
+from tests.helpers.forked import ROOT
 
 STEPS = 240  # of 400
 
@@ -35,7 +37,7 @@ def accuracies(output: str) -> tuple[float, float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [[], ["--family", "qwen3_5"]], ids=["as make demo starts it", "qwen3_5"])
-def test_a_tiny_model_learns_digits(family, tmp_path):
+def test_demo_tiny_model_learns_digits(family, tmp_path):
     done = demo(tmp_path / "demo", *family, f"train.train_iters={STEPS}")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     before, after = accuracies(done.stdout)
@@ -47,8 +49,20 @@ def test_a_tiny_model_learns_digits(family, tmp_path):
     assert float(difference) <= 1e-4 * float(scale)
 
 
+def test_demo_model_only_keeps_earlier_results(tmp_path):
+    """What `make tiny-model` starts: the checkpoint can be read, and a demo may follow in the same folder."""
+    work = tmp_path / "demo"
+    work.mkdir()
+    for name in (".made_by_the_digits_demo", "loss.png"):
+        (work / name).touch()
+    main(["--model-only", "--work-dir", str(work)])
+    assert {path.name for path in work.iterdir()} == {".made_by_the_digits_demo", "loss.png", "hf"}
+    assert AutoConfig.from_pretrained(work / "hf").model_type == "qwen3_vl"
+    assert parse(["--work-dir", str(work)])
+
+
 @pytest.mark.slow
-def test_a_checkpoint_of_ones_own(untied_folder, tmp_path):
+def test_demo_own_checkpoint_is_trained(untied_folder, tmp_path):
     """Two steps: too few for the goal, which the exit status says; all files are there, and the model is unchanged."""
     before = {path.name: path.read_bytes() for path in untied_folder.iterdir() if path.is_file()}
     steps = ("train.train_iters=2", "scheduler.lr_warmup_iters=1")
@@ -61,7 +75,7 @@ def test_a_checkpoint_of_ones_own(untied_folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_training_that_was_told_to_stop_is_not_exported(untied_folder, tmp_path):
+def test_demo_stopped_training_is_not_exported(untied_folder, tmp_path):
     """By the setting; on SIGTERM a run leaves by the same way."""
     stops = ("train.train_iters=4", "train.exit_interval=2")
     done = demo(tmp_path / "demo", "--hf-model", untied_folder, *stops)
@@ -89,7 +103,7 @@ def digit_of(row):
 # The dataset
 
 
-def test_split_is_stratified_complete_and_disjoint(dataset):
+def test_dataset_split_is_stratified_and_disjoint(dataset):
     train, test = read(dataset.train), read(dataset.test)
     assert (len(train), len(test)) == (1437, 360)
     assert len({image_of(row) for row in train + test}) == 1797
@@ -98,13 +112,13 @@ def test_split_is_stratified_complete_and_disjoint(dataset):
         assert abs(held_out[digit] - 0.2 * counts[digit]) <= 1, digit
 
 
-def test_no_held_out_picture_is_in_training_under_another_name(dataset):
+def test_dataset_held_out_images_are_not_in_training(dataset):
     folder = dataset.train.parent
     train, test = ({(folder / image_of(row)).read_bytes() for row in read(path)} for path in dataset)
     assert not train & test
 
 
-def test_dataset_depends_on_its_seed_alone(dataset, tmp_path):
+def test_dataset_same_seed_gives_same_files(dataset, tmp_path):
     again, other = make_dataset(tmp_path / "again"), make_dataset(tmp_path / "other", seed=1, held_out=0.5)
     assert [path.read_text() for path in again] == [path.read_text() for path in dataset]
     assert len(read(other.test)) == 899
@@ -127,7 +141,7 @@ def few(dataset, folder, sizes):
     return path
 
 
-def test_untrained_model_answers_by_chance_and_alike_in_any_batch(untied_folder, dataset, tmp_path):
+def test_answer_untrained_model_batch_size_does_not_matter(untied_folder, dataset, tmp_path):
     path = few(dataset, tmp_path, [(64, 64), (128, 64), (32, 32), (96, 160)])
     alone, together = (report.answer(untied_folder, path, batch_size=size) for size in (1, 4))
     assert alone == together
@@ -136,7 +150,7 @@ def test_untrained_model_answers_by_chance_and_alike_in_any_batch(untied_folder,
     assert report.accuracy(report.answer(untied_folder, dataset.test)) <= 0.15
 
 
-def test_answer_names_a_row_it_cannot_ask(untied_folder, tmp_path):
+def test_answer_row_without_image_raises(untied_folder, tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_text(json.dumps({"messages": conversation("x.png", "7")["messages"][:1]}) + "\n")
     with pytest.raises(ValueError, match="expected a picture in the question"):
@@ -158,7 +172,7 @@ def test_accuracy_counts_exact_answers(dataset):
 
 
 @pytest.mark.parametrize("texts", [[None] * 3, ["$x^", "数字", "\n"], [None, "much too long to draw"] * 10])
-def test_answer_sheet_is_a_picture(dataset, tmp_path, texts):
+def test_answer_sheet_is_a_png(dataset, tmp_path, texts):
     report.answer_sheet(answers_about(dataset, texts), tmp_path / "sheet.png", most=15)
     with Image.open(tmp_path / "sheet.png") as sheet:
         assert sheet.format == "PNG"
@@ -166,7 +180,7 @@ def test_answer_sheet_is_a_picture(dataset, tmp_path, texts):
     assert red == any(text is not None for text in texts)
 
 
-def test_loss_curve_is_a_picture_and_needs_losses(tmp_path):
+def test_loss_curve_is_a_png_and_needs_losses(tmp_path):
     log = [{"step": step, "loss": 3.0 / step, "grad_norm": 1.0} for step in range(1, 20)]
     report.loss_curve([*log, {"step": 10, "valid_loss": 0.4}], tmp_path / "loss.png")
     with Image.open(tmp_path / "loss.png") as curve:

@@ -8,9 +8,8 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from transformers import AutoModelForImageTextToText
 
-from tests.parity.batches import make_samples
-
-from .support import Truth
+from tests.frameworks.support import Truth
+from tests.helpers.batches import make_samples
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -20,9 +20,9 @@ from megatron.core.utils import unwrap_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tests.model.inputs.support import offsets
-from tests.noise import relative
-from tests.parity.batches import Sample, pictures, run_reference
+from tests.helpers.batches import Sample, pictures, run_reference
+from tests.helpers.noise import relative
+from tests.models.inputs.support import offsets
 from tests.parity.conftest import converted_gradients
 
 # Of log probabilities down to about -8, absolute; of each gradient, relative to its largest entry. Over all callers.

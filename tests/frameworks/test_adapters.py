@@ -5,7 +5,7 @@ verl/workers/engine/megatron/transformer_impl.py (get_per_tensor_param); nemo_rl
 converters/convert_lora_to_hf.py; miles/backends/megatron_utils/lora_utils.py; Megatron-Bridge's recipes/utils/
 dataset_utils.py, training/checkpointing.py, examples/conversion/adapter/stream_adapter_weights.py. ms-swift has
 adapters of its own (mcore-bridge), and asks none of this. Refusals:
-`tests/model/adapters/test_stock_adapters.py`.
+`tests/peft/test_insertion.py`.
 """
 
 import warnings
@@ -26,9 +26,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from tests.adapters.test_export import check_logits, reference_logits, worst_difference
-from tests.parity.batches import make_batch, make_samples, per_sample
+from tests.helpers.batches import make_batch, make_samples, per_sample
 from tests.parity.conftest import build
+from tests.peft.test_export import check_logits, reference_logits, worst_difference
 
 ALL = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 SPLIT = ["linear_q", "linear_k", "linear_v", "linear_proj", "linear_fc1_up", "linear_fc1_gate", "linear_fc2"]
@@ -94,6 +94,7 @@ class TestVerl:
         peft = create_peft(config, dtype=torch.float32)
         return Model(folder, create_peft_hook(peft, training=True)), peft
 
+    @pytest.mark.one_case_in(3)
     def test_merged_weights_for_rollout(self, model):
         """get_per_tensor_param with `merge`: by tasks that are made once."""
         model, _ = model
@@ -103,6 +104,7 @@ class TestVerl:
         reference.load_state_dict(weights)
         model.check(reference)
 
+    @pytest.mark.one_case_in(3)
     def test_weights_and_adapters_apart(self, model):
         """And without: the base once, under names of layers that have adapters; these alone from then on."""
         model, peft = model
@@ -123,6 +125,7 @@ class TestVerl:
         both = {f"experts.{module}lora_{kind}.weight" for module in ("base_layer.", "") for kind in "AB"}
         assert experts == (both if any("experts" in name for name in expected) else set())
 
+    @pytest.mark.one_case_in(3)
     def test_a_checkpoint(self, model, tmp_path):
         model, peft = model
         model.bridge.save_hf_adapter(model.chunks, str(tmp_path / "adapter"), peft)
@@ -162,6 +165,7 @@ class TestNemoRL:
 class TestMiles:
     """`--lora-rank` with `--target-modules all-linear`, for both of its `--lora-type`s."""
 
+    @pytest.mark.one_case_in(3)
     @pytest.mark.parametrize(("lora", "targets"), [(LoRA, ALL), (CanonicalLoRA, SPLIT)], ids=["lora", "canonical_lora"])
     def test_sync_and_save(self, folder, lora, targets, tmp_path):
         """Tensors for SGLang, and a folder with them; each rank's own shards by their names."""

@@ -1,8 +1,9 @@
-"""AReaL with `bridge_type=megatron-bridge`: rows that nothing says padding of, adapters in a wrapped model, weights for
+"""AReaL with `bridge_type=megatron-bridge`: rows with their mask and offsets, adapters in a wrapped model, weights for
 the rollout by its own tables of Megatron's names.
 
 Sources: areal/engine/megatron_engine.py, areal/engine/megatron_utils/{packed_context_parallel,megatron}.py, areal/
-models/mcore/registry.py. AReaL itself refuses vision-language models under context parallelism.
+models/mcore/registry.py, read on 2026-11-28 in commits cbff54d6 of 2026-08-22 and 03aa1c1f. Calls under context
+parallelism are in `test_context_parallel.py`.
 """
 
 import re
@@ -25,27 +26,26 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from tests.adapters.test_export import check_logits
-
-from . import support
-from .support import Built, Truth
+from tests.frameworks import support
+from tests.frameworks.support import Built, Truth
+from tests.peft.test_export import check_logits
 
 ALL = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 
 
-def make_engine(folder, lora: LoRA | None = None) -> Built:
+def make_engine(folder, lora: LoRA | None = None, **changes: Any) -> Built:
     """As make_mcore_model, then _apply_megatron_bridge_lora on wrapped chunks, then _load_model_from_hf."""
     bridge = AutoBridge.from_hf_pretrained(str(folder), trust_remote_code=True)
     tf_config = bridge.transformer_config
     assert tf_config.num_query_groups and tf_config.kv_channels and tf_config.hidden_size
     provider = bridge.to_megatron_provider(load_weights=False)
-    for name, value in dict(
-        support.ONE_GPU, virtual_pipeline_model_parallel_size=None, pipeline_dtype=torch.float32,
+    for name, value in (support.ONE_GPU | dict(
+        virtual_pipeline_model_parallel_size=None, pipeline_dtype=torch.float32,
         recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1, recompute_modules=None,
         distribute_saved_activations=None, account_for_embedding_in_pipeline_split=False,
         account_for_loss_in_pipeline_split=False, variable_seq_lengths=True, moe_token_dispatcher_type="alltoall",
         batch_p2p_comm=False, overlap_p2p_comm=False,
-    ).items():  # fmt: skip
+    ) | changes).items():  # fmt: skip
         setattr(provider, name, value)
     if lora is not None:
         provider.gradient_accumulation_fusion = False
@@ -65,7 +65,8 @@ def engine(folder) -> Built:
 
 
 def call_of(truth: Truth, multiple: int, padded_to: int = 0) -> tuple[dict[str, Any], list[int]]:
-    """As packed_context_parallel_forward: rows with pictures, a packed row without; padding is token 0.
+    """As packed_context_parallel_forward with use_model_packed_seq: rows, a mask and offsets that count the padding
+    of samples in, which is token 0.
 
     Lengths are rounded up, and what fills the microbatch is a sample of its own (pad_mb_list).
     """
@@ -74,33 +75,41 @@ def call_of(truth: Truth, multiple: int, padded_to: int = 0) -> tuple[dict[str, 
     if padded_to > sum(lengths):
         ids.append(torch.zeros(padded_to - sum(lengths), dtype=torch.long))
         lengths.append(len(ids[-1]))
-    call = dict(attention_mask=None, position_ids=None, packed_seq_params=None)
-    if truth.pictures:
-        return call | dict(input_ids=support.padded_rows(ids), **truth.pictures), lengths
-    return call | dict(input_ids=torch.cat(ids)[None], packed_seq_params=support.thd(lengths)), lengths
+    mask = support.padded_rows([torch.ones_like(one, dtype=torch.bool) for one in ids])
+    call = dict(input_ids=support.padded_rows(ids), attention_mask=mask, position_ids=None, fp32_output=False)
+    return call | dict(packed_seq_params=support.thd(lengths), **truth.pictures), lengths
+
+
+def older_call_of(truth: Truth) -> dict[str, Any]:
+    """As it was before its pull request 1608, and as Qwen2.5-VL is still called: rows that nothing says padding of."""
+    ids = support.padded_rows([sample.ids for sample in truth.samples])
+    return dict(input_ids=ids, attention_mask=None, position_ids=None, packed_seq_params=None, **truth.pictures)
 
 
 @pytest.mark.parametrize(("multiple", "padded_to"), [(1, 0), (8, 256)])
-def test_log_probs(engine, truth, multiple, padded_to):
+def test_areal_log_probs_match_transformers(engine, truth, multiple, padded_to):
     texts = Truth(truth.reference, [sample for sample in truth.samples if not sample.pixels])
     for some in (truth, texts):
         call, lengths = call_of(some, multiple, padded_to)
         with torch.no_grad():
             logits = engine.model(**call)
-        if some.pictures:
-            logits = torch.cat([row[:length] for row, length in zip(logits, lengths, strict=True)])[None]
         found = logits[:, : sum(lengths[: len(some.samples)])]
         support.check_packed(found, some, lengths[: len(some.samples)])
 
 
-def test_videos_without_pixels_are_refused(engine, truth):
+def test_areal_log_probs_rows_without_mask(engine, truth):
+    with torch.no_grad():
+        support.check_rows(engine.model(**older_call_of(truth)), truth)
+
+
+def test_areal_videos_without_pixels_raise(engine, truth):
     """AReaL hands on `video_grid_thw`, and no `pixel_values_videos`."""
     call, _ = call_of(truth, 1)
     with pytest.raises(ValueError, match="video pixels: found 0 patches, expected 32 for 1 video grids"):
         engine.model(**call | dict(pixel_values_videos=None))
 
 
-def test_the_text_model_is_found(engine):
+def test_areal_finds_language_model(engine):
     """unwrap_to_gpt_model and get_named_parameters."""
     model = unwrap_model(engine.model)
     assert not isinstance(model, GPTModel) and isinstance(model.language_model, GPTModel)
@@ -166,7 +175,7 @@ def te_names(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield pattern.replace("*", "{}").format(*indices), parameter.detach()
 
 
-def test_weights_by_its_own_names(engine, folder):
+def test_areal_weights_have_its_names(engine, folder):
     """_update_weights_from_distributed converts parameters itself, experts one by one as vLLM takes them."""
     config = engine.bridge.hf_pretrained.config
     parameters = te_names(unwrap_model(engine.model))
@@ -181,7 +190,7 @@ def test_weights_by_its_own_names(engine, folder):
     support.check_exported(found, stored)
 
 
-def test_adapters_in_a_wrapped_model(folder, truth, tmp_path):
+def test_areal_adapters_in_wrapped_model(folder, truth, tmp_path):
     """The base's weights come after the adapters; _save_model_to_hf writes these alone."""
     torch.manual_seed(0)
     lora = LoRA(target_modules=ALL, dim=4, alpha=8, dropout=0.0)
@@ -192,7 +201,7 @@ def test_adapters_in_a_wrapped_model(folder, truth, tmp_path):
         for parameter in adapters.values():
             parameter.normal_(std=0.05)
         call, lengths = call_of(truth, 1)
-        logits = [row[:length] for row, length in zip(engine.model(**call), lengths, strict=True)]
+        logits = engine.model(**call)[0].split(lengths)
     engine.bridge.save_hf_adapter(
         engine.chunks, path=str(tmp_path), peft_config=lora, base_model_name_or_path=str(folder)
     )

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.batch import SequenceLayout, mrope_positions
+from qwen3vl_bridge.core.layout import SequenceLayout
+from qwen3vl_bridge.core.vision_inputs import VisionSettings, mrope_positions
 
 import pytest
 import torch
@@ -15,13 +16,12 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from tests.forked import results_of_ranks
-from tests.model.inputs.support import share_of
-from tests.parity.batches import make_samples
-from tests.ranks import forget_models
-
-from . import test_miles, test_ms_swift, test_verl
-from .support import LOG_PROBS, Truth, groups_of, log_probs_of, packed_row, padded_lengths, thd
+from tests.frameworks import test_areal, test_miles, test_ms_swift, test_verl
+from tests.frameworks.support import LOG_PROBS, Truth, groups_of, log_probs_of, packed_row, padded_lengths, thd
+from tests.helpers.batches import make_samples
+from tests.helpers.forked import results_of_ranks
+from tests.helpers.ranks import forget_models
+from tests.models.inputs.support import share_of
 
 CP = 2
 
@@ -98,8 +98,7 @@ def ms_swift(folder: Path, truth: Truth) -> Iterator[tuple[str, Callable[[], flo
     row = packed_row([sample.ids for sample in truth.samples], lengths)
     labels = packed_row([sample.labels for sample in truth.samples], lengths)
     grids = [truth.pictures.get(name) for name in ("image_grid_thw", "video_grid_thw")]
-    tokens = dict(image_token_id=truth.config.image_token_id, video_token_id=truth.config.video_token_id)
-    positions = mrope_positions(row, layout, *grids, spatial_merge_size=2, **tokens)
+    positions = mrope_positions(row, layout, *grids, VisionSettings.from_config(truth.config))
 
     def cut(values: Tensor) -> Tensor:
         return share_of(values, lengths, CP, groups.cp.rank())
@@ -116,6 +115,20 @@ def ms_swift(folder: Path, truth: Truth) -> Iterator[tuple[str, Callable[[], flo
     yield "labels and positions are cut", lambda: call(position_ids=cut(positions))
 
 
+def areal(folder: Path, truth: Truth) -> Iterator[tuple[str, Callable[[], float]]]:
+    """Whole rows on every rank, padding of samples taken for tokens, offsets of the whole packed row."""
+    engine = test_areal.make_engine(folder, context_parallel_size=CP)
+
+    def call(padded_to: int) -> float:
+        arguments, lengths = test_areal.call_of(truth, 2 * CP, padded_to)
+        with torch.no_grad():
+            logits = engine.model(**arguments)
+        some = Truth(truth.reference, truth.samples[: len(lengths)])
+        return log_probs(logits, some, lengths, groups_of(engine.model))
+
+    yield "rows with offsets", lambda: call(0)
+
+
 def errors_of_ranks(dense: Path, moe: Path) -> dict[tuple[str, str, str], float | str]:
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(context_parallel_size=CP)
@@ -124,7 +137,7 @@ def errors_of_ranks(dense: Path, moe: Path) -> dict[tuple[str, str, str], float 
     for family, folder in (("dense", dense), ("MoE", moe)):
         reference = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").train()
         truth = Truth(reference, make_samples("mixed", reference.config, seed=7))
-        for caller in (verl, miles, ms_swift):
+        for caller in (verl, miles, ms_swift, areal):
             forget_models()  # each framework has its own attention backend
             for name, call in caller(folder, truth):
                 try:
@@ -137,6 +150,7 @@ def errors_of_ranks(dense: Path, moe: Path) -> dict[tuple[str, str, str], float 
 CALLS = [
     ("verl", "without padding"), ("verl", "without padding, pad_to_length"), ("verl", "one sample"),
     ("miles", "a share with a loss mask"), ("ms_swift", "labels are cut"),
+    ("areal", "rows with offsets"),
 ]  # fmt: skip
 
 
@@ -147,7 +161,7 @@ def found(untied_folder, moe_folder):
 
 @pytest.mark.parametrize("family", ["dense", "MoE"])
 @pytest.mark.parametrize(("caller", "call"), CALLS, ids=", ".join)
-def test_it_is_given_its_part(found, caller, call, family):
+def test_cp_every_framework_matches_one_rank(found, caller, call, family):
     error = found[caller, call, family]
     print(error)
     assert isinstance(error, float), error
@@ -155,7 +169,7 @@ def test_it_is_given_its_part(found, caller, call, family):
 
 
 @pytest.mark.parametrize("family", ["dense", "MoE"])
-def test_positions_that_are_cut_while_tokens_are_whole_are_refused(found, family):
+def test_cp_sliced_positions_with_full_tokens_raise(found, family):
     """As ms-swift cuts them; the message says that None derives them."""
     said = found["ms_swift", "labels and positions are cut", family]
     assert isinstance(said, str) and "expected [3, 1, 84]" in said and "None to derive them" in said, said

@@ -15,7 +15,7 @@ from megatron.bridge import AutoBridge
 from megatron.bridge.training.utils.train_utils import create_value_head_hook, freeze_moe_router
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from tests.parity.batches import make_batch, make_samples
+from tests.helpers.batches import make_batch, make_samples
 from tests.parity.conftest import build
 
 OVERLAP = dict(overlap_p2p_comm=True, batch_p2p_comm=False, variable_seq_lengths=True)
@@ -55,7 +55,7 @@ def stages(folder, fields, parts):
 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("hook", [freeze_moe_router, nemo_rls_freeze_moe_router])
-def test_freeze_moe_router_freezes_every_router_and_nothing_else(hook, split, moe_folder):
+def test_freeze_moe_router_freezes_only_routers(hook, split, moe_folder):
     frozen = 0
     for model in stages(moe_folder, *SPLITS[split]):
         hook([model])
@@ -65,13 +65,13 @@ def test_freeze_moe_router_freezes_every_router_and_nothing_else(hook, split, mo
     assert frozen == 3  # of four layers, the first of which is dense
 
 
-def test_the_decoder_is_in_the_model_once(moe_folder):
+def test_decoder_is_registered_once(moe_folder):
     (model,) = stages(moe_folder, *SPLITS["one stage"])
     assert model.decoder is model.language_model.decoder
     assert not any(name.startswith("decoder.") for name in [*dict(model.named_parameters()), *model.state_dict()])
 
 
-def test_a_value_head_is_the_text_models_and_learns(untied_folder):
+def test_value_head_of_language_model_learns(untied_folder):
     provider = AutoBridge.from_hf_pretrained(str(untied_folder)).to_megatron_provider(load_weights=False)
     provider.register_pre_wrap_hook(create_value_head_hook(provider.hidden_size, provider.sequence_parallel))
     model = build(provider)

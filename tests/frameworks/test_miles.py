@@ -20,8 +20,8 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, unwrap_model
 
-from . import support
-from .support import Built, Truth
+from tests.frameworks import support
+from tests.frameworks.support import Built, Truth
 
 ARGS = Namespace(**support.MILES, moe_router_bias_update_rate=1e-3, moe_aux_loss_coeff=0.0)
 
@@ -85,7 +85,7 @@ def responses(logits: torch.Tensor, truth: Truth) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("given_groups", [True, False])
-def test_log_probs(folder, truth, given_groups):
+def test_miles_log_probs_match_transformers(folder, truth, given_groups):
     """forward_only, of a provider whose groups Megatron-LM's get_model hands on, and of one that finds them."""
     actor = make_actor(folder, given_groups=given_groups)
     with torch.no_grad():
@@ -94,7 +94,7 @@ def test_log_probs(folder, truth, given_groups):
     assert support.worst(responses(logits, truth), expected) <= support.LOG_PROBS
 
 
-def test_log_probs_of_rows(actor, truth):
+def test_miles_log_probs_rows(actor, truth):
     """qkv_format bshd: rows padded with token 0, and nothing that says so."""
     batch = get_batch(truth) | dict(
         input_ids=support.padded_rows([sample.ids for sample in truth.samples], max(truth.lengths) + 3),
@@ -107,7 +107,7 @@ def test_log_probs_of_rows(actor, truth):
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-def test_gradients(folder, truth, per_token):
+def test_miles_gradients_match_transformers(folder, truth, per_token):
     """train_one_step: GRPO's scripts leave --calculate-per-token-loss out, those of supervised training set it.
 
     Two microbatches of two samples each, whose loss is summed up and divided as loss_function does.
@@ -142,7 +142,7 @@ def test_gradients(folder, truth, per_token):
     assert support.gradient_error(actor.bridge, unwrap_model(actor.model), expected) <= support.GRADIENT
 
 
-def test_weights_go_to_the_rollout(actor, folder):
+def test_miles_weights_reach_rollout(actor, folder):
     """HfWeightIteratorBridge: an export whose tasks have other weights, as they are on the host.
 
     Of its own Megatron-Bridge miles takes a third entry with each weight, Megatron's name.

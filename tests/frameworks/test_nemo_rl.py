@@ -22,11 +22,10 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import unwrap_model
 from megatron.training.utils import get_ltor_masks_and_position_ids
 
-from tests.model.inputs.support import offsets
-
-from . import support
-from .support import Built, Truth
-from .test_freezing import nemo_rls_freeze_moe_router
+from tests.frameworks import support
+from tests.frameworks.support import Built, Truth
+from tests.frameworks.test_freezing import nemo_rls_freeze_moe_router
+from tests.models.inputs.support import offsets
 
 MEGATRON_CFG = support.NEMO_RL | dict(bf16=False, params_dtype=torch.float32, pipeline_dtype=torch.float32)
 
@@ -88,7 +87,7 @@ def model_forward(worker: Built, **call: Any) -> torch.Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def test_without_packing(worker, truth):
+def test_nemo_rl_rows_match_transformers(worker, truth):
     """sequence_packing.enabled=false: a causal [1, 1, S, S] mask, which says nothing of padding; positions of text, or
     none with pictures.
     """
@@ -102,7 +101,7 @@ def test_without_packing(worker, truth):
             support.check_rows(model_forward(worker, **call, **some.pictures), some)
 
 
-def test_the_model_says_that_it_packs_by_itself(worker):
+def test_nemo_rl_model_declares_packing(worker):
     """_model_self_packs_for_cp: one that does not is given packed rows that are cut already, which is right as well."""
     model = unwrap_model(worker.model)
     assert model.model_owns_packing
@@ -111,7 +110,7 @@ def test_the_model_says_that_it_packs_by_itself(worker):
 
 
 @pytest.mark.parametrize(("multiple", "total"), [(1, None), (8, None), (8, 160)])
-def test_packing_by_the_model(worker, truth, multiple, total):
+def test_nemo_rl_packed_by_model_matches(worker, truth, multiple, total):
     """_prepare_vlm_batch_for_megatron: rows, and a mask and offsets that count each row's padding as tokens.
 
     `total` is pad_full_seq_to, of pipeline stages: the last row's length in the packed row takes what is missing.
@@ -129,7 +128,7 @@ def test_packing_by_the_model(worker, truth, multiple, total):
 
 
 @pytest.mark.parametrize("multiple", [1, 8])
-def test_packing_by_the_worker(worker, truth, multiple):
+def test_nemo_rl_packed_by_worker_matches(worker, truth, multiple):
     """_pack_sequences_for_megatron, which a model without packing of its own gets: one flat row, no mask."""
     lengths = support.padded_lengths(truth.lengths, multiple)
     params = support.thd(lengths)
@@ -145,7 +144,7 @@ def test_packing_by_the_worker(worker, truth, multiple):
     (dict(freeze_vision_model=True, freeze_vision_projection=True, freeze_language_model=False), "language_model."),
     (dict(freeze_vision_model=False, freeze_vision_projection=False, freeze_language_model=True), "vision_model."),
 ])  # fmt: skip
-def test_frozen_parts(converted, folder, freeze, trained):
+def test_nemo_rl_frozen_components(converted, folder, freeze, trained):
     """freeze_config goes to the model's own freeze(), before DDP, and freeze_moe_router beside it."""
 
     def apply_freeze(chunks):
@@ -159,7 +158,7 @@ def test_frozen_parts(converted, folder, freeze, trained):
     assert not any(".router." in name for name in names)
 
 
-def test_refit(worker, folder):
+def test_nemo_rl_refit_streams_weights(worker, folder):
     """prepare_refit_info and the export that follows it: tasks, their sizes, and every weight under its name."""
     tasks = [task for task in worker.bridge.get_conversion_tasks([worker.model]) if task is not None]
     sizes = [(task.param_name, task.param_weight.numel(), task.mapping.tp_size) for task in tasks]
@@ -170,7 +169,7 @@ def test_refit(worker, folder):
     support.check_exported(dict(exported), folder)
 
 
-def test_an_import_sets_sizes_and_sets_them_back(folder):
+def test_nemo_rl_import_restores_parallel_sizes(folder):
     """community_import.import_model_from_hf_name, up to the save."""
     bridge = AutoBridge.from_hf_pretrained(str(folder), trust_remote_code=True)
     provider = bridge.to_megatron_provider(load_weights=True)

@@ -14,9 +14,8 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnBackend
 
-from tests.model.settings.test_parallel_settings import DENSE, EXPERTS, provider_of
-
-from .support import MILES, NEMO_RL, VERL
+from tests.frameworks.support import MILES, NEMO_RL, VERL
+from tests.models.settings.test_parallel_settings import DENSE, EXPERTS, provider_of
 
 # With `sequence_parallel` off, and experts over the tensor-parallel ranks.
 _TP2 = dict(tensor_model_parallel_size=2, expert_tensor_parallel_size=None)
@@ -45,7 +44,7 @@ def set_on(provider, settings):
 
 
 @pytest.mark.parametrize("size", [DENSE, EXPERTS])
-def test_nemo_rls_base_configuration(size, caplog):
+def test_provider_accepts_nemo_rl_settings(size, caplog):
     caplog.set_level(logging.INFO)
     provider = set_on(provider_of(size, {}), NEMO_RL)
     assert len([record for record in caplog.records if "apply_rope_fusion" in record.message]) == 1
@@ -54,7 +53,7 @@ def test_nemo_rls_base_configuration(size, caplog):
 
 
 @pytest.mark.parametrize("size", [DENSE, EXPERTS])
-def test_verls_overrides(size, caplog):
+def test_provider_accepts_verl_overrides(size, caplog):
     caplog.set_level(logging.INFO)
     provider = provider_of(size, {}).apply_overrides_and_finalize(dtype=torch.bfloat16, overrides=VERL | _TP2)
     assert provider.sequence_parallel is (size == EXPERTS)
@@ -65,7 +64,7 @@ def test_verls_overrides(size, caplog):
 
 
 @pytest.mark.parametrize("size", [DENSE, EXPERTS])
-def test_what_miles_copies_from_its_arguments(size, caplog):
+def test_provider_accepts_miles_arguments(size, caplog):
     provider = set_on(provider_of(size, {}), MILES | _MILES_SPLIT)
     assert provider.calculate_per_token_loss is False
     assert "calculate_per_token_loss is False on 2 context-parallel ranks" in caplog.text
@@ -75,13 +74,13 @@ def test_what_miles_copies_from_its_arguments(size, caplog):
     (DENSE, dict(tensor_model_parallel_size=2, moe_token_dispatcher_type=None)),
     (EXPERTS, dict(expert_model_parallel_size=8, moe_token_dispatcher_type="alltoall")),
 ])  # fmt: skip
-def test_megatron_bridges_recipes(size, more):
+def test_provider_accepts_megatron_bridge_recipes(size, more):
     provider = set_on(provider_of(size, {}), RECIPE | more)
     assert provider.cross_entropy_loss_fusion and provider.attention_backend is AttnBackend.auto
 
 
 @pytest.mark.parametrize("per_token", [True, False])
-def test_megatron_bridges_recipes_average_in_the_collective(per_token, untied_folder, caplog):
+def test_average_in_collective_matches_loss_setting(per_token, untied_folder, caplog):
     """Where gradients are added up, megatron-core's wrapper would not be built."""
     caplog.set_level(logging.INFO)
     provider = AutoBridge.from_hf_pretrained(str(untied_folder)).to_megatron_provider(load_weights=False)
@@ -94,15 +93,15 @@ def test_megatron_bridges_recipes_average_in_the_collective(per_token, untied_fo
     assert ("average_in_collective is set to False" in caplog.text) is per_token
 
 
-def test_megatron_bridges_example_of_overrides():
+def test_provider_accepts_megatron_bridge_overrides():
     """Its YAML file can only name fields."""
     provider = provider_of(DENSE, {})
     assert OVERRIDES.keys() <= provider.__dataclass_fields__.keys()
     set_on(provider, OVERRIDES)
 
 
-def test_sharing_pictures_is_no_choice():
-    """With `vision_dp_when_cp` Megatron-Bridge's model does what ours always does."""
+def test_vision_dp_when_cp_is_accepted():
+    """The setting has no effect: our model always divides images over context-parallel ranks."""
     for shared in (True, False):
         set_on(provider_of(DENSE, {}), dict(context_parallel_size=2, vision_dp_when_cp=shared))
 
@@ -120,19 +119,19 @@ def test_sharing_pictures_is_no_choice():
     (EXPERTS, dict(enable_routing_replay=True), "expected moe_enable_routing_replay"),
     (DENSE, dict(attention_backend="fast"), "attention_backend is 'fast', expected one of flash, fused"),
 ])  # fmt: skip
-def test_what_only_megatron_bridges_model_does_is_refused(size, settings, message):
+def test_unsupported_megatron_bridge_settings_raise(size, settings, message):
     with pytest.raises(ValueError, match=message):
         set_on(provider_of(size, {}), settings)
 
 
-def test_names_of_every_family_are_checked():
+def test_unknown_settings_checked_for_every_family():
     provider = AutoBridge.from_hf_config(family("qwen3_5").presets.hf_config("0.8B")).to_megatron_provider(False)
     with pytest.raises(ValueError, match="freeze_vision_tower is set, but Qwen35VLModelProvider has no such setting"):
         set_on(provider, dict(freeze_vision_tower=True))
 
 
-def test_a_name_that_is_nothing_here_gets_a_line_in_the_log(caplog):
-    """Megatron-Bridge's recipes set one that no class of theirs has either; ms-swift keeps a note."""
+def test_unused_setting_is_logged(caplog):
+    """Megatron-Bridge's recipes set a name that none of its classes has; ms-swift keeps a note."""
     set_on(provider_of(EXPERTS, {}), dict(moe_a2a_overlap=True, swiglu=True))
     assert [r.message for r in caplog.records if "no such setting" in r.message] == [
         "moe_a2a_overlap is set, but Qwen3VLMoEModelProvider has no such setting: it has no effect"
@@ -140,7 +139,7 @@ def test_a_name_that_is_nothing_here_gets_a_line_in_the_log(caplog):
 
 
 @pytest.mark.parametrize("size", [DENSE, EXPERTS])
-def test_names_of_vision_settings(size):
+def test_provider_has_vision_settings(size):
     provider = provider_of(size, {})
     for name in ("patch_size", "spatial_merge_size", "deepstack_visual_indexes"):
         assert getattr(provider, name) == getattr(provider.vision_config, name), name
@@ -148,7 +147,7 @@ def test_names_of_vision_settings(size):
 
 
 @pytest.mark.parametrize("kind", ["untied", "moe"])
-def test_the_text_configuration_is_made_from_the_fields(kind, request):
+def test_text_config_is_built_from_fields(kind, request):
     bridge = AutoBridge.from_hf_pretrained(str(request.getfixturevalue(f"{kind}_folder")))
     provider = bridge.to_megatron_provider(load_weights=False)
     theirs, ours = bridge.hf_pretrained.config.text_config.to_dict(), provider.hf_text_config.to_dict()
@@ -157,7 +156,7 @@ def test_the_text_configuration_is_made_from_the_fields(kind, request):
     assert type(provider.hf_text_config) is type(bridge.hf_pretrained.config.text_config)
 
 
-def test_the_language_model_alone(untied_folder):
+def test_provide_language_model_alone(untied_folder):
     """`provide_language_model` of Megatron-Bridge's providers, on the meta device."""
     provider = AutoBridge.from_hf_pretrained(str(untied_folder)).to_megatron_provider(load_weights=False)
     provider.init_model_with_meta_device = True

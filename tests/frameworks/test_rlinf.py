@@ -21,9 +21,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config, init_method_normal, scaled_init_method_normal, unwrap_model
 
 from tests.checkpoint.support import hf_tensors
-
-from . import support
-from .support import Built, Truth
+from tests.frameworks import support
+from tests.frameworks.support import Built, Truth
 
 
 def transformer_config(text: Any, **changes: Any) -> TransformerConfig:
@@ -116,14 +115,14 @@ def custom_forward(model, batch: dict[str, torch.Tensor], truth: Truth, *, pack:
 
 
 @pytest.mark.parametrize("pack", [True, False])
-def test_losses(manager, truth, pack):
+def test_rlinf_losses_match_transformers(manager, truth, pack):
     """pack_seqs, which it turns off with pipeline stages."""
     losses = custom_forward(manager.model, prepare_batch(truth), truth, pack=pack)
     expected = [log_probs[:-1] for log_probs in truth.log_probs]
     assert support.worst([-one[:-1] for one in losses], expected) <= support.LOG_PROBS
 
 
-def test_gradients(folder, truth):
+def test_rlinf_gradients_match_transformers(folder, truth):
     """The mean over the trained tokens of a microbatch, in its schedule."""
     manager = make_manager(folder, ddp=True, moe_aux_loss_coeff=0.0)
     config = get_model_config(manager.model)
@@ -140,7 +139,7 @@ def test_gradients(folder, truth):
     assert support.gradient_error(manager.bridge, unwrap_model(manager.model), expected) <= support.GRADIENT
 
 
-def test_a_checkpoint_in_hugging_faces_format(manager, folder, tmp_path):
+def test_rlinf_saves_hf_checkpoint(manager, folder, tmp_path):
     manager.bridge.save_hf_pretrained(
         manager.chunks, str(tmp_path), source_path=str(folder), show_progress=False, strict=True
     )

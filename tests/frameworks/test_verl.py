@@ -32,9 +32,8 @@ from megatron.core.utils import get_model_config, unwrap_model
 from transformers import AutoConfig
 
 from tests.checkpoint.support import hf_tensors
-
-from . import support
-from .support import Built, Truth
+from tests.frameworks import support
+from tests.frameworks.support import Built, Truth
 
 PAD = 0  # the tokenizer's
 
@@ -85,14 +84,14 @@ def rolled(truth: Truth, lengths: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("bucket", [None, 64])
-def test_log_probs_without_padding(engine, truth, bucket):
+def test_verl_log_probs_without_padding_match(engine, truth, bucket):
     """use_remove_padding, with and without pad_to_length."""
     call, lengths = call_without_padding(truth, bucket)
     with torch.no_grad():
         support.check_packed(engine.model(**call), truth, lengths)
 
 
-def test_a_padding_mask_of_the_packed_row(engine, truth):
+def test_verl_router_padding_mask(engine, truth):
     """`router_padding_mask` [1, T] beside rows [B, S], which dynamic context parallelism passes for text models."""
     call, lengths = call_without_padding(truth, 64)
     call["padding_mask"] = torch.arange(sum(lengths))[None] >= sum(truth.lengths)
@@ -100,13 +99,13 @@ def test_a_padding_mask_of_the_packed_row(engine, truth):
         support.check_packed(engine.model(**call), truth, lengths)
 
 
-def test_log_probs_of_rows(engine, truth):
+def test_verl_log_probs_rows_match(engine, truth):
     with torch.no_grad():
         support.check_rows(engine.model(**rows_of(truth, max(truth.lengths) + 3)), truth)
 
 
-def test_a_model_of_one_sample(engine, truth):
-    """A microbatch may have one sample alone: one row, which is no packed row, and one segment."""
+def test_verl_single_sample(engine, truth):
+    """A microbatch with one sample is one row with one segment."""
     for sample in truth.samples:
         one = Truth(truth.reference, [sample])
         for bucket in (None, 2 * len(sample.ids)):
@@ -130,7 +129,7 @@ def sequence_means(log_probs: list[torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-def test_gradients_of_a_loss_of_verls(folder, truth, per_token):
+def test_verl_loss_gradients_match(folder, truth, per_token):
     """calculate_per_token_loss is True at CP > 1 alone: there a loss comes with the number of its tokens."""
     engine = make_engine(folder, overrides={"calculate_per_token_loss": per_token}, ddp=True)
     call, lengths = call_without_padding(truth)
@@ -153,7 +152,7 @@ def test_gradients_of_a_loss_of_verls(folder, truth, per_token):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_division_of_losses_that_verl_leaves_to_the_provider(folder, ranks):
+def test_verl_loss_scaling_on_ranks(folder, ranks):
     """postprocess_micro_batch_func refuses rows with padding, and means of sequences, where it is by tokens.
 
     It says that Megatron-Bridge has it so under context parallelism alone.
@@ -176,7 +175,7 @@ def fused(*, hidden_states, output_layer, output_weight, labels, context, config
 
 @pytest.mark.parametrize("folder", ["dense", "tied", "MoE"], indirect=True)
 @pytest.mark.parametrize("bucket", [None, 64])
-def test_fused_kernels(engine, truth, bucket):
+def test_verl_fused_kernels_match(engine, truth, bucket):
     """use_fused_kernels: what would be logits goes through verl's function, in the packed row's order."""
     language_model = unwrap_model(engine.model).language_model
     assert isinstance(language_model, GPTModel)
@@ -203,7 +202,7 @@ def test_fused_kernels(engine, truth, bucket):
         assert (ours - plain).abs().max() <= 1e-6 * plain.abs().max().clamp(min=1.0)  # measured 0: the same sums
 
 
-def test_a_hook_sees_tokens_in_the_callers_order_or_none(engine, truth):
+def test_verl_output_processor_order_or_raises(engine, truth):
     rows = rows_of(truth)
     hook = dict(output_processor=fused, output_processor_context=SimpleNamespace(temperature=1.0))
     call = rows | dict(labels=support.padded_rows([sample.labels for sample in truth.samples]))
@@ -221,12 +220,12 @@ def test_a_hook_sees_tokens_in_the_callers_order_or_none(engine, truth):
     (dict(temperature=1.0), "give output_processor, which divides logits by itself"),  # verl's patch of forward
     (dict(return_logprobs_for_linear_ce_fusion=True), "NeMo-RL: use_fused_linear_logprobs=false"),
 ])  # fmt: skip
-def test_what_other_models_compute_themselves_is_refused_with_what_to_set(engine, truth, argument, advice):
+def test_verl_unsupported_argument_raises_with_advice(engine, truth, argument, advice):
     with pytest.raises(ValueError, match=f"is given, expected None: .*{advice}"):
         engine.model(truth.samples[1].ids[None], **argument)
 
 
-def test_what_verl_reads_off_the_model(engine):
+def test_verl_model_attributes_exist(engine):
     """gptmodel_forward_model_engine, _get_context_parallel_layout, router replay and _save_transformer_config."""
     model = unwrap_model(engine.model)
     assert model.pre_process and model.post_process and model.vp_stage is None
@@ -240,7 +239,7 @@ def test_what_verl_reads_off_the_model(engine):
     json.dumps(plain, default=str)
 
 
-def test_router_replay(moe_folder, truth):
+def test_verl_router_replay(moe_folder, truth):
     """router_replay.mode R2 and R3: chosen experts are recorded, and taken by a model that would choose others."""
     engine = make_engine(moe_folder, overrides={"moe_enable_routing_replay": True})
     model = unwrap_model(engine.model)
@@ -270,14 +269,14 @@ def test_router_replay(moe_folder, truth):
     assert torch.isfinite(own).all() and not torch.equal(own, recorded)
 
 
-def test_weights_go_to_the_rollout(engine, folder):
+def test_verl_weights_reach_rollout(engine, folder):
     """get_per_tensor_param: tasks are made once and used for each export."""
     tasks = engine.bridge.get_conversion_tasks(engine.chunks)
     for _ in range(2):
         support.check_exported(dict(engine.bridge.export_hf_weights(engine.chunks, conversion_tasks=tasks)), folder)
 
 
-def test_a_checkpoint_in_hugging_faces_format(engine, folder, tmp_path):
+def test_verl_saves_hf_checkpoint(engine, folder, tmp_path):
     """MegatronCheckpointManager saves and loads with the bridge where use_dist_checkpointing is off."""
     engine.bridge.save_hf_weights(engine.chunks, str(tmp_path), strict=True)
     AutoConfig.from_pretrained(folder).save_pretrained(tmp_path)
@@ -285,7 +284,7 @@ def test_a_checkpoint_in_hugging_faces_format(engine, folder, tmp_path):
     engine.bridge.load_hf_weights(engine.chunks, str(tmp_path))
 
 
-def test_a_checkpoint_of_megatron_cores(folder, truth, tmp_path):
+def test_verl_saves_megatron_checkpoint(folder, truth, tmp_path):
     """use_dist_checkpointing, as save_dist_checkpointing and load_dist_checkpointing: another model's logits are equal.
 
     Weights alone: the optimizer's state is megatron-core's, by the same names.

@@ -1,11 +1,11 @@
-"""The device that a test runs on: CUDA, marked `gpu`; or a rehearsal of the same test on the CPU, marked `slow`."""
+"""The device that a test runs on: CUDA, marked `gpu`; or a simulation of the same test on the CPU, marked `slow`."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.qwen3_5 import tiny
+from tests.models.qwen3_5 import tiny
 
 KINDS = ("dense", "moe", "qwen3_5")
 
@@ -15,7 +15,7 @@ KINDS = ("dense", "moe", "qwen3_5")
 )
 def device(request) -> str:
     if request.param == "cpu" and torch.cuda.is_available():
-        pytest.skip("a rehearsal for machines without a GPU")
+        pytest.skip("a simulation for machines without a GPU")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     return request.param
 

@@ -3,21 +3,20 @@
 from typing import Any
 
 import qwen3vl_bridge  # noqa: F401  before Megatron
-from qwen3vl_bridge.models import rope
-from qwen3vl_bridge.models.refusals import PACKED_UNFUSED
-from qwen3vl_bridge.models.settings import has_transformer_engine
+from qwen3vl_bridge.config.fields import has_transformer_engine
+from qwen3vl_bridge.config.model_validation import PACKED_UNFUSED
+from qwen3vl_bridge.models.common import rope
 
 import pytest
 import torch
 from megatron.core.utils import get_te_version, is_te_min_version
 
-from tests.expert_layouts import relayout
-from tests.parity.batches import CONTENTS, make_batch, make_samples
+from tests.gpu.conftest import KINDS
+from tests.helpers.batches import CONTENTS, make_batch, make_samples
+from tests.helpers.expert_layouts import relayout
 from tests.parity.conftest import Pair, make_pair
-from tests.parity.one_process.test_parity import check_distances, check_parity, distance
-from tests.parity.one_process.test_recompute import FULL, of_vision
-
-from .conftest import KINDS
+from tests.parity.test_parity import check_distances, check_parity, distance
+from tests.parity.test_recompute import FULL, of_vision
 
 LOCAL = dict(transformer_impl="local", moe_grouped_gemm=False, moe_permute_fusion=False)
 KERNELS: dict[str, dict[str, Any]] = {
@@ -38,8 +37,8 @@ def need_transformer_engine(device: str) -> None:
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_float32(kind, kernels, folders, device):
-    """Padded and packed, without TF32; limits are multiples of transformers' noise on the device (`tests/noise.py`)."""
+def test_float32_equals_transformers(kind, kernels, folders, device):
+    """Padded and packed, without TF32; limits are multiples of transformers' noise on the device (`noise.py`)."""
     if kernels == "Transformer Engine":
         need_transformer_engine(device)
         if not is_te_min_version(PACKED_UNFUSED):
@@ -53,13 +52,13 @@ def test_float32(kind, kernels, folders, device):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_bfloat16_is_as_near_to_float32_as_transformers_is(kind, packed, folders, device):
+def test_bfloat16_error_like_transformers(kind, packed, folders, device):
     """With flash-linear-attention where that is installed; transformers computes linear attention by torch alone."""
     check_distances(pair_of(kind, folders, device, params_dtype=torch.bfloat16, bf16=True), packed=packed)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_come_back_from_the_device(kind, folders, device):
+def test_export_from_device_equals_weights(kind, folders, device):
     pair = pair_of(kind, folders, device)
     exported = dict(pair.bridge.export_hf_weights([pair.megatron], cpu=True, show_progress=False))
     expected = relayout({name: p.data.cpu() for name, p in pair.reference.named_parameters()}, pair.layout)
@@ -67,7 +66,7 @@ def test_weights_come_back_from_the_device(kind, folders, device):
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["formula", "Transformer Engine's kernel"])
-def test_rotation_is_nearer_to_float64_than_transformers_is(fused, device):
+def test_rotation_error_below_transformers(fused, device):
     """Heads of the 8B's size in bfloat16. On CUDA torch compiles the formula."""
     if fused:
         need_transformer_engine(device)

@@ -1,4 +1,4 @@
-"""The reference (transformers) and the Megatron model with the same random weights, in float32."""
+"""transformers' model and the Megatron model with the same random weights in float32."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,21 +10,20 @@ from qwen3vl_bridge.weights.rows import ExpertLayout, ZeroCentered
 import pytest
 import torch
 
-from tests import noise
-from tests.expert_layouts import LAYOUTS, relayout
-
-from .batches import Sample, run_reference
-from .references import torch_linear_attention
+from tests.helpers import noise
+from tests.helpers.batches import Sample, run_reference
+from tests.helpers.expert_layouts import LAYOUTS, relayout
+from tests.parity.references import torch_linear_attention
 
 
 def shifted_names(provider) -> tuple[str, ...]:
-    """How the Hugging Face names of weights end that Megatron has less by one."""
+    """Return the endings of Hugging Face names of weights that Megatron stores minus one."""
     rows = family(provider.family).rows()
     return tuple(row.hf[0].rpartition("*.")[2] for row in rows if isinstance(row, ZeroCentered))
 
 
 class Results(NamedTuple):
-    """What a model makes of samples: logits [tokens, vocabulary] of each, the summed loss, and all gradients."""
+    """Results of a model: logits [tokens, vocabulary] of each sample, the summed loss, and all gradients."""
 
     logits: list[torch.Tensor]
     loss: float
@@ -33,7 +32,7 @@ class Results(NamedTuple):
 
 @dataclass
 class Pair:
-    """One model twice. `bridge` translates between them, in the layout of experts that its checkpoint has."""
+    """Both models with the same weights. `bridge` converts between them in the expert layout of the checkpoint."""
 
     bridge: object
     provider: object
@@ -46,13 +45,13 @@ class Pair:
         return self.reference.config
 
     def megatron_gradients(self) -> dict[str, torch.Tensor]:
-        """Of the Megatron model, under Hugging Face names; some weights Megatron has less by one."""
+        """Return gradients of the Megatron model under Hugging Face names. Megatron stores some weights minus one."""
         shifted = shifted_names(self.provider)
         gradients = converted_gradients(self.bridge, [self.megatron], lambda p: p.grad)
         return {name: tensor - int(name.endswith(shifted)) for name, tensor in gradients.items()}
 
     def reference_gradients(self) -> dict[str, torch.Tensor]:
-        """Gradients of the reference in the same layouts, on the host; zero for parameters it did not use."""
+        """Return gradients of the reference in the same layouts, on the host; zero for unused parameters."""
         gradients = {
             name: torch.zeros_like(p, device="cpu") if p.grad is None else p.grad.cpu().clone()
             for name, p in self.reference.named_parameters(remove_duplicate=False)
@@ -60,14 +59,16 @@ class Pair:
         return relayout(gradients, self.layout)
 
     def reference_results(self, samples: list[Sample]) -> Results:
-        """The reference's, each sample alone. Its gradients stay in its parameters."""
+        """Return the results of the reference for each sample alone. Its gradients stay in its parameters."""
         self.reference.zero_grad()
         logits, loss = run_reference(self.reference, samples)
         loss.backward()
         return Results([one.detach() for one in logits], loss.item(), self.reference_gradients())
 
     def errors(self, found: Results, expected: Results) -> dict[str, float]:
-        """Of logits, absolute; of the loss, relative; of gradients, relative to the largest entry of each."""
+        """Return absolute errors of logits, the relative error of the loss, and errors of gradients relative to
+        their largest entry.
+        """
         logits = zip(found.logits, expected.logits, strict=True)
         gradients = self.gradient_errors(found.gradients, expected.gradients)
         return {
@@ -77,13 +78,13 @@ class Pair:
         }  # fmt: skip
 
     def limits(self, samples: list[Sample], expected: Results) -> dict[str, float]:
-        """Of these errors, for the reference's results of samples."""
+        """Return the limits of these errors for samples."""
         return noise.limits(lambda: self.reference_results(samples), self.errors, self.reference, expected=expected)
 
     def gradient_errors(
         self, found: dict[str, torch.Tensor] | None = None, expected: dict[str, torch.Tensor] | None = None
     ) -> dict[str, float]:
-        """The largest error of each gradient, relative to its largest entry; by default of those that models hold."""
+        """Return the largest error of each gradient relative to its largest entry."""
         ours = self.megatron_gradients() if found is None else found
         reference = self.reference_gradients() if expected is None else expected
         tied = {"lm_head.weight"} if self.config.tie_word_embeddings else set()  # whose gradient is the embedding's
@@ -96,7 +97,7 @@ class Pair:
 
 
 def build(provider, **options) -> torch.nn.Module:
-    """The model of a provider, in this process alone."""
+    """Build the model of a provider in this process."""
     from qwen3vl_bridge.training.process_groups import initialize
 
     provider.finalize()
@@ -107,9 +108,9 @@ def build(provider, **options) -> torch.nn.Module:
 
 
 def converted_gradients(bridge, chunks: list[torch.nn.Module], gradient: Callable) -> dict[str, torch.Tensor]:
-    """Gradients of a Megatron model under Hugging Face names: the conversion is linear and only moves numbers.
+    """Return gradients of a Megatron model under Hugging Face names: the conversion only moves numbers.
 
-    `gradient` gives a parameter's, or None.
+    `gradient` returns the gradient of a parameter, or None.
     """
     parameters = [p for chunk in chunks for p in chunk.parameters()]
     weights = [p.data for p in parameters]
@@ -124,7 +125,7 @@ def converted_gradients(bridge, chunks: list[torch.nn.Module], gradient: Callabl
 
 
 def make_pair(folder, reference_folder=None, *, device: str = "cpu", **provider_fields) -> Pair:
-    """Load a Hugging Face folder on both sides through the public interface, onto a device."""
+    """Load a Hugging Face folder in both models through the public interface."""
     import qwen3vl_bridge  # noqa: F401  (registers)
 
     from megatron.bridge import AutoBridge

@@ -1,7 +1,7 @@
-"""A substitute for the package deep_ep, which needs GPUs: what its documentation describes, by torch.distributed.
+"""A substitute for the package deep_ep, which needs GPUs, written with torch.distributed after its documentation.
 
-DeepEP sends a token once to each rank that has some of its experts, and sums what comes back; weights are applied by
-Megatron. HybridEP sends and sorts it once for each expert. Source: DeepEP's README, and `Buffer` and `HybridEPBuffer`.
+DeepEP sends a token once to each rank that has some of its experts, and sums the results; Megatron applies the weights.
+HybridEP sends and sorts a token once for each expert. Source: DeepEP's README, and `Buffer` and `HybridEPBuffer`.
 """
 
 import importlib
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def install() -> None:
-    """Have Megatron's dispatchers of the type "flex" find the substitute."""
+    """Make Megatron's dispatchers of the type "flex" use the substitute."""
     package, utils = ModuleType("deep_ep"), ModuleType("deep_ep.utils")
     package.Buffer, package.HybridEPBuffer = Buffer, HybridEPBuffer
     utils.EventHandle = utils.EventOverlap = lambda *_: None
@@ -28,10 +28,10 @@ def install() -> None:
 
 
 class _Exchange:
-    """Rows of each rank for each other one, and the way back."""
+    """Exchange of rows between ranks, and back."""
 
     def __init__(self, rows: list[Tensor], total: int, group: Any) -> None:
-        """`rows`: for each rank, which of this rank's `total` rows it gets, maybe some more than once."""
+        """Store `rows`: for each rank, the rows of this rank's `total` rows that it gets, possibly several times."""
         self.index, self.total, self.group = torch.cat(rows), total, group
         self.sent = [len(each) for each in rows]
         counts = torch.tensor(self.sent)
@@ -43,7 +43,7 @@ class _Exchange:
         return self.send(x[self.index])
 
     def send(self, x: Tensor) -> Tensor:
-        """Rows in the order of `index`."""
+        """Send rows in the order of `index`."""
         out = x.new_empty(sum(self.received), *x.shape[1:])
         dist.all_to_all_single(out, x.contiguous(), self.received, self.sent, group=self.group)
         return out

@@ -1,8 +1,8 @@
-"""Every way to split a model, with every content and kind of rows: the cases, the runs and the table of errors.
+"""Every parallel layout of a model with every content and kind of rows: cases, runs and the table of errors.
 
     python -m tests.parity.matrix [--models qwen3_5] [--write-table benchmarks/results/parity.md]
 
-runs all of them; the test suite runs some of each topology. Qwen3.5's train multi-token prediction along.
+runs all cases; the test suite runs some of each layout. Qwen3.5 is trained with multi-token prediction.
 """
 
 import argparse
@@ -16,15 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from qwen3vl_bridge.testing.tiny_checkpoint import make_checkpoint as make_qwen3_vl
 from qwen3vl_bridge.weights.rows import ExpertLayout
 
-from examples.digits.checkpoint import make_checkpoint as make_qwen3_vl
-from tests.forked import results_of_ranks
-from tests.qwen3_5.tiny import make_checkpoint as make_qwen3_5
-
-from .on_ranks import errors_of_cases
-from .references import MATRIX_CONTENTS, write_references, write_settings
-from .topologies import MODULES, TOPOLOGIES, Topology
+from tests.helpers.forked import results_of_ranks
+from tests.models.qwen3_5.tiny import make_checkpoint as make_qwen3_5
+from tests.parity.on_ranks import errors_of_cases
+from tests.parity.references import MATRIX_CONTENTS, write_references, write_settings
+from tests.parity.topologies import MODULES, TOPOLOGIES, Topology
 
 FAMILIES = ("dense", "MoE")
 ERRORS = ("loss", "gradient", "grad_norm", "weight")
@@ -32,7 +31,7 @@ ERRORS = ("loss", "gradient", "grad_norm", "weight")
 
 @dataclass(frozen=True)
 class Models:
-    """The two models that are split."""
+    """The folders of the two models."""
 
     make: Any
     options: Mapping[str, Mapping[str, Any]]  # of `make`, by `FAMILIES`
@@ -59,7 +58,7 @@ Limits = Mapping[str, Mapping[str, float]]  # of each family's errors
 
 
 def cases(ranks: int, topologies: dict[str, Topology] = TOPOLOGIES) -> list[Case]:
-    """All [family, topology, content, rows] on so many ranks, those of one topology together."""
+    """Return all [family, topology, content, rows] for this number of ranks, sorted by topology."""
     return [
         (family, name, content, rows)
         for name, topology in topologies.items()
@@ -78,7 +77,7 @@ EACH: list[Case] = [
 
 
 def some_cases(ranks: int, each: int, *, both: bool) -> list[Case]:
-    """So many of each topology, others from one to the next, so that each kind comes up often."""
+    """Return this many cases of each topology, chosen so that each kind is covered."""
     groups: dict[str, dict[str, list[Case]]] = defaultdict(lambda: defaultdict(list))
     for case in cases(ranks):
         groups[case[1]][case[0]].append(case)
@@ -95,7 +94,7 @@ def some_cases(ranks: int, each: int, *, both: bool) -> list[Case]:
 def with_references(
     models: dict[str, Path], to: Path, contents: Iterable[str] = MATRIX_CONTENTS, **settings: Any
 ) -> tuple[dict[str, Path], Limits]:
-    """Copies of models with what runs with these settings are compared with, and the limits of errors."""
+    """Copy models, and write the reference results with these settings and the limits of errors."""
     folders = {family: shutil.copytree(folder, to / family) for family, folder in models.items()}
     for folder in folders.values():
         write_settings(folder, settings)
@@ -105,7 +104,7 @@ def with_references(
 def run(
     chosen: list[Case], folders: dict[str, Path], ranks: int, *, show: bool = False
 ) -> dict[Case, dict[str, float]]:
-    """Real processes on gloo; the errors of each case, which are printed as they come if `show`."""
+    """Run cases in processes with gloo and return their errors; print them if `show`."""
     return results_of_ranks(errors_of_cases, ranks, chosen, folders, timeout=60 * len(chosen), show=show)
 
 
@@ -123,7 +122,7 @@ def table(found: dict[Case, dict[str, float]]) -> str:
 
 
 def wrong(found: dict[Case, dict[str, float]], limits: Limits) -> dict[Case, dict[str, float]]:
-    """The cases that are further off than the limits of their family."""
+    """Return the cases with errors above the limits of their family."""
     return {
         case: errors
         for case, errors in found.items()

@@ -1,4 +1,4 @@
-"""Run on ranks: a model that is split over ranks trains for two steps, as transformers did in one process."""
+"""Run on ranks: a model in a parallel layout trains for two steps like transformers in one process."""
 
 import itertools
 import os
@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.batch import SequenceLayout, TokenBatch, token_index
-from qwen3vl_bridge.dist_train.joint_run import join_modules, replicas_read
+from qwen3vl_bridge.core.batch import TokenBatch
+from qwen3vl_bridge.core.layout import SequenceLayout, token_index
+from qwen3vl_bridge.dist_train.joint_run import join_modules, replicas_to_read
 from qwen3vl_bridge.training import step
 
 import torch
@@ -22,20 +23,19 @@ from megatron.core.utils import get_attr_wrapped_model
 from qwen3vl_recipes.paths import set_paths
 from torch import Tensor
 
-from tests.digits_recipe import digits_recipe_for
-from tests.ranks import largest, of_all_ranks
-from tests.steps import Run, forward_backward, set_up, train_step
+from tests.helpers.batches import Sample, make_batch, pictures
+from tests.helpers.digits_recipe import digits_recipe_for
+from tests.helpers.ranks import largest, of_all_ranks
+from tests.helpers.steps import Run, forward_backward, set_up, train_step
+from tests.parity import deep_ep_on_gloo
+from tests.parity.conftest import converted_gradients, shifted_names
+from tests.parity.references import ADAM, CLIP, DECAY, MICROBATCHES, STEPS, errors, provider_settings, step_samples
+from tests.parity.topologies import MODULES, TOPOLOGIES, Topology, split_by
 from tests.training.running import replicate
-
-from . import deep_ep_on_gloo
-from .batches import Sample, make_batch, pictures
-from .conftest import converted_gradients, shifted_names
-from .references import ADAM, CLIP, DECAY, MICROBATCHES, STEPS, errors, provider_settings, step_samples
-from .topologies import MODULES, TOPOLOGIES, Topology, split_by
 
 
 def configuration(folder: str | Path, topology: Topology, balance: float = 0.0) -> Any:
-    """The digits recipe with the reference's optimizer, for a model that is split."""
+    """Return the digits recipe with the optimizer of the reference, for a parallel layout."""
     cfg = set_paths(digits_recipe_for(folder), hf_path=folder, data_path="unused")
     cfg.mixed_precision = None
     cfg.logger.tensorboard_dir = None
@@ -60,13 +60,13 @@ def configuration(folder: str | Path, topology: Topology, balance: float = 0.0) 
 
 
 def layout_of(samples: list[Sample], *, packed: bool, multiple: int, tokens: int | None) -> SequenceLayout:
-    """Packed with padding behind each document and behind all; or rows, the longest of which is padded too."""
+    """Return the layout: packed with padding after each document, or padded rows, including the longest row."""
     lengths = [len(sample.ids) for sample in samples]
     if packed:
         even = sum(-(-length // multiple) * multiple for length in lengths)
         return SequenceLayout.packed_row(lengths, multiple=multiple, total=tokens or even + multiple)
     longest = -(-(max(lengths) + 1) // multiple) * multiple
-    return SequenceLayout.rows(lengths, tokens // len(lengths) if tokens else longest)
+    return SequenceLayout.padded_rows(lengths, tokens // len(lengths) if tokens else longest)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Shared:
     samples: list[Sample]
 
     def arguments(self, cp_size: int, cp_rank: int) -> dict[str, Any]:
-        """What a rank calls the model with: its tokens, the whole row's offsets and pictures."""
+        """Return the arguments of a rank: its tokens, and the offsets and images of the full row."""
         layout = self.batch.layout
         index = token_index(layout, cp_size, cp_rank).T
 
@@ -92,7 +92,7 @@ class Shared:
 def forward_step_of_shares(
     state: Any, data_iterator: Iterator[Shared], model: torch.nn.Module
 ) -> tuple[Tensor, Callable]:
-    """As `training.step.forward_step`, by the model's door."""
+    """A forward step that calls the model with tokens of this rank, as RL frameworks do."""
     groups = get_attr_wrapped_model(model, "pg_collection")
     arguments = next(data_iterator).arguments(groups.cp.size(), groups.cp.rank())
     checks = state.cfg.rerun_state_machine
@@ -103,7 +103,7 @@ def forward_step_of_shares(
 
 
 class Split:
-    """A model that is split, and the way back to where it began."""
+    """A model in a parallel layout that can be reset to its initial state."""
 
     def __init__(self, folder: str | Path, topology: Topology, balance: float = 0.0, **settings: Any) -> None:
         self.tokens, self.prepare = topology.tokens, lambda sample: sample  # samples before they become a batch
@@ -118,7 +118,7 @@ class Split:
         self.start = [p.detach().clone() for p in self.parameters]
 
     def begin(self, batches: Iterator[TokenBatch | Shared], rows: str) -> None:
-        """The first weights, an optimizer that has seen nothing, and what it will see."""
+        """Reset weights, optimizer and data."""
         run = self.run
         with torch.no_grad():
             for p, first in zip(self.parameters, self.start, strict=True):
@@ -140,16 +140,16 @@ class Split:
         return {name: tensor.clone() for name, tensor in exported}
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Gradients in the same way; of some weights Megatron has less by one."""
+        """Return gradients under Hugging Face names; Megatron stores some weights minus one."""
         gradients = converted_gradients(self.bridge, self.run.model, lambda p: p.main_grad)
         shifted = shifted_names(self.run.cfg.model)
         return {name: gradient - int(name.endswith(shifted)) for name, gradient in gradients.items()}
 
     @torch.no_grad()
     def worst_in_place(self, found: list[torch.Tensor], folder: Path, scale: float | None = None) -> float:
-        """The largest error of any tensor, as `worst` has it, where the model cannot be exported whole.
+        """Return the largest error of any tensor if the model cannot be exported as one.
 
-        What is expected is loaded where the weights are, by Megatron-Bridge; then each rank compares its own.
+        Megatron-Bridge loads the expected values into the model, and each rank compares its own.
         """
         before = [p.clone() for p in self.parameters]
         self.bridge.load_hf_weights(self.run.model, hf_path=folder)
@@ -166,8 +166,8 @@ class Split:
         return max(error / (scale or max(largest, 1e-6)) for error, largest in errors.values())
 
     def batches(self, content: str, rows: str, steps: int = STEPS) -> Iterator[Any]:
-        """This rank's microbatches of all steps; on ranks of the vision tower, those of all replicas they serve."""
-        read, size = replicas_read(self.run.cfg.model, self.run.groups)
+        """Return the microbatches of this rank in all steps; vision ranks get those of all their replicas."""
+        read, size = replicas_to_read(self.run.cfg.model, self.run.groups)
         replicas = [self._batches(content, rows, steps, replica, size) for replica in read]
         return replicas[0] if self.run.cfg.model.add_decoder else zip(*replicas, strict=True)
 
@@ -211,7 +211,7 @@ def compare(
 
 
 def errors_of_cases(cases: list[tuple[str, ...]], folders: dict[str, Path]) -> dict[tuple[str, ...], dict[str, float]]:
-    """Of (family, topology, content, rows); beside each family's model lies `reference_<content>.pt`."""
+    """Return errors of cases (family, topology, content, rows); a family's folder has `reference_<content>.pt`."""
     found, world = {}, int(os.environ["WORLD_SIZE"])
     for (family, name), group in itertools.groupby(cases, key=lambda case: case[:2]):
         topology, folder = (TOPOLOGIES | MODULES)[name], folders[family]

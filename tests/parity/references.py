@@ -1,14 +1,15 @@
-"""What transformers and torch make of the matrix's batches in one process: losses, gradients, weights after two steps.
+"""Reference results of transformers and torch in one process: losses, gradients, and weights after two steps.
 
-Run once for each model and content, however many ways there are to split it. Where flash-linear-attention and
-causal-conv1d are installed, transformers' Qwen3.5 would take their kernels, which may round products to TF32 on a GPU
-and do not run on a CPU: a reference is built without them.
+They are computed once for each model and content. With flash-linear-attention and causal-conv1d, transformers' Qwen3.5
+would use kernels that may round products to TF32 on a GPU and do not run on a CPU, so references are built without.
 """
 
+import functools
 import importlib
+import inspect
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,26 +18,45 @@ from unittest import mock
 import torch
 from safetensors.torch import save_file
 
-from tests.noise import SEEDS, allowed, relative, rounded
-from tests.qwen3_5.tiny import run_with_mtp, with_mtp
-
-from .batches import Sample, make_samples, run_reference
+from tests.helpers.batches import Sample, make_samples, run_reference
+from tests.helpers.noise import SEEDS, allowed, relative, rounded
+from tests.models.qwen3_5.tiny import run_with_mtp, with_mtp
 
 MODULES = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("qwen3_5", "qwen3_5_moe"))
 KERNELS = (
     "causal_conv1d_fn", "causal_conv1d_update", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule",
     "FusedRMSNormGated",
 )  # fmt: skip
+# Newer releases choose a kernel when the module is imported, and layers call these functions, which wrap it.
+CHOSEN_AT_IMPORT = (
+    "causal_conv1d_fn", "causal_conv1d_update", "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
+)  # fmt: skip
 
 
 @contextmanager
 def torch_linear_attention() -> Iterator[None]:
-    """Have transformers' models that are built in the body compute linear attention by torch alone."""
+    """Make transformers' models that are built in the body compute linear attention with torch functions."""
     with ExitStack() as stack:
         for module in map(importlib.import_module, MODULES):
-            for name in KERNELS:
-                stack.enter_context(mock.patch.object(module, name, None))
+            if hasattr(module, "chunk_gated_delta_rule"):
+                for name in KERNELS:
+                    stack.enter_context(mock.patch.object(module, name, None))
+            else:  # for the whole process: the functions are called after the body
+                for name in CHOSEN_AT_IMPORT:
+                    setattr(module, name, _torch_path(getattr(module, name)))
         yield
+
+
+def _torch_path(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the torch function under transformers' wrapper, which ignores arguments of kernels as the wrapper does."""
+    plain = inspect.unwrap(function)
+    parameters = inspect.signature(plain).parameters
+
+    @functools.wraps(plain)
+    def call(*args: Any, **given: Any) -> Any:
+        return plain(*args, **{name: value for name, value in given.items() if name in parameters})
+
+    return call
 
 
 _SETTINGS = "provider.json"
@@ -59,18 +79,18 @@ def step_samples(content: str, config: Any, step: int) -> list[list[Sample]]:
 
 
 def provider_settings(folder: Path) -> dict[str, Any]:
-    """Fields of the provider that a model's references were written for."""
+    """Return fields of the provider for which the references of a model were written."""
     file = folder / _SETTINGS
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def write_settings(folder: Path, settings: dict[str, Any]) -> None:
-    """Say which they are; of these the references know `mtp_loss_scaling_factor`."""
+    """Store these fields; the references depend on `mtp_loss_scaling_factor`."""
     (folder / _SETTINGS).write_text(json.dumps(settings))
 
 
 def train_reference(folder: Path, content: str, seed: int | None = None) -> dict[str, Any]:
-    """Two steps of AdamW."""
+    """Train two steps with AdamW."""
     from transformers import AutoModelForImageTextToText
 
     with torch_linear_attention():
@@ -112,7 +132,7 @@ def take_two_steps(model: torch.nn.Module, content: str, factor: float) -> dict[
 
 
 def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], scale: float | None = None) -> float:
-    """The largest error of any tensor, in units of `scale` or of its own largest entry."""
+    """Return the largest error of any tensor, in units of `scale` or of its own largest entry."""
     tied = {"lm_head.weight"} - found.keys()
     assert found.keys() == expected.keys() - tied, found.keys() ^ expected.keys()
     if scale is None:
@@ -121,9 +141,8 @@ def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], sca
 
 
 def errors(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """Of losses and of gradients' norms, relative; of gradients; and of weights, in units of the learning rate.
-
-    What was not looked at, gradients or weights, is left out.
+    """Return relative errors of losses and gradient norms, errors of gradients, and errors of weights in units of the
+    learning rate. Gradients or weights that were not compared are left out.
     """
     of_scalars = {
         name: max(abs(a / b - 1) for a, b in zip(found[kind], expected[kind], strict=True))
@@ -137,7 +156,7 @@ def errors(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
 
 
 def write_references(folder: Path, contents: Iterable[str] = MATRIX_CONTENTS) -> dict[str, float]:
-    """Put what runs of a model are compared with beside it."""
+    """Write the references of a model into its folder."""
     noises, contents = [], list(contents)
     for number, content in enumerate(contents):
         reference = train_reference(folder, content)

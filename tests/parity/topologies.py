@@ -1,4 +1,4 @@
-"""How models are split in tests: the one list that every check of layouts reads."""
+"""The parallel layouts that tests of layouts use."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ _HYBRIDEP = _DEEPEP | dict(moe_flex_dispatcher_backend="hybridep")
 
 @dataclass(frozen=True)
 class Topology:
-    """How a model is split."""
+    """A parallel layout."""
 
     ranks: int
     fields: dict[str, Any] = field(default_factory=dict)  # of the provider
@@ -61,7 +61,7 @@ TOPOLOGIES = {
 
 
 def modules(vision: int, language: int, vision_tensor: int = 1, **fields: Any) -> dict[str, Any]:
-    """Fields of vision and language on ranks of their own."""
+    """Return fields of separate vision and language ranks."""
     split = DistTrainConfig(
         use_dist_train=True, vision_world_size=vision, language_world_size=language,
         vision_tensor_model_parallel_size=vision_tensor,
@@ -83,7 +83,7 @@ MODULES = {
 
 
 def split_by(cfg: Any, fields: dict[str, Any]) -> None:
-    """Split a run's model, with the groups that its modules need."""
+    """Set the parallel layout of a run's model, with the groups that its modules need."""
     for name, value in fields.items():
         assert hasattr(cfg.model, name), name
         setattr(cfg.model, name, value)

@@ -1,4 +1,4 @@
-"""Real ranks on gloo: parameters, gradients and optimizer to the byte, and what autograd keeps."""
+"""Compare estimates with ranks on gloo: parameters, gradients, optimizer state and saved activations."""
 
 import json
 import weakref
@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.batch import TokenBatch
-from qwen3vl_bridge.models.flops import CHUNK
+from qwen3vl_bridge.config.flops import CHUNK
+from qwen3vl_bridge.core.batch import TokenBatch
 from qwen3vl_bridge.planning.activations import MicrobatchWork, chunk_activations
-from qwen3vl_bridge.planning.model_states import chunk_count, stage_states
-from qwen3vl_bridge.planning.split import ModelSplit
+from qwen3vl_bridge.planning.model_states import count_parameters, estimate_states
+from qwen3vl_bridge.planning.parallel_layout import ParallelLayout
 from qwen3vl_bridge.planning.training_settings import FP32, Sharding, TrainingSettings
 from qwen3vl_bridge.registry import dimensions_of
-from qwen3vl_bridge.weights.rows import ExpertLayout, part_of
+from qwen3vl_bridge.weights.rows import ExpertLayout, component_of
 
 import pytest
 import torch
@@ -26,28 +26,28 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from tests.forked import results_of_ranks
-from tests.parity.batches import make_samples
+from tests.helpers.batches import make_samples
+from tests.helpers.forked import results_of_ranks
+from tests.helpers.ranks import of_all_ranks
+from tests.helpers.steps import forward_backward, train_step
+from tests.models.qwen3_5.tiny import make_checkpoint
 from tests.parity.on_ranks import Split, layout_of, make_batch
 from tests.parity.references import write_settings
 from tests.parity.topologies import TOPOLOGIES
-from tests.qwen3_5.tiny import make_checkpoint
-from tests.ranks import of_all_ranks
-from tests.steps import forward_backward, train_step
 
 
 @contextmanager
-def keeping(model: Sequence[nn.Module]) -> Iterator[dict[int, torch.UntypedStorage]]:
-    """Storages of all tensors that are saved for a backward pass meanwhile, each once, those of weights left out."""
+def collect_saved_storages(model: Sequence[nn.Module]) -> Iterator[dict[int, torch.UntypedStorage]]:
+    """Collect the storages of tensors that autograd saves, except weights, by address."""
     weights = {p.untyped_storage().data_ptr() for chunk in model for p in chunk.parameters()}
-    storages: dict[int, torch.UntypedStorage] = {}  # keeps them alive, so that no address is used twice
+    storages: dict[int, torch.UntypedStorage] = {}  # keeps them alive, so that no address is reused
 
     def pack(saved: object) -> object:
         if isinstance(saved, torch.Tensor):
             storage = saved.untyped_storage()
             if storage.data_ptr() not in weights:
                 storages[storage.data_ptr()] = storage
-            return saved.detach()  # an operation that kept its own result would keep itself, and all before it
+            return saved.detach()  # saving an operation's own result would be a reference cycle
         return saved
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
@@ -79,9 +79,9 @@ def _storages(values: Any) -> dict[int, torch.UntypedStorage]:
     return {one._cdata: one for one in found}
 
 
-def saved_bytes(model: nn.Module, batch: TokenBatch, *, predicts: bool = False) -> int:
-    with keeping([model]) as storages:
-        model(inputs=batch.local(predicts=predicts))
+def saved_bytes(model: nn.Module, batch: TokenBatch, *, with_next_tokens: bool = False) -> int:
+    with collect_saved_storages([model]) as storages:
+        model(inputs=batch.local(with_next_tokens=with_next_tokens))
     return sum(storage.nbytes() for storage in storages.values())
 
 
@@ -91,10 +91,7 @@ def work_of(batch: TokenBatch) -> MicrobatchWork:
 
 
 def slots_of(batch: TokenBatch) -> float:
-    """Slots of the delta rule's chunks in torch, for each token: so many chunks for each row, one more for a segment.
-
-    A row that is not packed is a segment.
-    """
+    """Return the slots per token in the delta rule's chunks: full chunks of each row, and one more per segment."""
     layout = batch.layout
     rows = 1 if layout.packed else len(layout.padded_lengths)
     tokens = layout.total // rows
@@ -120,7 +117,7 @@ def optimizer_bytes(optimizer: Any) -> int:
 
 
 def described_bytes(model: Sequence[Any], optimizer: Any, kind: str) -> int:
-    """Of what an optimizer makes to describe its tensors for a checkpoint, and not of what it has anyway."""
+    """Return the bytes of tensors that `sharded_state_dict` of an optimizer creates."""
     weights = unwrap_model(model)[0].sharded_state_dict()
     own = {tensor.untyped_storage().data_ptr() for tensor in _tensors(optimizer)}
     described = optimizer.sharded_state_dict(weights, metadata={"distrib_optim_sharding_type": kind})
@@ -137,20 +134,20 @@ def _tensors(optimizer: Any) -> Iterator[torch.Tensor]:
             yield from (part for part in (buffer.param_data, buffer.grad_data) if part is not None)
 
 
-KINDS = ("fully_reshardable", "dp_reshardable")  # how megatron-core calls state by parameters and by index
-MICROBATCHES = 2  # as many as two interleaved stages take
+KINDS = ("fully_reshardable", "dp_reshardable")  # megatron-core's names
+MICROBATCHES = 2  # required by two interleaved stages
 
 
 def parameters(split: Split) -> dict[str, int]:
     found: Counter[str] = Counter()
     for chunk in unwrap_model(split.run.model):
         for name, p in chunk.named_parameters():
-            found["experts" if ".mlp.experts." in name else part_of(name).value] += p.numel()
+            found["experts" if ".mlp.experts." in name else component_of(name).value] += p.numel()
     return dict(found)
 
 
 def one_batch(split: Split):
-    """The same rows for all data-parallel ranks, packed or, where all need as many tokens, padded to it."""
+    """Return the same packed rows on all data-parallel ranks, padded if the topology has fixed lengths."""
     groups = split.run.groups
     samples = [sample for seed in (1, 2) for sample in make_samples("image and video", split.hf_config, seed)]
     multiple = 2 * groups.cp.size() * groups.tp.size()
@@ -161,13 +158,13 @@ def one_batch(split: Split):
 
 def activations(split: Split) -> dict[str, float]:
     run = split.run
-    batch, *others = (one_batch(split) for _ in range(MICROBATCHES))  # of tensors of their own
+    batch, *others = (one_batch(split) for _ in range(MICROBATCHES))  # separate tensors
     split.begin(iter([batch, *others]), "packed")
-    with keeping(run.model) as storages:
+    with collect_saved_storages(run.model) as storages:
         forward_backward(run, run.stream, MICROBATCHES)
     local = batch.local(**run.cfg.model.local_arguments(run.groups))
     return {
-        "kept": sum(storage.nbytes() for storage in storages.values()), "tokens": local.input_ids.numel(),
+        "saved": sum(storage.nbytes() for storage in storages.values()), "tokens": local.input_ids.numel(),
         "patches": 4 if local.vision is None else len(local.vision.pixel_values),
         "vision_tokens": len(local.fuse.targets), "slots": slots_of(batch),
     }  # fmt: skip
@@ -209,15 +206,15 @@ SPLITS = {
     },
 }  # fmt: skip
 CASES = {ranks: [(kind, name) for kind, names in of.items() for name in names] for ranks, of in SPLITS.items()}
-# Measured 0.0082 and 0.0088: angles of heads that turn in part are counted as if they turned as a whole, vision tokens
-# are not spread evenly over ranks, nor tokens over experts.
+# Measured 0.0082 and 0.0088: partial rotary angles are counted for the full head, and vision tokens and expert loads
+# are not balanced.
 ACTIVATIONS = {1: 0.01, 2: 0.03}  # by expert-parallel size
-# The distributed optimizer cuts one buffer with all parameters, which begin at multiples of 64 numbers in it.
+# The distributed optimizer aligns parameters in its buffer to multiples of 64 elements.
 PADDING = 0.005  # measured 0.0010 of gradients, 0.0005 of the optimizer's state
-_SECONDS = 600  # about 60 where the machine is free; a hang has no end
+_SECONDS = 600  # about 60 on a quiet machine; limits a hang
 
 
-def split_of(name: str) -> ModelSplit:
+def layout_of_topology(name: str) -> ParallelLayout:
     topology = TOPOLOGIES[name]
     known = {
         "tensor_model_parallel_size": "tp", "pipeline_model_parallel_size": "pp", "context_parallel_size": "cp",
@@ -226,7 +223,7 @@ def split_of(name: str) -> ModelSplit:
         "num_layers_in_first_pipeline_stage": "first_layers",
     }  # fmt: skip
     fields = {known[field]: value for field, value in topology.fields.items() if field in known}
-    return ModelSplit(topology.ranks, **fields)
+    return ParallelLayout(topology.ranks, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -246,55 +243,55 @@ def found(request, folders) -> dict[tuple[str, str], list[dict[str, Any]]]:
     return results_of_ranks(memory_of_cases, request.param, CASES[request.param], folders, timeout=_SECONDS)
 
 
-def plans(found, folders):
-    """(case, the model's numbers, split, training, chunks of the rank's stage, what the rank has found)."""
+def cases_with_estimates(found, folders):
+    """Yield (case, dimensions, parallel layout, training settings, chunks of the rank's stage, measurements)."""
     for (family, name), everyone in found.items():
         dims = dimensions_of(json.loads((folders[family] / "config.json").read_text()))
-        split = split_of(name)
-        split.check(dims)
+        layout = layout_of_topology(name)
+        layout.check(dims)
         sharding = Sharding.OPTIMIZER if TOPOLOGIES[name].distributed_optimizer else Sharding.NONE
         training = TrainingSettings(
             transformer_engine=False, precision=FP32, balancing_loss=False, sharding=sharding,
             trains_mtp=family.endswith(WITH_MTP),
         )  # fmt: skip
-        stages = split.chunks(len(dims.indices["text_layers"]))
+        stages = layout.chunks(len(dims.indices["text_layers"]))
         for one in everyone:
-            yield f"{family} {name}", dims, split, training, stages[one["stage"]], one
+            yield f"{family} {name}", dims, layout, training, stages[one["stage"]], one
 
 
-def test_parameters_of_every_part(found, folders):
-    for case, dims, split, _, chunks, one in plans(found, folders):
-        counted = sum((chunk_count(dims, split, chunk) for chunk in chunks), Counter())
+def test_count_parameters_matches_ranks(found, folders):
+    for case, dims, layout, _, chunks, one in cases_with_estimates(found, folders):
+        counted = sum((count_parameters(dims, layout, chunk) for chunk in chunks), Counter())
         real = Counter(**one["parameters"])
         assert counted == real, case
 
 
-def test_gradients_and_optimizer(found, folders):
-    for case, dims, split, training, chunks, one in plans(found, folders):
-        states = stage_states(dims, split, chunks, training)
+def test_states_match_ranks(found, folders):
+    for case, dims, layout, training, chunks, one in cases_with_estimates(found, folders):
+        states = estimate_states(dims, layout, chunks, training)
         near = PADDING if training.sharding is Sharding.OPTIMIZER else 0
         assert one["gradients"] == pytest.approx(states.gradients, rel=near), case
         assert one["optimizer"] == pytest.approx(states.optimizer, rel=near), case
 
 
-def test_what_a_rank_gathers_on_the_host_to_save_a_distributed_optimizer(found, folders):
-    """By parameters: all of the rank's, in float32, on every rank. By numbers: what it has, and padding."""
+def test_host_gathered_matches_ranks(found, folders):
+    """A fully reshardable state gathers the rank's parameters in float32; one saved by index gathers padding."""
     looked_at = False
-    for case, dims, split, training, chunks, one in plans(found, folders):
+    for case, dims, layout, training, chunks, one in cases_with_estimates(found, folders):
         if training.sharding is Sharding.OPTIMIZER:
             looked_at = True
-            states = stage_states(dims, split, chunks, training)
+            states = estimate_states(dims, layout, chunks, training)
             print(f"{case}: {one[KINDS[0]] / states.host_gathered - 1:+.5f}")
             assert one[KINDS[0]] == pytest.approx(states.host_gathered, rel=PADDING), case
-            # Of buckets; measured 9,408 bytes of dense DP2.
+            # Padding of buckets; measured 9,408 bytes for dense DP2.
             assert one[KINDS[1]] <= PADDING * states.host_gathered, case
     assert looked_at or not any("distributed optimizer" in name for _, name in found)
 
 
-def test_activations(found, folders):
-    for case, dims, split, training, chunks, one in plans(found, folders):
+def test_activations_match_ranks(found, folders):
+    for case, dims, layout, training, chunks, one in cases_with_estimates(found, folders):
         work = MicrobatchWork(one["tokens"], one["patches"], one["vision_tokens"], one["slots"])
-        stored = sum(chunk_activations(dims, split, training, chunk, work).total for chunk in chunks)
-        error = MICROBATCHES * stored / one["kept"] - 1
+        stored = sum(chunk_activations(dims, layout, training, chunk, work).total for chunk in chunks)
+        error = MICROBATCHES * stored / one["saved"] - 1
         print(f"{case}, stage {one['stage']}: {error:+.4f}")
-        assert abs(error) <= ACTIVATIONS[split.ep], case
+        assert abs(error) <= ACTIVATIONS[layout.ep], case

@@ -1,21 +1,19 @@
-"""`qwen3vl plan`: estimates, proposals, vision on ranks of its own, configurations of runs, and what is refused."""
+"""`qwen3vl plan`: estimates, proposals, separate vision ranks, run configurations, invalid input."""
 
 import json
 import re
-import shlex
 from dataclasses import fields, replace
 
 from qwen3vl_bridge import Qwen3VLDoRA, Qwen3VLLoRA
 from qwen3vl_bridge.cli.plan import main
 from qwen3vl_bridge.models.qwen3_5 import presets as qwen3_5
 from qwen3vl_bridge.models.qwen3_vl import presets
-from qwen3vl_bridge.planning.activations import _of_next_microbatch
 from qwen3vl_bridge.planning.estimate import VISION_CHUNK, estimate
-from qwen3vl_bridge.planning.from_config import plan_of, proposals_for_run
+from qwen3vl_bridge.planning.from_config import estimate_run, propose_for_run
 from qwen3vl_bridge.planning.hardware import GPUS
-from qwen3vl_bridge.planning.model_states import chunk_count
+from qwen3vl_bridge.planning.model_states import count_parameters
+from qwen3vl_bridge.planning.parallel_layout import ParallelLayout
 from qwen3vl_bridge.planning.proposals import MARGIN, propose
-from qwen3vl_bridge.planning.split import ModelSplit
 from qwen3vl_bridge.planning.training_settings import (
     BF16,
     FP32,
@@ -28,7 +26,7 @@ from qwen3vl_bridge.planning.training_settings import (
     TrainingSettings,
 )
 from qwen3vl_bridge.registry import dimensions_of, nearest_name, preset
-from qwen3vl_bridge.weights.rows import Part
+from qwen3vl_bridge.weights.rows import Component
 
 import huggingface_hub
 import pytest
@@ -42,8 +40,6 @@ from megatron.bridge.training.mixed_precision import bf16_mixed
 from qwen3vl_recipes.digits import qwen3_vl_digits_sft_config
 from qwen3vl_recipes.paths import set_paths
 
-from tests.forked import ROOT
-
 RUN = ["--model", "8B", "--gpus", "16", "--seq-length", "8192", "--max-patches", "8192", "--global-batch-size", "32"]
 
 
@@ -52,27 +48,27 @@ def run(capsys, *arguments: str) -> tuple[int, dict | list]:
     return status, json.loads(capsys.readouterr().out)
 
 
-def test_an_estimate(capsys):
+def test_plan_json_sums_memory_of_stages(capsys):
     status, found = run(capsys, "--tp", "2", "--pp", "2")
     assert status == 0 and found["fits"]
-    assert found["split"]["sequence_parallel"] and found["split"]["dp"] == 4
+    assert found["parallel_layout"]["sequence_parallel"] and found["parallel_layout"]["dp"] == 4
     assert [stage["stage"] for stage in found["stages"]] == [0, 1]
-    parts = found["stages"][0]
+    first = found["stages"][0]
     kinds = ("parameters", "gradients", "optimizer", "gathered", "temporary", "reserve")
     assert found["total"] == max(stage["total"] for stage in found["stages"])
-    whole = sum(parts[kind] for kind in kinds) + sum(parts["activations"].values())
-    assert parts["total"] == pytest.approx(whole, abs=10)
+    sum_of_kinds = sum(first[kind] for kind in kinds) + sum(first["activations"].values())
+    assert first["total"] == pytest.approx(sum_of_kinds, abs=10)
 
 
-def test_what_does_not_fit(capsys):
+def test_plan_too_small_gpu_exits_1(capsys):
     status, found = run(capsys, "--tp", "1", "--gpu", "A100-40GB")
     assert status == 1 and not found["fits"]
     assert main([*RUN, "--tp", "1", "--gpu-memory", "200"]) == 0
     assert "fits: " in capsys.readouterr().out
 
 
-def test_what_fits_without_the_margin_is_said_to(capsys):
-    """Proposals do not have it, and their table says what they have to fit into."""
+def test_plan_fit_without_margin_is_reported(capsys):
+    """The proposals exclude a layout that fits only without the margin, and their table states the limit."""
     rows = ["--model", "30B-A3B", "--gpus", "16", "--seq-length", "8192", "--gpu-memory", "55"]
     words = [*rows, "--ep", "8", "--pp", "2"]
     assert main([*words, "--recompute", "full", "--vision-recompute", "full"]) == 0
@@ -82,27 +78,27 @@ def test_what_fits_without_the_margin_is_said_to(capsys):
     assert "into 52.2 of 55.0 GiB (5 % left free)" in said and "54.0" not in said
 
 
-def test_what_megatron_fsdp_begins_with(capsys):
-    """32B on 64 GPUs: a step would fit on smaller ones, but each rank has made the model whole before."""
+def test_plan_fsdp_counts_memory_before_sharding(capsys):
+    """32B on 64 GPUs: a step would fit, but each rank creates the complete model before sharding."""
     sharded = ["--model", "32B", "--gpus", "64", "--fsdp", "--seq-length", "2048", "--recompute", "full"]
     assert main([*sharded, "--vision-recompute", "full", "--gpu", "A100-40GB"]) == 1
     said = capsys.readouterr().out
     assert "does not fit: 67.6 GiB" in said and "before sharding" in said and "63.6" in said
 
 
-def test_what_saving_takes_of_the_host(capsys):
-    """8B, two GPUs to a model: 12 bytes of each of a rank's 4.39e9 parameters, and an eighth of 14 bytes."""
+def test_plan_reports_host_memory_of_saving(capsys):
+    """8B with TP 2: 12 bytes for each of a rank's 4.39e9 parameters, and 1/8 of 14 bytes."""
     _, found = run(capsys, "--tp", "2")
     held = found["stages"][0]["parameters"] / 2
     assert found["stages"][0]["host_while_saving"] == pytest.approx((12 + 14 / 8) * held, rel=1e-6)
     main([*RUN, "--tp", "2"])
     said = " ".join(capsys.readouterr().out.split())
-    assert "saving fits: 56.2 GiB of host memory a rank (7.1 without" in said
+    assert "saving fits: 56.2 GiB of host memory per rank (7.1 without" in said
     main([*RUN, "--tp", "1", "--gpu-memory", "200"])
     assert "saving does not fit: 105.1 GiB" in " ".join(capsys.readouterr().out.split())
 
 
-def test_many_stages_are_shown_in_part(capsys):
+def test_plan_many_stages_prints_first_and_last(capsys):
     words = ["--model", "30B-A3B", "--gpus", "16", "--pp", "16"]
     main([*words])
     said = capsys.readouterr().out
@@ -112,7 +108,7 @@ def test_many_stages_are_shown_in_part(capsys):
     assert len(json.loads(capsys.readouterr().out)["stages"]) == 16
 
 
-def test_options_reach_the_estimate(capsys):
+def test_plan_options_change_the_total(capsys):
     _, plain = run(capsys, "--tp", "2")
     fewer = ("--recompute full", "--recompute selective --recompute-modules mlp", "--vision-recompute full", "--fsdp",
              "--kind peft", "--freeze language_model", "--cp 2")  # fmt: skip
@@ -124,12 +120,12 @@ def test_options_reach_the_estimate(capsys):
         assert run(capsys, "--tp", "2", *option.split())[1]["total"] > plain["total"], option
 
 
-# Options after those of `RUN`, which they replace, and what is said.
-BAD_INPUT = {
+# Options that replace those of `RUN`, and the expected message.
+INVALID_OPTIONS = {
     "--tp 3": "16 GPUs, expected a multiple of tp * pp * cp, which is 3",
     "--model 30B-A3B --gpus 8 --pp 2 --ep 8": "a multiple of etp * ep * pp, which is 16",
-    "--tp 1 --sequence-parallel": "sequence_parallel is True with tp 1",
-    "--tp 1 --vpp 2": "vpp is 2 with pp 1",
+    "--tp 1 --sequence-parallel": "sequence_parallel is True and tp is 1",
+    "--tp 1 --vpp 2": "vpp is 2 and pp is 1",
     "--model 2B --pp 8": "28 layers for 8 pipeline stages",
     "--model 2B --pp 2 --vpp 4": "pipeline stage 0 has 14 layers, expected a multiple of vpp",
     "--model 2B --gpus 32 --tp 32": "num_attention_heads is 16",
@@ -143,24 +139,26 @@ BAD_INPUT = {
     "--fsdp --pp 2": "FSDP does not support pipeline stages",
     "--tp 2 --recompute selective --recompute-modules moe": "this model has no experts",
     "--model Qwen/Qwen3.5-9B --tp 2 --no-sequence-parallel": (
-        "sequence_parallel is False with linear attention under tp 2, expected True"
+        "sequence_parallel is False with linear attention and tp 2, expected True"
     ),
     "--model Qwen/Qwen3.5-9B --gpus 32 --cp 32": "linear_num_key_heads is 16, expected a multiple of tp * cp, 32",
     "--tp 2 --recompute-modules mlp": "expected modules with 'selective'",
-    "--tp 2 --vision-recompute-method block": "expected 'uniform' or 'block' and 1 or more with 'full', and None",
+    "--tp 2 --vision-recompute-method block": (
+        "with granularity 'full' the method 'uniform' or 'block' and 1 or more layers, otherwise both None"
+    ),
     "--max-patches -1": "max_patches is -1",
     "--expert-load 0.5": "expert_load is 0.5",
-    "--gpu H1000": "GB200; `qwen3vl plan` takes another memory too, --gpu-memory",
+    "--gpu H1000": "GB200; for another, `qwen3vl plan` has --gpu-memory",
     "--model 7B": "unknown model '7B'",
     "--model 235b": "or a hub id; the nearest name whose dimensions are known is 235B-A22B",
-    "--fsdp --no-distributed-optimizer": "expected one of them",
+    "--fsdp --no-distributed-optimizer": "both given, expected only one of them",
     "--recompute full": "--propose chooses recomputation",
     "--no-sequence-parallel": "--propose chooses recomputation and sequence parallelism",
-    "--propose --ep 2": "no split over 16 GPUs is possible: ep is 2 and etp None",
+    "--propose --ep 2": "no parallel layout of 16 GPUs is possible: ep is 2 and etp None",
     "--propose --vpp 2": "does not try vpp",
     "--vision-gpus 4 --fsdp --tp 2": "sharding is optim_grads_params, expected the distributed optimizer",
-    "--vision-gpus 8 --cp 2": "cp is 2 and vpp None, expected neither",
-    "--vision-gpus 8 --pp 2 --vpp 2": "cp is 1 and vpp 2, expected neither",
+    "--vision-gpus 8 --cp 2": "cp is 2 and vpp is None with separate vision ranks",
+    "--vision-gpus 8 --pp 2 --vpp 2": "cp is 1 and vpp is 2 with separate vision ranks",
     "--vision-gpus 4 --propose --recompute full": "--propose chooses recomputation",
     "--vision-gpus 4 --tp 16": "12 GPUs, expected a multiple of tp",
     "--vision-gpus 16": "--vision-gpus is 16, expected fewer than --gpus, 16",
@@ -168,31 +166,31 @@ BAD_INPUT = {
     "--vision-gpus 10 --tp 1": "10 data-parallel replicas and the language model 6",
     "--model 2B --gpus 64 --vision-gpus 32 --vision-tp 32 --tp 1": "vision_config.num_heads is 16",
     "--model 2B --vision-gpus 6 --pp 5": "28 layers for 5 pipeline stages",
-    "--tp 2 --vision-tp 2": "--vision-tp without --vision-gpus",
+    "--tp 2 --vision-tp 2": "--vision-tp is given without --vision-gpus",
 }
 
 
-@pytest.mark.parametrize("options", BAD_INPUT)
-def test_bad_input(capsys, options):
+@pytest.mark.parametrize("options", INVALID_OPTIONS)
+def test_plan_invalid_options_exit_2(capsys, options):
     assert main([*RUN, *options.split()]) == 2
-    assert BAD_INPUT[options] in capsys.readouterr().err
+    assert INVALID_OPTIONS[options] in capsys.readouterr().err
 
 
-NAMES = {
+RELEASE_NAMES = {
     "27B": ("Qwen3.5-27B-FP8", "Qwen3.6-27B", "Qwen3.6-27B-FP8", "Qwen3.8-27B", "Qwen3.8-27B-FP8", "Qwen3.8-27B-Base"),
     "35B-A3B": ("Qwen3.5-35B-A3B-Base", "Qwen3.6-35B-A3B", "Qwen3.6-35B-A3B-FP8"),
     "235B-A22B": ("Qwen3-VL-235B-A22B-Thinking-FP8", "Qwen3-VL-235B-A22B-Instruct-FP8"),
 }
 
 
-@pytest.mark.parametrize(("size", "name"), [(size, name) for size, names in NAMES.items() for name in names])
-def test_names_of_releases_are_their_dimensions(size, name):
+@pytest.mark.parametrize(("size", "name"), [(size, name) for size, names in RELEASE_NAMES.items() for name in names])
+def test_preset_release_names_have_same_config(size, name):
     assert preset(f"Qwen/{name}") == preset(size)
     with pytest.raises(ValueError, match=rf"the nearest name whose dimensions are known is Qwen/{name}\Z"):
         preset(f"Qwen/{name}!")
 
 
-def test_names_in_any_case_and_of_other_models():
+def test_preset_ignores_case_and_suggests_names():
     assert preset("30b-a3b") == preset("qwen/qwen3-vl-30b-a3b-instruct") == preset("30B-A3B")
     assert nearest_name("Qwen/Qwen3-VL-8B").endswith("is Qwen/Qwen3-VL-8B-Instruct")
     for other in ("Qwen/Qwen2.5-VL-7B", "Qwen/Qwen2.5-VL-7B-Instruct"):
@@ -201,7 +199,7 @@ def test_names_in_any_case_and_of_other_models():
     assert nearest_name("me/mine") == nearest_name("27B-of-mine") == ""
 
 
-def test_a_name_that_was_never_seen_works_where_its_configuration_is_at_hand(capsys, tmp_path, monkeypatch):
+def test_plan_unknown_hub_id_uses_cached_config(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     ask = ["--model", "Qwen/Qwen3.9-27B", "--gpus", "64", "--seq-length", "8192", "--max-patches", "8192"]
@@ -219,15 +217,15 @@ def test_a_name_that_was_never_seen_works_where_its_configuration_is_at_hand(cap
 
 
 @pytest.mark.parametrize(("config", "training", "message"), [
-    (qwen3_5.config_dict("9B"), dict(lora=LoraSettings(8, ())), ".* in_proj, linear_fc1, linear_fc2"),
-    (presets.config_dict("30B-A3B"), dict(lora=LoraSettings(8, ("linear_fc1",))), "has outside its experts"),
+    (qwen3_5.config_dict("9B"), dict(lora=LoraSettings(8, ())), "no such layers .* in_proj, linear_fc1, linear_fc2"),
+    (presets.config_dict("30B-A3B"), dict(lora=LoraSettings(8, ("linear_fc1",))), "layers outside its experts"),
 ])  # fmt: skip
-def test_adapters_that_there_are_none_for(config, training, message):
-    with pytest.raises(ValueError, match=f"none of which this model {message}"):
-        estimate(dimensions_of(config), ModelSplit(8), TrainingSettings(**training))
+def test_estimate_lora_targets_without_layers_raises(config, training, message):
+    with pytest.raises(ValueError, match=message):
+        estimate(dimensions_of(config), ParallelLayout(8), TrainingSettings(**training))
 
 
-def test_recomputation_of_what_the_layers_do_not_have():
+def test_training_settings_wrong_modules_raises():
     mlp, activation = (Recompute("selective", frozenset({name})) for name in ("mlp", "moe_act"))
     with pytest.raises(ValueError, match="vision_recompute_modules has"):
         TrainingSettings(vision_recompute=mlp)
@@ -235,54 +233,54 @@ def test_recomputation_of_what_the_layers_do_not_have():
         TrainingSettings(recompute=activation, transformer_engine=False)
 
 
-def test_a_folder_is_a_model(capsys, untied_folder):
+def test_plan_local_folder(capsys, untied_folder):
     assert main(["--model", str(untied_folder), "--gpus", "1", "--tp", "1", "--precision", "fp32", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["stages"][0]["layers"] == 4
 
 
-def test_proposals_fit_and_come_in_order(capsys):
+def test_plan_proposals_fit_and_are_sorted(capsys):
     status, proposals = run(capsys)
     assert status == 0 and len(proposals) == 5
-    splits = [proposal["split"] for proposal in proposals]
-    ranks = [split["tp"] * split["pp"] * split["cp"] for split in splits]
+    layouts = [proposal["parallel_layout"] for proposal in proposals]
+    ranks = [layout["tp"] * layout["pp"] * layout["cp"] for layout in layouts]
     assert ranks == sorted(ranks) and ranks[0] < ranks[-1]
     assert all(proposal["fits"] and proposal["free"] > 0 for proposal in proposals)
-    assert len({json.dumps(split) for split in splits}) == 5
+    assert len({json.dumps(layout) for layout in layouts}) == 5
     assert {proposal["training"]["sharding"] for proposal in proposals} == {"optim"}
     _, fixed = run(capsys, "--propose", "--tp", "4")
-    assert fixed and {proposal["split"]["tp"] for proposal in fixed} == {4}
+    assert fixed and {proposal["parallel_layout"]["tp"] for proposal in fixed} == {4}
     _, sharded = run(capsys, "--propose", "--fsdp")
     assert sharded and {proposal["training"]["sharding"] for proposal in sharded} == {"optim_grads_params"}
     assert main([*RUN]) == 0
     assert "fewest model-parallel ranks first" in " ".join(capsys.readouterr().out.split())
 
 
-def place(proposal) -> tuple:
-    """Of a proposal in the order that `planning/proposals.py` states."""
+def sort_key(proposal) -> tuple:
+    """Return the sort key of a proposal, in the order that `planning/proposals.py` states."""
     kinds = {None: 0, "selective": 1, "full": 2}
-    training, split = proposal.training, proposal.split
+    training, layout = proposal.training, proposal.layout
     recomputed = (kinds[training.recompute.granularity], kinds[training.vision_recompute.granularity])
-    return max(split.ep, 8), split.tp * split.pp * split.cp, recomputed, split.pp, split.tp
+    return max(layout.ep, 8), layout.tp * layout.pp * layout.cp, recomputed, layout.pp, layout.tp
 
 
 @pytest.mark.parametrize(
     ("size", "world", "seq_length"), [("8B", 16, 32768), ("30B-A3B", 16, 8192), ("235B-A22B", 128, 8192)]
 )
-def test_proposals_are_the_first_of_all_that_fit(size, world, seq_length):
-    """And each is what an estimate says, though not all stages are looked at while they are sought."""
+def test_propose_returns_first_of_all_that_fit(size, world, seq_length):
+    """Each proposal also equals an estimate of all stages, although only some are estimated in the search."""
     config, gpu = presets.config_dict(size), GPUS["H100"]
     training = TrainingSettings(seq_length=seq_length, max_patches=4096, global_batch_size=256)
     dims = dimensions_of(config)
-    (proposals, _), (everything, _) = (propose(dims, world, gpu, training, most=most) for most in (5, 1000))
-    assert proposals == everything[:5] and everything == sorted(everything, key=place)
+    (proposals, _), (everything, _) = (propose(dims, world, gpu, training, max_proposals=most) for most in (5, 1000))
+    assert proposals == everything[:5] and everything == sorted(everything, key=sort_key)
     for proposal in everything:
-        assert proposal == estimate(dimensions_of(config), proposal.split, proposal.training)
+        assert proposal == estimate(dimensions_of(config), proposal.layout, proposal.training)
         assert proposal.peak.total <= (1 - MARGIN) * gpu.memory_bytes
-    fixed = {name: getattr(everything[-1].split, name) for name in ("tp", "pp", "cp")}
+    fixed = {name: getattr(everything[-1].layout, name) for name in ("tp", "pp", "cp")}
     assert propose(dims, world, gpu, training, fixed=fixed)[0] == everything[-1:]
 
 
-def test_nothing_fits(capsys):
+def test_plan_nothing_fits_says_what_to_change(capsys):
     assert main(["--model", "235B-A22B", "--gpus", "2"]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert re.fullmatch(
@@ -294,26 +292,16 @@ def test_nothing_fits(capsys):
 
 @pytest.mark.parametrize(("size", "world", "fixed"), [("8B", 2, {}), ("30B-A3B", 8, {"tp": 2})])
 @pytest.mark.parametrize("sharding", [Sharding.OPTIMIZER, Sharding.ALL])
-def test_what_needs_least_is_the_first_to_fit(size, world, fixed, sharding):
+def test_propose_smallest_layout_fits_first(size, world, fixed, sharding):
     dims = dimensions_of(presets.config_dict(size))
     training = TrainingSettings(seq_length=4096, max_patches=4096, sharding=sharding)
-    none, least = propose(dims, world, replace(GPUS["H100"], memory_bytes=1), training, fixed=fixed)
+    none, smallest = propose(dims, world, replace(GPUS["H100"], memory_bytes=1), training, fixed=fixed)
     assert none == []
     for factor, fits in ((0.99999, False), (1.00001, True)):
-        gpu = replace(GPUS["H100"], memory_bytes=round(least.peak.total / (1 - MARGIN) * factor))
+        gpu = replace(GPUS["H100"], memory_bytes=round(smallest.peak.total / (1 - MARGIN) * factor))
         found = propose(dims, world, gpu, training, fixed=fixed)[0]
-        assert (least in found) == fits and all(other.peak.total >= least.peak.total for other in found)
-
-
-def test_the_readmes_commands(capsys):
-    section = (ROOT / "README.md").read_text().split("\n## Plan\n", 1)[1].split("\n## ", 1)[0]
-    commands = section.split("```bash\n")[1].split("```")[0].strip().splitlines()
-    assert len(commands) == 2
-    for command in commands:
-        program, name, *arguments = shlex.split(command)
-        assert (program, name) == ("qwen3vl", "plan")
-        assert main(arguments) == 0, command
-    assert "GiB" in capsys.readouterr().out
+        assert (smallest in found) == fits
+        assert all(other.peak.total >= smallest.peak.total for other in found)
 
 
 H100 = GPUS["H100"]
@@ -321,10 +309,10 @@ ROWS = TrainingSettings(seq_length=8192, max_patches=27205, global_batch_size=96
 
 
 @pytest.mark.parametrize("name", presets.PRESETS)
-def test_every_parameter_is_on_one_side(name):
+def test_dist_train_parameters_are_on_one_side(name):
     dims = dimensions_of(presets.config_dict(name))
-    ((chunk,),) = ModelSplit(1, vision=False).chunks(len(dims.indices["text_layers"]))
-    vision, language = (chunk_count(dims, ModelSplit(1), side) for side in (VISION_CHUNK, chunk))
+    ((chunk,),) = ParallelLayout(1, vision=False).chunks(len(dims.indices["text_layers"]))
+    vision, language = (count_parameters(dims, ParallelLayout(1), side) for side in (VISION_CHUNK, chunk))
     assert vision.total() + language.total() == presets.parameter_count(name)
     assert set(+vision) == {"vision_model", "vision_projection"}
     assert {"language_model"} <= set(+language) <= {"language_model", "experts"}
@@ -332,17 +320,19 @@ def test_every_parameter_is_on_one_side(name):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from(list(presets.PRESETS)), st.frozensets(st.sampled_from(list(Part)), max_size=2),
+    st.sampled_from(list(presets.PRESETS)), st.frozensets(st.sampled_from(list(Component)), max_size=2),
     st.sampled_from([Recompute(), FULL]), st.sampled_from([Recompute(), FULL]),
 )  # fmt: skip
-def test_both_sides_hold_what_one_rank_would(name, parts, recompute, vision_recompute):
+def test_dist_train_memory_sums_to_one_rank(name, parts, recompute, vision_recompute):
     config, sent = presets.config_dict(name), "sent between towers"
     training = replace(
         ROWS, global_batch_size=1, frozen=parts, recompute=recompute, vision_recompute=vision_recompute,
         sharding=Sharding.NONE,
     )  # fmt: skip
-    (together,) = estimate(dimensions_of(config), ModelSplit(1), training).stages
-    vision, language = estimate(dimensions_of(config), ModelSplit(1), training, vision_split=ModelSplit(1)).stages
+    (together,) = estimate(dimensions_of(config), ParallelLayout(1), training).stages
+    vision, language = estimate(
+        dimensions_of(config), ParallelLayout(1), training, vision_layout=ParallelLayout(1)
+    ).stages
     for module, nbytes in together.activations.items():
         both = vision.activations.get(module, 0) + language.activations.get(module, 0)
         assert both == pytest.approx(nbytes), module
@@ -352,29 +342,29 @@ def test_both_sides_hold_what_one_rank_would(name, parts, recompute, vision_reco
 
 
 @pytest.mark.parametrize(("vision", "share"), [(1, 4), (2, 2), (4, 1), (8, 1 / 2)])
-def test_a_vision_rank_encodes_for_all_replicas_that_it_serves(vision, share):
-    """One microbatch more than the first stage is in flight, unless the step has fewer."""
+def test_dist_train_vision_rank_serves_replicas(vision, share):
+    """Vision ranks hold one microbatch more than the first stage, unless the step has fewer."""
     dims = dimensions_of(presets.config_dict("2B"))
-    equal, *_ = estimate(dims, ModelSplit(8, pp=2), ROWS, vision_split=ModelSplit(4)).stages
-    stage, *_ = estimate(dims, ModelSplit(8, pp=2), ROWS, vision_split=ModelSplit(vision)).stages
+    equal, *_ = estimate(dims, ParallelLayout(8, pp=2), ROWS, vision_layout=ParallelLayout(4)).stages
+    stage, *_ = estimate(dims, ParallelLayout(8, pp=2), ROWS, vision_layout=ParallelLayout(vision)).stages
     assert stage.in_flight == (3,)
     assert stage.activations == pytest.approx({module: share * each for module, each in equal.activations.items()})
     fewer = replace(ROWS, global_batch_size=8)
-    short, *_ = estimate(dims, ModelSplit(8, pp=2), fewer, vision_split=ModelSplit(4)).stages
+    short, *_ = estimate(dims, ParallelLayout(8, pp=2), fewer, vision_layout=ParallelLayout(4)).stages
     assert short.in_flight == (2,)
 
 
 @pytest.mark.parametrize("name", ["30B-A3B", "35B-A3B"])
-def test_experts_under_computation_hold_the_next_microbatchs_first_layers(name):
-    """And its tower; and of Qwen3.5 what its nodes hand on, the shared expert's part."""
+def test_estimate_overlap_counts_next_microbatch(name):
+    """The first layers and the tower of the next microbatch count, and outputs of Qwen3.5's shared experts."""
     dims = dimensions_of((presets if name == "30B-A3B" else qwen3_5).config_dict(name))
-    split, layers = ModelSplit(8, ep=8), len(dims.indices["text_layers"])
+    layout, layers = ParallelLayout(8, ep=8), len(dims.indices["text_layers"])
     for rows in (8, 16):
         plain = replace(
             ROWS, global_batch_size=rows, transformer_engine=False, on_gpu=True, delta_rule_kernels=True,
-            frozen=frozenset({Part.LANGUAGE_MODEL}), loss_chunk_tokens=512,
+            frozen=frozenset({Component.LANGUAGE_MODEL}), loss_chunk_tokens=512,
         )  # fmt: skip
-        ours, expected = (estimate(dims, split, replace(plain, overlaps_experts=on)).peak for on in (True, False))
+        ours, expected = (estimate(dims, layout, replace(plain, overlaps_experts=on)).peak for on in (True, False))
         text = expected.activations["language model"] + layers * 2 * dims["hidden"] * 8192 * (name == "35B-A3B")
         twice = {"vision model", "vision projection", "DeepStack"} if rows > 8 else set()
         stored = {module: n * (1 + (module in twice)) for module, n in expected.activations.items()}
@@ -384,46 +374,32 @@ def test_experts_under_computation_hold_the_next_microbatchs_first_layers(name):
         assert least <= ahead <= most if rows > 8 else ahead == 0
 
 
-@pytest.mark.parametrize(("layers", "expected"), [([2, 2, 2], 2), ([3, 3, 3, 1] * 10, 5), ([], 0), ([4], 4)])
-def test_layers_of_the_next_microbatch_come_as_this_ones_leave(layers, expected):
-    """Of four of Qwen3.5, one with full attention: two come before the second larger one leaves."""
-    assert _of_next_microbatch(layers) == expected
-
-
-def test_proposals_overlap_what_megatron_core_can():
+def test_propose_overlap_only_where_supported():
     dims = dimensions_of(presets.config_dict("30B-A3B"))
     found, _ = propose(dims, 32, H100, replace(ROWS, overlaps_experts=True))
     for one in found:
-        alone = one.split.pp > 1 or one.split.ep == 1 or one.training.recompute == FULL
-        assert one.training.overlaps_experts == (not alone)
+        no_overlap = one.layout.pp > 1 or one.layout.ep == 1 or one.training.recompute == FULL
+        assert one.training.overlaps_experts == (not no_overlap)
     assert len({one.training.overlaps_experts for one in found}) == 2
 
 
 @pytest.mark.parametrize(("name", "gpus", "vision"), [("2B", 8, 2), ("8B", 16, 4), ("30B-A3B", 32, 8)])
-def test_proposals_with_vision_ranks_fit(name, gpus, vision):
-    config, vision_split = presets.config_dict(name), ModelSplit(vision)
-    proposals, _ = propose(dimensions_of(config), gpus, H100, ROWS, vision_split=vision_split)
+def test_propose_with_vision_ranks_fits(name, gpus, vision):
+    config, vision_layout = presets.config_dict(name), ParallelLayout(vision)
+    proposals, _ = propose(dimensions_of(config), gpus, H100, ROWS, vision_layout=vision_layout)
     assert proposals
     for proposal in proposals:
-        split = replace(proposal.split, vision=True)
-        assert proposal == estimate(dimensions_of(config), split, proposal.training, vision_split=vision_split)
-        assert split.world == gpus - vision and split.cp == 1 and proposal.training.sharding is Sharding.OPTIMIZER
+        layout = replace(proposal.layout, vision=True)
+        assert proposal == estimate(dimensions_of(config), layout, proposal.training, vision_layout=vision_layout)
+        assert layout.world == gpus - vision and layout.cp == 1 and proposal.training.sharding is Sharding.OPTIMIZER
         assert proposal.peak.total <= 0.95 * H100.memory_bytes
-    ranks = [proposal.split.tp * proposal.split.pp for proposal in proposals]
+    ranks = [proposal.layout.tp * proposal.layout.pp for proposal in proposals]
     assert ranks == sorted(ranks)
     with pytest.raises(ValueError, match=f"{gpus} vision ranks, expected fewer than all GPUs"):
-        propose(dimensions_of(config), gpus, H100, ROWS, vision_split=ModelSplit(gpus))
+        propose(dimensions_of(config), gpus, H100, ROWS, vision_layout=ParallelLayout(gpus))
 
 
-def test_the_pages_part_of_the_flops(capsys):
-    (block,) = re.findall(
-        r"```python\n([^`]*tower_costs.*?)```", (ROOT / "docs" / "dist_train.md").read_text(), re.DOTALL
-    )
-    exec(block)
-    assert capsys.readouterr().out.strip() == block.rsplit("# ", 1)[1].strip()
-
-
-def test_the_settings_are_megatron_bridges(capsys):
+def test_plan_dist_train_json_has_bridge_fields(capsys):
     from megatron.bridge.models.qwen_vl.qwen3_vl_provider import DistTrainConfig
 
     _, plan = run(capsys, "--tp", "2", "--recompute", "full", "--vision-gpus", "8", "--vision-tp", "2")
@@ -438,7 +414,7 @@ def test_the_settings_are_megatron_bridges(capsys):
     assert few["dist_train"]["vision_to_llm_dp_ratio"] is None  # six language replicas for each
 
 
-# Megatron-FSDP's gradients follow the parameters where nobody says otherwise.
+# Megatron-FSDP's gradients have the dtype of the parameters by default.
 BRIDGES = Precision(2, 2, 4)
 RUN_OF_CONFIG = TrainingSettings(
     seq_length=512, global_batch_size=2, precision=Precision(4, 4, 4), sharding=Sharding.ALL, transformer_engine=False,
@@ -451,7 +427,7 @@ DISTRIBUTED = dict(sharding=Sharding.OPTIMIZER, precision=FP32)
 def cfg(untied_folder):
     cfg = set_paths(qwen3_vl_digits_sft_config(), hf_path=untied_folder, data_path="x", save="x")
     cfg.mixed_precision = None
-    cfg.ddp.megatron_fsdp_main_grads_dtype = None  # the parameters', until a test says otherwise
+    cfg.ddp.megatron_fsdp_main_grads_dtype = None  # default: the dtype of the parameters
     return cfg
 
 
@@ -464,24 +440,26 @@ def change(cfg, **settings):
     return cfg
 
 
-def as_of(folder, split: ModelSplit, training: TrainingSettings):
-    return estimate(dimensions_of(json.loads((folder / "config.json").read_text())), split, training)
+def estimate_of_folder(folder, layout: ParallelLayout, training: TrainingSettings):
+    return estimate(dimensions_of(json.loads((folder / "config.json").read_text())), layout, training)
 
 
-def test_the_recipe_as_it_stands(cfg, untied_folder):
-    assert plan_of(cfg, 2) == as_of(untied_folder, ModelSplit(2), RUN_OF_CONFIG)
+def test_estimate_run_unchanged_recipe(cfg, untied_folder):
+    assert estimate_run(cfg, 2) == estimate_of_folder(untied_folder, ParallelLayout(2), RUN_OF_CONFIG)
 
 
-CHANGES = {
-    "made on the host": (dict(model__init_model_with_meta_device=True), dict(made_on_host=True)),
-    "saved by index": (dict(checkpoint__dist_ckpt_optim_fully_reshardable=False), dict(saved_by_parameters=False)),
+MODELED = {
+    "init on CPU": (dict(model__init_model_with_meta_device=True), dict(init_on_cpu=True)),
+    "optimizer saved by shard index": (
+        dict(checkpoint__dist_ckpt_optim_fully_reshardable=False), dict(fully_reshardable=False),
+    ),
     "sizes": (
         dict(model__tensor_model_parallel_size=2, model__sequence_parallel=True, model__context_parallel_size=2), {},
-        ModelSplit(4, tp=2, cp=2, sequence_parallel=True),
+        ParallelLayout(4, tp=2, cp=2, sequence_parallel=True),
     ),
     "stages": (
         dict(model__pipeline_model_parallel_size=2, model__num_layers_in_first_pipeline_stage=1,
-             ddp__use_megatron_fsdp=False), DISTRIBUTED, ModelSplit(4, pp=2, first_layers=1),
+             ddp__use_megatron_fsdp=False), DISTRIBUTED, ParallelLayout(4, pp=2, first_layers=1),
     ),
     "no sharding": (
         dict(ddp__use_megatron_fsdp=False, ddp__use_distributed_optimizer=False,
@@ -510,13 +488,13 @@ CHANGES = {
              model__vision_recompute_num_layers=1),
         dict(recompute=Recompute("selective", frozenset({"mlp"})), vision_recompute=FULL),
     ),
-    "frozen": (dict(model__freeze_vision_model=True), dict(frozen=frozenset({Part.VISION_MODEL}))),
+    "frozen": (dict(model__freeze_vision_model=True), dict(frozen=frozenset({Component.VISION_MODEL}))),
     "adapters": (
         dict(peft=Qwen3VLLoRA(dim=4, target_modules=["linear_qkv"])), dict(lora=LoraSettings(4, LINEAR_LAYERS[:1])),
     ),
     "DoRA": (
         dict(peft=Qwen3VLDoRA(dim=4, target_modules=["linear_qkv"])),
-        dict(lora=LoraSettings(4, LINEAR_LAYERS[:1], regathers=False, dora=True)),
+        dict(lora=LoraSettings(4, LINEAR_LAYERS[:1], regather_inputs=False, dora=True)),
     ),
     "loss of a whole row": (dict(model__loss_chunk_tokens=0), dict(loss_chunk_tokens=0)),
     "rows": (
@@ -526,22 +504,26 @@ CHANGES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_settings_that_are_counted(name, cfg, untied_folder):
-    settings, fields, split = (*CHANGES[name], ModelSplit(4))[:3]
+@pytest.mark.parametrize("name", MODELED)
+def test_estimate_run_modeled_settings(name, cfg, untied_folder):
+    settings, fields, layout = (*MODELED[name], ParallelLayout(4))[:3]
     change(cfg, **{"train__global_batch_size": 4} | settings)
-    assert plan_of(cfg, 4) == as_of(untied_folder, split, replace(RUN_OF_CONFIG, **{"global_batch_size": 4} | fields))
+    assert estimate_run(cfg, 4) == estimate_of_folder(
+        untied_folder, layout, replace(RUN_OF_CONFIG, **{"global_batch_size": 4} | fields)
+    )
 
 
-def test_a_finalised_pipeline_layout(cfg, untied_folder):
+def test_estimate_run_pipeline_layout(cfg, untied_folder):
     change(cfg, model__pipeline_model_parallel_size=2, model__pipeline_model_parallel_layout="Ettt|tL",
            model__pipeline_dtype=torch.float32, ddp__use_megatron_fsdp=False)  # fmt: skip
     cfg.model.finalize()
-    expected = as_of(untied_folder, ModelSplit(2, pp=2, layout=((3,), (1,))), replace(RUN_OF_CONFIG, **DISTRIBUTED))
-    assert plan_of(cfg, 2).stages == expected.stages
+    expected = estimate_of_folder(
+        untied_folder, ParallelLayout(2, pp=2, pipeline_layout=((3,), (1,))), replace(RUN_OF_CONFIG, **DISTRIBUTED)
+    )
+    assert estimate_run(cfg, 2).stages == expected.stages
 
 
-def test_a_model_with_experts(cfg):
+def test_estimate_run_experts(cfg):
     cfg.model = AutoBridge.from_hf_config(presets.hf_config("30B-A3B")).to_megatron_provider(load_weights=False)
     change(cfg, model__expert_model_parallel_size=8, model__expert_tensor_parallel_size=1,
            mixed_precision="bf16_mixed", train__global_batch_size=8)  # fmt: skip
@@ -549,30 +531,32 @@ def test_a_model_with_experts(cfg):
         RUN_OF_CONFIG, global_batch_size=8, precision=BRIDGES, balancing_loss=True, loss_chunk_tokens=2048
     )
     dims = dimensions_of(presets.config_dict("30B-A3B"))
-    assert plan_of(cfg, 8) == estimate(dims, ModelSplit(8, ep=8, etp=1), training)
+    assert estimate_run(cfg, 8) == estimate(dims, ParallelLayout(8, ep=8, etp=1), training)
 
 
-def test_vision_on_ranks_of_its_own(cfg, untied_folder):
+def test_estimate_run_dist_train(cfg, untied_folder):
     cfg.model.dist_train = DistTrainConfig(use_dist_train=True, vision_world_size=4, language_world_size=4,
                                            vision_tensor_model_parallel_size=2)  # fmt: skip
     change(cfg, model__pipeline_model_parallel_size=2, ddp__use_megatron_fsdp=False)
     config, training = json.loads((untied_folder / "config.json").read_text()), replace(RUN_OF_CONFIG, **DISTRIBUTED)
-    plan = plan_of(cfg, 8)
-    assert plan == estimate(dimensions_of(config), ModelSplit(4, pp=2), training, vision_split=ModelSplit(4, tp=2))
+    plan = estimate_run(cfg, 8)
+    assert plan == estimate(
+        dimensions_of(config), ParallelLayout(4, pp=2), training, vision_layout=ParallelLayout(4, tp=2)
+    )
     assert [stage.stage for stage in plan.stages] == [-1, 0, 1]
-    proposals = proposals_for_run(cfg, plan, GPUS["H100"])
-    assert proposals == propose(dimensions_of(config), 8, H100, training, vision_split=ModelSplit(4, tp=2))[0]
+    proposals = propose_for_run(cfg, plan, GPUS["H100"])
+    assert proposals == propose(dimensions_of(config), 8, H100, training, vision_layout=ParallelLayout(4, tp=2))[0]
     cfg.model.dist_train.vision_world_size = None
-    with pytest.raises(ValueError, match="None vision and 4 language ranks, expected 8 together"):
-        plan_of(cfg, 8)
+    with pytest.raises(ValueError, match="None vision and 4 language ranks, expected a total of 8"):
+        estimate_run(cfg, 8)
     cfg.model.dist_train.vision_world_size = 4
-    with pytest.raises(ValueError, match="4 vision and 4 language ranks, expected 16 together"):
-        plan_of(cfg, 16)
+    with pytest.raises(ValueError, match="4 vision and 4 language ranks, expected a total of 16"):
+        estimate_run(cfg, 16)
 
 
-_FOUR_BITS = bf16_mixed()
-_FOUR_BITS.fp4 = "e2m1"
-NOT_COUNTED = {
+_FP4 = bf16_mixed()
+_FP4.fp4 = "e2m1"
+NOT_MODELED = {
     "model.fp4": dict(model__fp4="e2m1"), "model.cpu_offloading": dict(model__cpu_offloading=True),
     "model.fine_grained_activation_offloading": dict(model__fine_grained_activation_offloading=True),
     "model.cuda_graph_impl": dict(model__cuda_graph_impl="local"),
@@ -580,7 +564,7 @@ NOT_COUNTED = {
     "optimizer.optimizer is": dict(optimizer__optimizer="sgd"),
     "ddp.num_distributed_optimizer_instances": dict(ddp__num_distributed_optimizer_instances=2),
     "mixed_precision is": dict(mixed_precision="fp16_mixed"),
-    "mixed_precision has": dict(mixed_precision=_FOUR_BITS),
+    "mixed_precision has": dict(mixed_precision=_FP4),
     "peft is a LoRA, expected Qwen3VLLoRA or Qwen3VLDoRA": dict(peft=LoRA()),
     "peft.adapt_vision_model": dict(peft=Qwen3VLLoRA(adapt_vision_model=True)),
     "peft.adapt_experts": dict(peft=Qwen3VLLoRA(adapt_experts=True)),
@@ -590,14 +574,14 @@ NOT_COUNTED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("message", NOT_COUNTED)
-def test_settings_that_are_not(message, cfg):
-    change(cfg, **NOT_COUNTED[message])
+@pytest.mark.parametrize("message", NOT_MODELED)
+def test_estimate_run_unmodeled_settings_raise(message, cfg):
+    change(cfg, **NOT_MODELED[message])
     with pytest.raises(ValueError, match=message.replace(".", "\\.")):
-        plan_of(cfg, 4)
+        estimate_run(cfg, 4)
 
 
-def test_a_variable_that_ends_megatron_fsdp_is_named_before_the_start(cfg, monkeypatch):
+def test_validate_fsdp_max_connections_raises(cfg, monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    with pytest.raises(ValueError, match="`unset CUDA_DEVICE_MAX_CONNECTIONS` on every node"):
+    with pytest.raises(AssertionError, match="FSDP requires CUDA_DEVICE_MAX_CONNECTIONS > 1 or unset"):
         cfg.validate()

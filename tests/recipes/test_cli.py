@@ -1,4 +1,4 @@
-"""What is wrong on the command line is said before anything is built."""
+"""Errors of the command line are reported before anything is built."""
 
 import json
 import os
@@ -6,13 +6,13 @@ import re
 import types
 
 from qwen3vl_bridge.data import DataError
-from qwen3vl_bridge.weights.rows import Part
+from qwen3vl_bridge.weights.rows import Component
 
 import pytest
 from datasets import Dataset
 from qwen3vl_recipes import cli, qwen3_vl_2b_sft_config
-from qwen3vl_recipes.dry_run import finalised
-from qwen3vl_recipes.early_refusals import refuse_early
+from qwen3vl_recipes.dry_run import finalize_copy
+from qwen3vl_recipes.early_validation import check_command_line
 from qwen3vl_recipes.paths import check_data, set_paths
 from qwen3vl_recipes.registry import recipes
 from torch.utils.data import DataLoader
@@ -26,20 +26,24 @@ RECIPE = ["--recipe", "qwen3_vl_2b_sft_config"]
     ([*RECIPE, "--dry-run", "--gpus", "-8"], "--gpus is -8, expected 1 or more"),
     ([*RECIPE, "--save", __file__], "a file; expected a folder"),
     (["--recipe", "qwen3_vl_9b_sft_config"], "there is no recipe 'qwen3_vl_9b_sft_config'; did you mean"),
+    (["--recipe", "qwen3_vl_30b_sft_config"], "there is no recipe .*; did you mean qwen3_vl_30b_a3b_sft_config"),
+    ([*RECIPE, "--save", "run", "train.gbs=4"], "no setting train.gbs; did you mean train.global_batch_size"),
     (["--recipe", "no.such:function"], "no.such: No module named 'no'; expected a module, or a file"),
     (["--recipe", "wanting.py:make"], "wanting.py: No module named 'absent'; it imports that, and it is not installed"),
     (["--recipe", "mine.py"], "--recipe is mine.py, expected one of its functions: mine.py:FUNCTION"),
     (["--recipe", "mine.py:made"], "mine.py has no function 'made'"),
     (["--recipe", "mine.py:make"], "mine.py:make returned 3, expected a configuration"),
     (RECIPE, "checkpoint.save is None, expected a folder used only by this run"),
-    ([*RECIPE, "--rehearse", "--rank", "8"], "--rank is 8, expected 0 to 7 of 8 GPUs"),
-    ([*RECIPE, "--rehearse", "--rank", "2", "--gpus", "2"], "--rank is 2, expected 0 to 1 of 2 GPUs"),
-    ([*RECIPE, "--rehearse", "--gpu", "H1000"], "unknown GPU 'H1000', expected .*GB200; `qwen3vl plan` takes"),
-    (["--recipe", "qwen3_vl_30b_a3b_sft_dist_train_config", "--rehearse"], "vision ranks, which cannot be rehearsed"),
+    ([*RECIPE, "--simulate-gpu", "--rank", "8"], "--rank is 8, expected 0 to 7 of 8 GPUs"),
+    ([*RECIPE, "--simulate-gpu", "--rank", "2", "--gpus", "2"], "--rank is 2, expected 0 to 1 of 2 GPUs"),
+    ([*RECIPE, "--simulate-gpu", "--gpu", "H1000"],
+     "unknown GPU 'H1000', expected .*GB200; for another, `qwen3vl plan` has"),
+    (["--recipe", "qwen3_vl_30b_a3b_sft_dist_train_config", "--simulate-gpu"],
+     "vision ranks, which cannot be simulated"),
     ([*RECIPE, "--save", "run", "--data-path", "/nowhere"],
      r"dataset.path \(--data-path\) is /nowhere: there is no such file or folder"),
 ])  # fmt: skip
-def test_what_is_refused_before_anything_is_built(words, message, tmp_path, monkeypatch, capsys):
+def test_train_invalid_arguments_exit_with_2(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def make():\n    return 3\n")
     (tmp_path / "wanting.py").write_text("import absent\n")
@@ -48,20 +52,23 @@ def test_what_is_refused_before_anything_is_built(words, message, tmp_path, monk
     assert end.value.code == 2 and re.search(message, capsys.readouterr().err)
 
 
-def words_of(folder, tmp_path) -> list[str]:
-    (tmp_path / "train.jsonl").write_text('{"messages": []}')
+RECORD = {"messages": [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "Seven."}]}
+
+
+def train_arguments(folder, tmp_path) -> list[str]:
+    (tmp_path / "train.jsonl").write_text(json.dumps(RECORD))
     return ["--recipe", "qwen3_vl_digits_sft_config", "--hf-model", str(folder), "--data-path", str(tmp_path),
             "--save", str(tmp_path / "run")]  # fmt: skip
 
 
-def test_weights_that_a_run_begins_with(untied_folder, tied_folder, tmp_path, monkeypatch, capsys):
+def test_train_selects_initial_weights(untied_folder, tied_folder, tmp_path, monkeypatch, capsys):
     runs = []
 
     def note(cfg, needs_weights):
         runs.append((cfg.checkpoint.pretrained_checkpoint, needs_weights))
 
     monkeypatch.setattr(cli, "_run", note)
-    words = words_of(untied_folder, tmp_path)
+    words = train_arguments(untied_folder, tmp_path)
     assert cli.train(words) == cli.train([*words, "--from-scratch"]) == 0
     cli.train([*words, "--pretrained-checkpoint", str(tied_folder)])
     assert runs == [(str(untied_folder), True), (None, False), (str(tied_folder), True)]
@@ -71,7 +78,7 @@ def test_weights_that_a_run_begins_with(untied_folder, tied_folder, tmp_path, mo
     assert "pretrained_checkpoint is MEGATRON, expected None with --from-scratch" in capsys.readouterr().err
 
 
-def test_models_that_a_recipe_in_python_is_not_for(untied_folder, moe_folder, tmp_path, caplog):
+def test_set_paths_other_kind_of_model_raises(untied_folder, moe_folder, tmp_path, caplog):
     for name, folder, message in (
         (
             "qwen35_vl_800m_sft",
@@ -91,10 +98,10 @@ def test_models_that_a_recipe_in_python_is_not_for(untied_folder, moe_folder, tm
     for name, warns in (("qwen3_vl_2b_sft", False), ("qwen3_vl_8b_sft", True)):
         caplog.clear()
         set_paths(recipes()[f"{name}_config"](), hf_path=moe_folder)
-        assert ("its parallel sizes may not fit" in caplog.text) is warns
+        assert ("check the parallel sizes" in caplog.text) is warns
 
 
-def test_a_model_whose_weights_come_from_elsewhere_needs_no_files_of_them(untied_folder, digits, tmp_path):
+def test_model_without_weights_accepted_with_other_weights(untied_folder, digits, tmp_path):
     (tmp_path / "config.json").write_text((untied_folder / "config.json").read_text())
     words = [
         "--recipe",
@@ -106,17 +113,17 @@ def test_a_model_whose_weights_come_from_elsewhere_needs_no_files_of_them(untied
         "--save",
         "x",
     ]
-    refuse_early(cli._parse(cli._parser("train"), [*words, "checkpoint.pretrained_checkpoint=MEGATRON"]))
+    check_command_line(cli._parse(cli._parser("train"), [*words, "checkpoint.pretrained_checkpoint=MEGATRON"]))
     with pytest.raises(ValueError, match="has no weights, expected"):
-        refuse_early(cli._parse(cli._parser("train"), words))
+        check_command_line(cli._parse(cli._parser("train"), words))
 
 
-def test_an_interrupted_run_says_what_it_leaves(tmp_path):
+def test_interruption_message_names_where_the_run_continues(tmp_path):
     folders = types.SimpleNamespace(save=str(tmp_path / "none yet"), load=str(tmp_path))
-    without = cli._interrupted(None, folders)
+    without = cli._describe_interruption(None, folders)
     assert without.startswith("interrupted before the end of the first step: there is no checkpoint yet, and the same ")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("10\n")
-    assert cli._interrupted(16, folders).startswith(
+    assert cli._describe_interruption(16, folders).startswith(
         "interrupted after step 16: the same command continues from step 10; SIGTERM, instead of Ctrl-C, saves one"
     )
 
@@ -129,18 +136,16 @@ class _Broken:
         raise DataError("train.jsonl:1", "found nothing, expected a message")
 
 
-def test_an_error_of_the_data_is_said_without_the_loading_processs_traceback(
-    untied_folder, tmp_path, monkeypatch, capsys
-):
+def test_data_error_of_worker_has_no_traceback(untied_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cli, "_run", lambda cfg, needs_weights: next(iter(DataLoader(_Broken(), num_workers=1))))
     with pytest.raises(SystemExit) as end:
-        cli.train(words_of(untied_folder, tmp_path))
+        cli.train(train_arguments(untied_folder, tmp_path))
     expected = "error: train.jsonl:1: found nothing, expected a message\n(--verbose shows the traceback)\n"
     assert end.value.code == 2 and capsys.readouterr().err.endswith(expected)
 
 
 @pytest.mark.usefixtures("no_groups")
-def test_a_dry_run(capsys, tmp_path):
+def test_dry_run_full_and_json_output(capsys, tmp_path):
     file = tmp_path / "more.yaml"
     file.write_text("optimizer:\n  lr: 3.0e-5\n")
     words = ["--recipe", "qwen3_vl_30b_a3b_sft_config", "--dry-run", "--gpus", "32", "--gpu", "H200", "--config"]
@@ -148,17 +153,17 @@ def test_a_dry_run(capsys, tmp_path):
     cli.train([*words, "train.global_batch_size=64", "--full"])
     said = capsys.readouterr().out
     assert "lr: 3.0e-05" in said and "global_batch_size: 64" in said and "DP 32" in said and "of 139.7 GiB" in said
-    assert "the split with fewest model-parallel ranks that fits is EP 8, DP 32 (optim; " in said
+    assert "the first parallel layout that fits is EP 8, DP 32 (optim; " in said
     cli.train([*words, "train.global_batch_size=64", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["settings"]["optimizer"]["lr"] == 3e-5 and found["no_plan"] is None
-    assert found["plan"]["fits"] and found["plan"]["split"]["dp"] == 32
+    assert found["plan"]["fits"] and found["plan"]["parallel_layout"]["dp"] == 32
     assert found["summary"]["rate"] == "3e-05 after 50 steps, then cosine to 1e-06"
 
 
 @pytest.mark.usefixtures("no_groups")
-def test_a_dry_run_says_what_the_run_would_do(untied_folder, digits, capsys, tmp_path, monkeypatch):
-    """In as many lines as fit a screen, with the data opened and the disk looked at."""
+def test_dry_run_summary_describes_run(untied_folder, digits, capsys, tmp_path, monkeypatch):
+    """The summary fits a screen; it opens the data and reads the free disk space."""
     monkeypatch.chdir(tmp_path)
     words = ["--recipe", "qwen3_vl_digits_sft_config", "--hf-model", str(untied_folder), "--dry-run"]
     cli.train([*words, "--data-path", str(digits), "--save", "run", "train.global_batch_size=4"])
@@ -166,22 +171,22 @@ def test_a_dry_run_says_what_the_run_would_do(untied_folder, digits, capsys, tmp
     lines = dict(line.split(maxsplit=1) for line in said.splitlines()[:-1])
     assert len(lines) == 15 and "--full" in said.splitlines()[-1]
     assert lines["model"].startswith(f"{untied_folder}: 1.03 million parameters, 4 layers of width 80; all trained")
-    assert lines["weights"].startswith(f"of {untied_folder}: 122 tensors of 0.00383 GiB, as its config.json")
-    assert lines["split"].startswith("1 x H100: one GPU; optim_grads")
-    assert lines["memory"].startswith("fits: 4.1 GiB on stage 0, of 79.1 GiB")
+    assert lines["weights"].startswith(f"from {untied_folder}: 122 tensors of 4.11 MB, as its config.json")
+    assert lines["parallelism"] == "one process on a CPU" and lines["memory"].startswith("not estimated for a CPU")
+    assert lines["accuracy"].startswith("not measured") and lines["duration"].startswith("unknown until this")
     assert lines["steps"] == "400 of 4 rows of 512 tokens" and lines["rate"] == "0.003 after 40 steps, then cosine to 0"
     assert lines["data"] == f"{digits}/train.jsonl: 1,437 samples" and lines["validation"].startswith("every 100 steps")
     epochs, steps = map(float, re.findall(r"about ([\d.]+) of ([\d.]+) steps each", lines["epochs"])[0])
     assert 12 < steps < 17 and epochs == pytest.approx(400 / steps, rel=0.01)
     assert re.fullmatch(
-        r"run: metrics.jsonl, tensorboard, 2 checkpoints of 0.01\d+ GiB, the last 2 kept", lines["writes"]
+        r"run: metrics.jsonl, tensorboard, 2 checkpoints of 14.\d+ MB, the last 2 kept", lines["writes"]
     )
-    assert lines["disk"].startswith("enough: 0.02")
+    assert lines["disk"].startswith("enough: 28.")
     assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.usefixtures("no_groups")
-def test_a_dry_run_without_data_or_processor(untied_folder, digits, capsys, tmp_path, monkeypatch):
+def test_dry_run_without_data_or_processor(untied_folder, digits, capsys, tmp_path, monkeypatch):
     words = ["--recipe", "qwen3_vl_2b_sft_config", "--dry-run", "--json"]
     model = ["--hf-model", str(untied_folder)]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -196,15 +201,81 @@ def test_a_dry_run_without_data_or_processor(untied_folder, digits, capsys, tmp_
         "none yet: --data-path",
         "nothing yet: --save",
     )
-    assert lines(*model, "--data-path", "none")["data"].endswith("none: there is no such file or folder")
     found = lines("--data-path", str(digits), "--save", str(tmp_path), "checkpoint.save_interval=1000")
     assert "tensorboard, 1 checkpoint of " in found["writes"]
     assert found["data"] == f"{digits}/train.jsonl: 1,437 samples"
     assert "no sample could be measured: Qwen/Qwen3-VL-2B-Instruct is neither a folder nor" in found["rows"]
     (tmp_path / "train.jsonl").write_text('{"messages": [{"role": "user", "content": "?"}]}\n')
-    with pytest.raises(SystemExit):
-        cli.train([*words, *model, "--data-path", str(tmp_path)])
-    assert "all of which would be dropped as bad or too long" in capsys.readouterr().err
+    assert cli.train([*words, *model, "--data-path", str(tmp_path)]) == 1
+    (error,) = json.loads(capsys.readouterr().out)["errors"]
+    assert "samples would be dropped as bad or too long" in error
+
+
+@pytest.mark.usefixtures("no_groups")
+def test_dry_run_many_errors_shows_all(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    words = ["--recipe", "qwen3_vl_30b_a3b_sft_config", "--dry-run", "--gpus", "12", "--data-path", "/nowhere"]
+    words += [
+        "--hf-model",
+        "/nomodel",
+        "--pretrained-checkpoint",
+        "/noweights",
+        "--save",
+        str(tmp_path / "file" / "run"),
+    ]
+    words += ["train.global_batch_size=31", "train.gbs=4", "dataset.seq_length=4096"]
+    assert cli.train(words) == 1
+    said = capsys.readouterr().err
+    assert "the run would fail:\n1. there is no setting train.gbs; did you mean train.global_batch_size?" in said
+    for message in (
+        "dataset.path (--data-path) is /nowhere: there is no such file or folder",
+        "--pretrained-checkpoint is /noweights, expected a folder",
+        "/nomodel does not exist, expected a folder",
+        "12 GPUs, expected a multiple of etp * ep * pp, which is 8",
+        "train.global_batch_size is 31, expected a multiple of 12",
+        "dataset.seq_length is 4096, expected model.seq_length, 8192",
+        f"{tmp_path / 'file'} is a file: expected a folder",
+    ):
+        assert said.count(message) == 1
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.usefixtures("no_groups")
+def test_dry_run_without_enough_memory_fails(capsys):
+    assert cli.train(["--recipe", "qwen3_vl_8b_sft_config", "--dry-run", "--json", "--gpu", "A100-40GB"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    (error,) = found["errors"]
+    assert (
+        error.startswith("the memory of one A100-40GB does not suffice: does not fit: ") and not found["plan"]["fits"]
+    )
+    assert "the first parallel layout that fits is " in error
+
+
+@pytest.mark.usefixtures("no_groups")
+def test_dry_run_within_planner_error_is_no_error(capsys):
+    words = ["--recipe", "qwen3_vl_2b_peft_dora_config", "--dry-run", "--json", "--gpu", "A100-40GB"]
+    assert cli.train(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["summary"]["memory"].startswith("may not fit: 40.3 GiB on stage 0, of 39.3 GiB")
+    assert found["errors"] == [] and not found["plan"]["fits"]
+    assert cli.train([*words, "model.seq_length=16384", "dataset.seq_length=16384"]) == 1
+    assert json.loads(capsys.readouterr().out)["summary"]["memory"].startswith("does not fit: ")
+
+
+@pytest.mark.usefixtures("no_groups")
+def test_dry_run_mixture_lists_validation_and_missing_paths(digits, capsys, tmp_path):
+    file = tmp_path / "mixture.yaml"
+    sets = "".join(f"- {{path: {digits}, name: {name}, weight: 1}}\n" for name in "abcd")
+    file.write_text(sets)
+    words = ["--recipe", "qwen3_vl_2b_sft_config", "--dry-run", "--json", f"dataset.mixture={file}"]
+    assert cli.train(words) == 0
+    found = json.loads(capsys.readouterr().out)["summary"]
+    assert found["validation"].startswith("every 100 steps") and found["validation"].count(str(digits)) == 1
+    assert found["data"].startswith(f"{digits}/train.jsonl: ") and "linear layers in 16 bits" in found["memory"]
+    file.write_text("- {path: /nothere/p, weight: 1}\n" + sets + "- {path: /nothere/q, weight: 1}\n")
+    assert cli.train(words) == 1
+    (error,) = json.loads(capsys.readouterr().out)["errors"]
+    assert "of p in dataset.mixture is /nothere/p, the path of q in dataset.mixture is /nothere/q: there is no" in error
 
 
 @pytest.mark.usefixtures("no_groups")
@@ -212,32 +283,31 @@ def test_a_dry_run_without_data_or_processor(untied_folder, digits, capsys, tmp_
     (["peft.adapt_vision_model=True"], "cannot be estimated: peft.adapt_vision_model is True, expected False"),
     ([], "fits: 40.3 GiB on stage 0, of 79.1 GiB"),
 ])  # fmt: skip
-def test_a_dry_run_of_dora(words, memory, capsys):
-    """Its split is said even where the planner does not count what is adapted."""
+def test_dry_run_dora_shows_parallelism_without_estimate(words, memory, capsys):
+    """The parallelism is shown even if the planner does not support the adapters."""
     cli.train(["--recipe", "qwen3_vl_2b_peft_dora_config", "--dry-run", "--json", *words])
     found = json.loads(capsys.readouterr().out)["summary"]
-    assert found["split"].startswith("1 x H100: one GPU") and found["memory"].startswith(memory)
+    assert found["parallelism"].startswith("1 x H100: one GPU") and found["memory"].startswith(memory)
 
 
 @pytest.mark.usefixtures("no_groups")
-def test_a_dry_run_with_vision_on_ranks_of_its_own(capsys):
+def test_dry_run_dist_train(capsys):
     words = ["--recipe", "qwen3_vl_235b_a22b_sft_dist_train_config", "--dry-run", "--full"]
     cli.train(words)
     said = capsys.readouterr().out
     assert "use_dist_train: true" in said and "16 vision (TP 2) + TP 4, SP, PP 16, EP 8, DP 2" in said
     assert "vision ranks" in said and "stage 15" in said and "stage 2 " not in said  # as wide as a terminal
-    assert "the split with fewest model-parallel ranks that fits is 16 vision (TP 2) + " in said
+    assert "the first parallel layout that fits is 16 vision (TP 2) + " in said
     cli.train([*words, "--gpus", "136", "model.dist_train.vision_world_size=8"])
     assert "8 vision (TP 2) + TP 4, SP, PP 16, EP 8, DP 2" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        cli.train([*words, "--gpus", "128"])
+    assert cli.train([*words, "--gpus", "128"]) == 1
     assert "language_world_size 128 add up to 144, expected 128, the number of processes" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("no_groups")
 @pytest.mark.parametrize(("settings", "message"), [
     (dict(dataset__seq_length=4096), "dataset.seq_length is 4096, expected model.seq_length, 8192"),
-    ({f"model__freeze_{part.value}": True for part in Part}, "are all True: nothing would be trained; expected one"),
+    ({f"model__freeze_{c.value}": True for c in Component}, "are all True: nothing would be trained; set one to"),
     (dict(train__train_iters=0), "train.train_iters is 0, expected 1 or more"),
     (dict(train__global_batch_size=0), "train.global_batch_size is 0, expected 1 or more"),
     (dict(optimizer__lr=-1.0), "optimizer.lr is -1.0, expected 0 or more"),
@@ -247,21 +317,21 @@ def test_a_dry_run_with_vision_on_ranks_of_its_own(capsys):
     (dict(train__global_batch_size=30), "train.global_batch_size is 30, expected a multiple of 8"),
     (dict(dataset__balance_over=512), r"balance_over is 512 with .* 32, .*set dataset.balance_over=32 too"),
 ])  # fmt: skip
-def test_settings_that_contradict_each_other(settings, message):
+def test_finalize_copy_contradicting_settings_raise(settings, message):
     cfg = qwen3_vl_2b_sft_config()
     for name, value in settings.items():
         section, _, field = name.partition("__")
         setattr(getattr(cfg, section), field, value)
     with pytest.raises(ValueError, match=message):
-        finalised(cfg, 8)
+        finalize_copy(cfg, 8)
 
 
-def test_data_of_every_kind_are_looked_for(tmp_path):
+def test_check_data_missing_path_raises(tmp_path):
     cfg = qwen3_vl_2b_sft_config()
-    cfg.dataset.on_bad = cfg.dataset.on_long = "error"  # so that no sample is measured, which needs a processor
-    (tmp_path / "train.jsonl").write_text('{"messages": []}')
+    cfg.dataset.on_bad = cfg.dataset.on_long = "error"  # no sample is measured then, so that no processor is needed
+    (tmp_path / "train.jsonl").write_text(json.dumps(RECORD))
     for number in range(2):
-        Dataset.from_list([{"messages": []}]).to_parquet(tmp_path / f"part-{number}.parquet")
+        Dataset.from_list([RECORD]).to_parquet(tmp_path / f"part-{number}.parquet")
     for path in ("hf://me/digits#train", str(tmp_path), str(tmp_path / "part-*.parquet")):
         cfg.dataset.path = path
         check_data(cfg)
@@ -273,9 +343,9 @@ def test_data_of_every_kind_are_looked_for(tmp_path):
 DDP = ["ddp.use_megatron_fsdp=false", "checkpoint.ckpt_format=torch_dist"]
 STAGES = ["model.pipeline_model_parallel_size=2", "model.variable_seq_lengths=true"]
 LORA = f"{__file__}:with_adapters"
-# What ended after the model was built, or said nothing at all, before it was refused.
-REFUSED = [
-    (STAGES, 2, "pipeline_model_parallel_size is 2 with ddp.use_megatron_fsdp, expected 1: .* no pipeline stages"),
+# Settings that would otherwise fail after the model is built, or be ignored.
+INVALID = [
+    (STAGES, 2, "pipeline_model_parallel_size is 2 with ddp.use_megatron_fsdp, expected 1: .* not support pipeline"),
     ([*DDP, *STAGES, "model.overlap_p2p_comm=true"], 2, "overlap_p2p_comm is True .* expected False"),
     ([*DDP, "model.pipeline_model_parallel_size=2"], 2, "variable_seq_lengths is False and the first pipeline stage"),
     (["model.tensor_model_parallel_size=2"], 3, "the run has 3 processes, expected a multiple of 2"),
@@ -295,7 +365,7 @@ REFUSED = [
 
 
 def with_adapters():
-    """The digits recipe for adapters, as a user's own."""
+    """Return the digits recipe with adapters, as a user's own recipe."""
     from qwen3vl_bridge import Qwen3VLLoRA
 
     from qwen3vl_recipes.digits import qwen3_vl_digits_sft_config
@@ -306,20 +376,21 @@ def with_adapters():
 
 
 @pytest.mark.usefixtures("no_groups")
-@pytest.mark.parametrize(("settings", "ranks", "message"), REFUSED)
-def test_a_dry_run_refuses_what_a_run_does(settings, ranks, message, untied_folder, tmp_path, monkeypatch, capsys):
-    """With the same words, and before the run joins the others, let alone builds a model."""
+@pytest.mark.parametrize(("settings", "ranks", "message"), INVALID)
+def test_run_and_dry_run_invalid_settings_fail_alike(
+    settings, ranks, message, untied_folder, tmp_path, monkeypatch, capsys
+):
+    """Both have the same message, and the run fails before it joins other ranks."""
 
     def start(**_):
         raise AssertionError("the run has started")
 
     monkeypatch.setattr("megatron.bridge.training.pretrain._pretrain", start)
     monkeypatch.setitem(os.environ, "WORLD_SIZE", str(ranks))
-    words = [*words_of(untied_folder, tmp_path), f"train.global_batch_size={2 * ranks}", *settings]
-    said = []
-    for more in ([], ["--dry-run", "--gpus", str(ranks)]):
-        with pytest.raises(SystemExit) as end:
-            cli.train([*words, *more])
-        assert end.value.code == 2
-        said.append(capsys.readouterr().err)
-    assert re.search(message, said[0]) and said[0] == said[1]
+    words = [*train_arguments(untied_folder, tmp_path), f"train.global_batch_size={2 * ranks}", *settings]
+    with pytest.raises(SystemExit) as end:
+        cli.train(words)
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert cli.train([*words, "--dry-run", "--gpus", str(ranks)]) == 1
+    assert re.search(message, said) and said.split("\n(--verbose")[0].removeprefix("error: ") in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Megatron-Bridge's own recipes of Qwen3-VL, with our provider in the place of its own.
+"""Megatron-Bridge's own recipes of Qwen3-VL work with this package's provider.
 
 Source: megatron/bridge/recipes/qwen_vl/h100/qwen3_vl.py. Nothing is started: each is completed and checked as its
 training loop does first.
@@ -16,7 +16,7 @@ import pytest
 import torch
 from megatron.bridge import AutoBridge
 from megatron.core.utils import is_te_min_version
-from qwen3vl_recipes.dry_run import finalised
+from qwen3vl_recipes.dry_run import finalize_copy
 
 KINDS = ("pretrain_mock", "sft", "peft")
 RECIPES = [f"qwen3_vl_{size}_{kind}_config" for size in ("8b", "30b_a3b", "235b_a22b") for kind in KINDS]
@@ -32,7 +32,7 @@ class Anything(ModuleType):
 
 
 class Diffusers(MetaPathFinder, Loader):
-    """Finds the package diffusers, which Megatron-Bridge's recipes of image generation import, where it is missing."""
+    """Finder for a stub of diffusers, which Megatron-Bridge's recipes of image generation import."""
 
     def find_spec(self, fullname, path=None, target=None):
         return spec_from_loader(fullname, self, is_package=True) if fullname.split(".")[0] == "diffusers" else None
@@ -58,7 +58,7 @@ def recipes():
 
 @pytest.mark.usefixtures("no_groups")
 @pytest.mark.parametrize("name", RECIPES)
-def test_is_completed_for_its_gpus(recipes, name, monkeypatch):
+def test_megatron_bridge_recipe_finalizes(recipes, name, monkeypatch):
     module, names = recipes
     bridges = SimpleNamespace(
         from_hf_pretrained=lambda path, **_: AutoBridge.from_hf_config(
@@ -79,8 +79,8 @@ def test_is_completed_for_its_gpus(recipes, name, monkeypatch):
     world = max(ranks, experts * model.pipeline_model_parallel_size)
     if name == "qwen3_vl_235b_a22b_pretrain_mock_config":
         with pytest.raises(ValueError, match=r"num_layers is 94, expected a multiple of .*, 16: .*account_for_embedd"):
-            finalised(cfg, world)
+            finalize_copy(cfg, world)
         model.account_for_embedding_in_pipeline_split = model.account_for_loss_in_pipeline_split = True
-    complete = finalised(cfg, world)
+    complete = finalize_copy(cfg, world)
     assert complete.model.seq_length == complete.dataset.seq_length
     assert complete.model.sequence_parallel or model.tensor_model_parallel_size == 1 or not model.num_moe_experts

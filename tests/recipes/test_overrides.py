@@ -1,8 +1,9 @@
-"""Settings from words and YAML files reach the configuration, or are refused before anything starts."""
+"""Overrides by arguments and YAML files change the configuration, or raise an error before anything starts."""
 
 from qwen3vl_bridge import Qwen3VLLoRA
 
 import pytest
+import torch
 from megatron.bridge.training.comm_overlap import CommOverlapConfig
 from megatron.bridge.training.mixed_precision import bf16_mixed
 from qwen3vl_recipes import (
@@ -12,7 +13,7 @@ from qwen3vl_recipes import (
     qwen3_vl_30b_a3b_peft_config,
     setting_names,
 )
-from qwen3vl_recipes.dry_run import finalised
+from qwen3vl_recipes.dry_run import finalize_copy
 from qwen3vl_recipes.registry import recipes
 
 
@@ -21,7 +22,7 @@ def cfg():
     return qwen3_vl_8b_sft_config()
 
 
-def test_words_and_files_in_their_order(cfg, tmp_path):
+def test_apply_files_in_order_then_words(cfg, tmp_path):
     file, other = tmp_path / "one.yaml", tmp_path / "two.yaml"
     file.write_text("train:\n  global_batch_size: 64\n  train_iters: 7\noptimizer:\n  lr: 2.0e-5\n")
     other.write_text("train:\n  train_iters: 8\n")
@@ -31,17 +32,17 @@ def test_words_and_files_in_their_order(cfg, tmp_path):
     assert cfg.dataset.path == "/data" and cfg.model.freeze_vision_model and cfg.guard.on_nan == "skip"
 
 
-def test_what_is_not_named_stays_as_it_is(cfg):
+def test_apply_keeps_other_settings(cfg):
     before = qwen3_vl_8b_sft_config()
-    vision, dtype = cfg.model.vision_config, cfg.dataset.pixel_dtype
+    vision, dtype = cfg.model.vision_config, cfg.model.params_dtype
     overrides.apply(cfg, ["train.train_iters=3"])
-    assert cfg.model.vision_config is vision and cfg.dataset.pixel_dtype is dtype
+    assert cfg.model.vision_config is vision and cfg.model.params_dtype is dtype
     before.train.train_iters = 3
     assert cfg.to_dict() == before.to_dict()
 
 
-def test_the_schedules_weight_decay_follows_unless_it_is_set(cfg):
-    """Megatron-core's scheduler replaces the optimizer's by its own in each step."""
+def test_apply_weight_decay_sets_schedule_unless_given(cfg):
+    """megatron-core's scheduler replaces the optimizer's weight decay in each step."""
     overrides.apply(cfg, ["optimizer.weight_decay=0.05"])
     assert cfg.scheduler.start_weight_decay == cfg.scheduler.end_weight_decay == cfg.optimizer.weight_decay == 0.05
     overrides.apply(cfg, ["optimizer.weight_decay=0.01", "scheduler.end_weight_decay=0.2"])
@@ -49,26 +50,26 @@ def test_the_schedules_weight_decay_follows_unless_it_is_set(cfg):
 
 
 @pytest.mark.usefixtures("no_groups")
-def test_the_recipes_warm_up_fits_a_shorter_run(cfg, caplog, tmp_path):
-    """A warm-up that the command line sets is the user's, and refused where it does not fit."""
+def test_warmup_of_recipe_is_shortened_with_the_run(cfg, caplog, tmp_path):
+    """A warm-up from the command line is never shortened; too long, it raises an error."""
     with caplog.at_level("INFO", logger="qwen3vl_bridge"):
-        short = finalised(overrides.apply(cfg, ["train.train_iters=40"]), 8)
+        short = finalize_copy(overrides.apply(cfg, ["train.train_iters=40"]), 8)
     assert short.scheduler.lr_warmup_iters == 2 and short.scheduler.lr_warmup_steps == 2 * 32
     assert "the recipe's scheduler.lr_warmup_iters of 50 is shortened to 2: train.train_iters is 40" in caplog.messages
     same = overrides.apply(qwen3_vl_8b_sft_config(), ["train.train_iters=51"])
-    assert finalised(same, 8).scheduler.lr_warmup_iters == 50
+    assert finalize_copy(same, 8).scheduler.lr_warmup_iters == 50
     other = overrides.apply(qwen3_vl_8b_sft_config(), ["train.train_iters=40", "scheduler.lr_warmup_init=1e-8"])
-    assert finalised(other, 8).scheduler.lr_warmup_iters == 2
+    assert finalize_copy(other, 8).scheduler.lr_warmup_iters == 2
     (tmp_path / "own.yaml").write_text("scheduler:\n  lr_warmup_iters: 50\n")
     given = overrides.apply(qwen3_vl_8b_sft_config(), ["train.train_iters=40"], [tmp_path / "own.yaml"])
     with pytest.raises(ValueError, match=r"lr_warmup_iters is 50 with train\.train_iters 40"):
-        finalised(given, 8)
+        finalize_copy(given, 8)
     given = overrides.apply(qwen3_vl_8b_sft_config(), ["train.train_iters=40", "scheduler.lr_warmup_iters=50"])
     with pytest.raises(ValueError, match=r"lr_warmup_iters is 50 with train\.train_iters 40"):
-        finalised(given, 8)
+        finalize_copy(given, 8)
 
 
-def test_settings_that_nobody_has_set(cfg):
+def test_apply_sets_fields_that_were_none(cfg):
     words = ["dataset.max_patches=4096", "optimizer_config_override_provider.vision_model_lr=1e-6"]
     words += ["train.exit_duration_in_mins=30", "logger.tensorboard_dir=/logs", "checkpoint.ckpt_step=3", "guard=null"]
     overrides.apply(cfg, words)
@@ -80,21 +81,20 @@ def test_settings_that_nobody_has_set(cfg):
     "qwen3_vl_2b_sft_fsdp_config", "qwen3_vl_30b_a3b_sft_dist_train_config", "qwen35_vl_35b_a3b_peft_config",
     "qwen3_vl_2b_peft_dora_config",
 ])  # fmt: skip
-def test_names_read_from_sources_are_those_of_recipes(name):
-    """What is refused by name alone, before anything is imported, exists in none of them."""
+def test_check_names_accepts_all_settings_of_recipes(name):
     cfg = recipes()[name]()
     cfg.mixed_precision, cfg.comm_overlap = bf16_mixed(), CommOverlapConfig(tp_comm_overlap=False)
     names = overrides._flat(overrides._settings(cfg)[0])
     assert len(names) > 700
-    setting_names.refuse_unknown(names)
+    setting_names.check_names(names)
 
 
-def test_settings_inside_settings(cfg):
+def test_apply_nested_settings(cfg):
     overrides.apply(cfg, ["dataset.vision.image_max_pixels=50176", "dataset.vision.video_fps=0.5"])
     assert cfg.dataset.vision.image_max_pixels == 50176 and cfg.dataset.vision.video_fps == 0.5
 
 
-def test_folders_of_pictures(cfg):
+def test_apply_media_root_text_or_list(cfg):
     assert overrides.apply(cfg, ["dataset.media_root=/mnt/coco"]).dataset.media_root == "/mnt/coco"
     assert overrides.apply(cfg, ["dataset.media_root=[/a,/b]"]).dataset.media_root == ["/a", "/b"]
     assert overrides.apply(cfg, ["dataset.media_root=/c"]).dataset.media_root == "/c"
@@ -105,7 +105,7 @@ def test_folders_of_pictures(cfg):
     cfg.dataset.finalize()
 
 
-def test_of_adapters(tmp_path):
+def test_apply_peft_settings(tmp_path):
     file = tmp_path / "settings.yaml"
     file.write_text("peft:\n  alpha: 64\n  target_modules: [linear_qkv]\n")
     cfg = overrides.apply(qwen3_vl_8b_peft_config(), ["peft.dim=16", "peft.adapt_vision_model=true"], [file])
@@ -116,8 +116,7 @@ def test_of_adapters(tmp_path):
     assert overrides.apply(cfg, ["peft=null"]).peft is None
 
 
-def test_of_adapters_of_experts():
-    """As docs/recipes.md turns them on."""
+def test_apply_adapters_of_experts():
     cfg = qwen3_vl_30b_a3b_peft_config()
     assert not cfg.peft.adapt_experts
     overrides.apply(cfg, ["peft.adapt_experts=true", "peft.dim=8", "model.moe_grouped_gemm=false"])
@@ -142,16 +141,16 @@ def test_of_adapters_of_experts():
     (["optimizer.lr=high"], "optimizer.lr is 'high', expected a number"),
     (["train=3"], "train is 3, expected settings"), (["train.train_iters=[1"], "train.train_iters"),
 ])  # fmt: skip
-def test_words_that_mean_nothing_are_refused(cfg, words, message):
+def test_apply_invalid_words_raise(cfg, words, message):
     with pytest.raises(ValueError, match=message.replace("[", r"\[")):
         overrides.apply(cfg, words)
 
 
 @pytest.mark.parametrize(("text", "message"), [
     ("train:\n  train_iter: 3\n", r"wrong\.yaml: .*train_iter"), ("train: [\n", r"wrong\.yaml"),
-    ("[" * 50_000, r"wrong\.yaml: nests objects or lists more than 50 deep"),  # which no parser survives
+    ("[" * 50_000, r"wrong\.yaml: nests objects or lists more than 50 deep"),  # parsers exceed the recursion limit
 ])  # fmt: skip
-def test_files_that_mean_nothing_are_refused(cfg, tmp_path, text, message):
+def test_apply_invalid_files_raise(cfg, tmp_path, text, message):
     (tmp_path / "wrong.yaml").write_text(text)
     with pytest.raises(ValueError, match=message):
         overrides.apply(cfg, files=[tmp_path / "wrong.yaml"])
@@ -164,9 +163,22 @@ def test_files_that_mean_nothing_are_refused(cfg, tmp_path, text, message):
     ("model.fp8=hybrid", "model.fp8 is 'hybrid', and mixed_precision sets it to None"),
     ("optimizer.loss_scale=8.0", "optimizer.loss_scale is 8.0, and mixed_precision sets it to None"),
 ])  # fmt: skip
-def test_what_mixed_precision_overwrites(cfg, word, message):
-    """Megatron-Bridge writes each of its fields to the sections that have one of that name, and says nothing."""
+def test_apply_setting_overwritten_by_mixed_precision_raises(cfg, word, message):
+    """Megatron-Bridge silently writes fields of `mixed_precision` to other sections."""
     with pytest.raises(ValueError, match=message):
         overrides.apply(cfg, [word])
     overrides.apply(qwen3_vl_8b_sft_config(), [word, "mixed_precision=null"])
     overrides.apply(qwen3_vl_8b_sft_config(), ["model.fp8=null", "ddp.grad_reduce_in_fp32=true"])
+
+
+def test_pixel_dtype_follows_precision_of_each_run(cfg):
+    """The dtype follows the precision for a second run with the same data set, too."""
+    for precision, dtype in (("bf16_mixed", torch.bfloat16), (None, torch.float32)):
+        cfg.mixed_precision = precision
+        if precision is None:
+            for section in (cfg.model, cfg.optimizer):
+                section.bf16, section.params_dtype = False, torch.float32
+        complete = finalize_copy(cfg, 8)
+        assert complete.model.params_dtype == complete.dataset.params_dtype == dtype
+        assert complete.dataset.pixel_dtype is None
+        cfg.dataset = complete.dataset

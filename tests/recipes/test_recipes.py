@@ -1,4 +1,4 @@
-"""Every recipe is there, is built and completed without any network, and is what it says."""
+"""Every recipe is built and finalized without a network, and has the settings that its name says."""
 
 import importlib.metadata
 import inspect
@@ -9,7 +9,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from qwen3vl_bridge import registry
-from qwen3vl_bridge.models.settings import replicas_of
+from qwen3vl_bridge.config.fields import dist_train_replicas
 from qwen3vl_bridge.peft.lora import Qwen3VLDoRA, Qwen3VLLoRA
 from qwen3vl_bridge.planning.hardware import GIB, GPUS, HOST_BYTES, HOST_RESERVE
 from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
@@ -18,13 +18,12 @@ import pytest
 import qwen3vl_recipes
 import torch
 from qwen3vl_recipes.base import DIST_TRAIN_PATCHES, dist_train
-from qwen3vl_recipes.dry_run import finalised, memory_plan
+from qwen3vl_recipes.dry_run import estimate_memory, finalize_copy
 from qwen3vl_recipes.registry import find, recipes
-from qwen3vl_recipes.table import BEGIN, END, FREE, REHEARSALS, cell, latest_rehearsals, smallest
-from qwen3vl_recipes.table import KINDS as KINDS_OF_GPUS
+from qwen3vl_recipes.table import FREE, SIMULATIONS, latest_simulations
 
 from benchmarks import flash_attn_shapes
-from benchmarks.rehearsal import planned_now
+from benchmarks.simulation import planned_now
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,17 +63,17 @@ def _no_network(monkeypatch):
 
 @pytest.mark.usefixtures("no_groups")
 @pytest.mark.parametrize("name", [name for name in NAMES if "_peft" not in name])
-def test_the_optimizers_state_is_saved_by_parameters_where_the_host_has_room(name):
-    """On every rank of a machine at once, which Megatron-Bridge's loop would end at its first save where it has not."""
+def test_recipe_saves_reshardable_optimizer_if_host_memory_suffices(name):
+    """All ranks of a machine save at once; with too little memory, the run would end at its first save."""
     recipe = find(name)
     cfg = recipe()
     chosen, cfg.checkpoint.dist_ckpt_optim_fully_reshardable = cfg.checkpoint.dist_ckpt_optim_fully_reshardable, True
-    saving, room = memory_plan(cfg, recipe.gpus).saving, (1 - HOST_RESERVE) * HOST_BYTES
+    saving, room = estimate_memory(cfg, recipe.gpus).peak_while_saving, (1 - HOST_RESERVE) * HOST_BYTES
     assert (saving.host_gathered > 0) == ("_fsdp_" not in name)
     assert chosen == (saving.host_total <= room)
 
 
-def test_every_size_has_every_kind():
+def test_recipes_cover_all_sizes_and_kinds():
     expected = {f"{size}_{kind}_config" for size in (*SIZES, *SIZES_3_5) for kind in KINDS} - TOO_LONG
     with_dora = {f"{size}_peft_dora_config" for size in SIZES}
     assert expected | with_dora | DIST_TRAIN | PROXY | IN_8_BITS == set(NAMES)
@@ -86,16 +85,16 @@ def test_every_size_has_every_kind():
 
 @pytest.mark.usefixtures("no_groups")
 @pytest.mark.parametrize("name", NAMES)
-def test_is_completed_for_its_gpus(name):
+def test_recipe_finalizes_for_its_gpus(name):
     recipe = find(name)
-    cfg = finalised(recipe(), recipe.gpus)
+    cfg = finalize_copy(recipe(), recipe.gpus)
     model, data = cfg.model, cfg.dataset
     parallel = model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
     vision = model.dist_train.vision_world_size if model.dist_train.use_dist_train else 0
     assert vision + cfg.data_parallel_size * parallel == recipe.gpus and (vision > 0) == ("_dist_train_" in name)
     assert cfg.train.global_batch_size % cfg.data_parallel_size == 0 and cfg.train.micro_batch_size == 1
     assert data.pack and data.seq_length == model.seq_length
-    assert data.shared_by(model.context_parallel_size).multiple % (2 * model.context_parallel_size) == 0 or (
+    assert data.for_context_parallel(model.context_parallel_size).multiple % (2 * model.context_parallel_size) == 0 or (
         model.context_parallel_size == 1
     )
     assert not (model.freeze_language_model or model.freeze_vision_model or model.freeze_vision_projection)
@@ -117,10 +116,10 @@ def test_is_completed_for_its_gpus(name):
 
 @pytest.mark.usefixtures("no_groups")
 @pytest.mark.parametrize("name", sorted(DIST_TRAIN))
-def test_vision_and_language_have_their_gpus(name):
+def test_dist_train_recipe_uses_all_gpus(name):
     recipe = find(name)
-    cfg = finalised(recipe(), recipe.gpus)
-    split, replicas = cfg.model.dist_train, replicas_of(cfg.model)
+    cfg = finalize_copy(recipe(), recipe.gpus)
+    split, replicas = cfg.model.dist_train, dist_train_replicas(cfg.model)
     assert split.vision_world_size + split.language_world_size == recipe.gpus
     assert replicas.language == cfg.data_parallel_size and replicas.vision % replicas.language == 0
     assert cfg.train.global_batch_size // replicas.language >= 2 * cfg.model.pipeline_model_parallel_size
@@ -128,44 +127,43 @@ def test_vision_and_language_have_their_gpus(name):
     assert cfg.dataset.max_patches == DIST_TRAIN_PATCHES
     for world in (8, recipe.gpus - 8, recipe.gpus + 8):
         with pytest.raises(ValueError, match=f"add up to {recipe.gpus}, expected {world}, the number of processes"):
-            finalised(recipe(), world)
+            finalize_copy(recipe(), world)
 
 
 @pytest.mark.usefixtures("no_groups")
-def test_what_the_helper_sets_is_what_is_asked_for():
+def test_dist_train_sets_required_settings():
     for section, name, other in (
         ("model", "variable_seq_lengths", False),
         ("dist", "use_decentralized_pg", False),
-        ("dist", "use_gloo_process_groups", True),
     ):
         cfg = dist_train(qwen3vl_recipes.qwen3_vl_2b_sft_config(), vision=1, language=2)
-        finalised(cfg, 3)
+        finalize_copy(cfg, 3)
         setattr(getattr(cfg, section), name, other)
         with pytest.raises(ValueError, match=f"{name} is {other}"):
-            finalised(cfg, 3)
+            finalize_copy(cfg, 3)
 
 
-def test_options_of_megatron_bridges_recipes_are_refused():
+def test_recipe_with_options_raises():
     with pytest.raises(TypeError, match=r"given {'peft_scheme': 'dora'}.* such as qwen3_vl_8b_peft_dora_config"):
         qwen3vl_recipes.qwen3_vl_8b_peft_config(peft_scheme="dora")
     assert not inspect.signature(qwen3vl_recipes.qwen3_vl_8b_peft_config).parameters  # its launcher looks there
     assert "qwen3_vl_8b_peft_dora_config" in recipes()
 
 
-def test_a_call_does_not_change_the_next():
+def test_recipe_calls_are_independent():
     first, second = (qwen3vl_recipes.qwen3_vl_8b_sft_config() for _ in range(2))
     first.train.global_batch_size, first.model.vision_config.depth = 7, 1
     assert second.train.global_batch_size != 7 and second.model.vision_config.depth != 1
 
 
-def test_names_that_are_not_there():
+def test_find_unknown_recipe_raises():
     with pytest.raises(ValueError, match="no recipe 'qwen3_vl_8b_stf_config'; did you mean qwen3_vl_8b_sft_config"):
         find("qwen3_vl_8b_stf_config")
     with pytest.raises(AttributeError, match="no attribute 'qwen3_vl_9b_sft_config'"):
         qwen3vl_recipes.qwen3_vl_9b_sft_config  # noqa: B018
 
 
-def test_recipes_of_ones_own(tmp_path):
+def test_find_recipe_of_user(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "from qwen3vl_recipes import qwen3_vl_2b_sft_config as base\n\n\ndef mine():\n"
@@ -179,7 +177,7 @@ def test_recipes_of_ones_own(tmp_path):
         find(f"{tmp_path}/nothing.py:mine")
 
 
-def test_recipes_with_adapters():
+def test_peft_recipes_adapt_linear_attention():
     names = [name for name in NAMES if "_peft_" in name]
     assert len(names) == 6 + 6 + 8  # Qwen3.5-VL has no recipes for DoRA
     for name in names:
@@ -191,7 +189,7 @@ def test_recipes_with_adapters():
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl_2b_peft_config", "qwen3_vl_30b_a3b_peft_dora_config"])
-def test_adapters_in_a_runs_yaml(name, tmp_path):
+def test_adapters_survive_run_config_yaml(name, tmp_path):
     cfg = recipes()[name]()
     cfg.peft.dim, cfg.peft.exclude_modules, cfg.peft.target_modules = 8, ["linear_proj"], []
     cfg.peft.params_to_save = {"noted during a run"}
@@ -201,33 +199,17 @@ def test_adapters_in_a_runs_yaml(name, tmp_path):
     assert type(again.peft) is type(cfg.peft) and again.peft == cfg.peft
 
 
-# The table of docs/recipes.md is what the planner says.
-
-
-def rows() -> dict[str, list[str]]:
-    lines = (ROOT / "docs/recipes.md").read_text().split(BEGIN)[1].split(END)[0].splitlines()[2:]
-    cells = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
-    return {name.strip("`"): rest for name, *rest in cells}
-
-
-def test_every_recipe_has_its_row():
-    assert list(rows()) == NAMES
-
-
 @pytest.mark.usefixtures("no_groups")
 @pytest.mark.parametrize("name", NAMES)
-def test_fits_on_what_it_is_meant_for(name):
+def test_recipe_fits_on_its_gpus(name):
     recipe = recipes()[name]
-    found = memory_plan(recipe(), recipe.gpus).peak.total
-    assert found <= (1 - FREE) * GPUS[recipe.gpu].memory_bytes
-    assert rows()[name][1] == f"{recipe.gpus} {recipe.gpu}: {found / GIB:.0f} GiB"
-    assert rows()[name][2] == cell(latest_rehearsals(ROOT / REHEARSALS).get(name, []))
+    assert estimate_memory(recipe(), recipe.gpus).peak.total <= (1 - FREE) * GPUS[recipe.gpu].memory_bytes
 
 
-def test_a_rehearsed_rank_allocates_what_is_planned():
-    """Within 2 %, 5 % under Megatron-FSDP; what torch's allocator reserves leaves 5 % of the GPU free."""
-    latest = latest_rehearsals(ROOT / REHEARSALS)
-    assert latest.keys() == set(NAMES) - DIST_TRAIN  # `--rehearse` refuses separate vision ranks
+def test_simulated_memory_matches_plan():
+    """The plan is within 2 %, or 5 % under Megatron-FSDP, and 5 % of the GPU remains free."""
+    latest = latest_simulations(ROOT / SIMULATIONS)
+    assert latest.keys() == set(NAMES) - DIST_TRAIN  # `--simulate-gpu` refuses separate vision ranks
     for name, ranks in latest.items():
         of_engine = {row["rank"].split()[0] for row in ranks if row["layers"] == "transformer_engine"}
         assert of_engine == {"0", str(recipes()[name].gpus - 1)}, name
@@ -239,8 +221,8 @@ def test_a_rehearsed_rank_allocates_what_is_planned():
 
 
 @pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn is installed")
-def test_shapes_of_flash_attn_take_the_place_of_the_package(tmp_path, monkeypatch):
-    """As Transformer Engine finds and imports it."""
+def test_flash_attn_shapes_stub_replaces_package(tmp_path, monkeypatch):
+    """Transformer Engine finds and imports the stub."""
     monkeypatch.syspath_prepend(flash_attn_shapes.provide(tmp_path))
     assert importlib.metadata.version("flash-attn") == flash_attn_shapes.VERSION
     with patch.dict(sys.modules):  # no other test finds it there
@@ -254,29 +236,10 @@ def test_shapes_of_flash_attn_take_the_place_of_the_package(tmp_path, monkeypatc
     assert [(x.shape, x.dtype) for x in saved[3:5]] == [(query.shape, torch.bfloat16), ((4, 6), torch.float32)]
 
 
-def test_the_page_on_memory_has_the_ratios_of_rehearsals():
-    page = " ".join((ROOT / "docs" / "memory.md").read_text("utf-8").split())
-    ranks = [row for found in latest_rehearsals(ROOT / REHEARSALS).values() for row in found if row["ratio"]]
-    for layers, verb in (("local", "that is"), ("transformer_engine", "it is")):
-        said = []
-        for fsdp in (False, True):
-            of = [float(x["ratio"]) for x in ranks if x["layers"] == layers and ("_fsdp_" in x["recipe"]) == fsdp]
-            said.append((f"{min(of):.3f} to {max(of):.3f}", len(of)))
-        (most, count), (sharded, of_sharded) = said
-        assert f"{verb} {most} of the plan ({count} ranks), under Megatron-FSDP {sharded} ({of_sharded})" in page
-
-
 @pytest.mark.usefixtures("no_groups")
-def test_the_planner_still_says_what_rehearsals_were_compared_with():
-    """Of Qwen3.5 with local layers it depends on whether flash-linear-attention is installed."""
-    for name, ranks in latest_rehearsals(ROOT / REHEARSALS).items():
+def test_planned_memory_in_simulation_results_is_current():
+    """For Qwen3.5 with local layers it depends on whether flash-linear-attention is installed."""
+    for name, ranks in latest_simulations(ROOT / SIMULATIONS).items():
         for row in ranks:
             if row["planned GiB"] and (row["layers"] != "local" or name.startswith("qwen3_vl_")):
                 assert planned_now(row) == pytest.approx(float(row["planned GiB"]), abs=0.01), row
-
-
-@pytest.mark.usefixtures("no_groups")
-def test_the_fewest_that_fit():
-    for name in ("qwen3_vl_8b_pretrain_config", "qwen3_vl_235b_a22b_sft_fsdp_config"):
-        expected = "/".join(str(smallest(recipes()[name], kind)[0]) for kind in KINDS_OF_GPUS)
-        assert rows()[name][3] == expected

@@ -1,4 +1,4 @@
-"""Megatron-Bridge's `run_recipe.py` with our recipes: found by name, with our step and our callbacks.
+"""Megatron-Bridge's `run_recipe.py` finds this package's recipes, forward step and callbacks.
 
 The script itself is no part of an installed Megatron-Bridge, and its recipes need packages that this one does not; so
 both are stood in for by files with the same tables.
@@ -21,12 +21,13 @@ TRAIN_FUNCTIONS = {"pretrain": ("trains", "pretrain"), "finetune": ("trains", "f
 """
 SCRIPT = """
 import sys
+from pathlib import Path
 import megatron.bridge.recipes as recipes
 import recipe_runner
 def main():
     _, _, name = sys.argv
     config = getattr(recipes, name)()
-    config.dataset.path = "."
+    config.dataset.path = str(Path(__file__).parent)
     step = recipe_runner.STEP_FUNCTIONS["qwen3_vl_step"]
     recipe_runner.TRAIN_FUNCTIONS["finetune"](config=config, forward_step_func=step)
 """
@@ -42,6 +43,7 @@ def script(tmp_path, monkeypatch):
     for name, text in dict(recipe_runner=RUNNER, run_recipe=SCRIPT, trains=TRAINS).items():
         (tmp_path / f"{name}.py").write_text(text)
         monkeypatch.delitem(sys.modules, name, raising=False)
+    (tmp_path / "train.jsonl").touch()
     theirs = types.ModuleType("megatron.bridge.recipes")
     theirs.qwen3_vl_8b_sft_config = theirs.llama_config = lambda: "theirs"
     monkeypatch.setitem(sys.modules, theirs.__name__, theirs)
@@ -54,7 +56,7 @@ def script(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_our_recipe_trains_with_our_step_and_callbacks(script, monkeypatch):
+def test_run_recipe_trains_with_step_and_callbacks(script, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["-m", str(script), "--recipe", "qwen3_vl_digits_sft_config"])
     run_recipe.main()
     ((config, step, callbacks),) = sys.modules["trains"].calls
@@ -73,7 +75,7 @@ def test_our_recipe_trains_with_our_step_and_callbacks(script, monkeypatch):
         recipe(peft_scheme="lora")
 
 
-def test_nothing_to_run_is_said(monkeypatch):
+def test_run_recipe_without_script_exits_with_usage(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["-m", "no/run_recipe.py"])
     with pytest.raises(SystemExit, match=r"usage: python -m qwen3vl_recipes.run_recipe .*run_recipe.py"):
         run_recipe.main()

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
+from qwen3vl_bridge.checkpoint.formats.dcp import read_metadata
 from qwen3vl_bridge.checkpoint.formats.megatron import find_iteration
 
 import pytest
@@ -19,9 +19,9 @@ from qwen3vl_recipes.base import dist_train
 from qwen3vl_recipes.paths import set_paths
 from qwen3vl_recipes.registry import recipes
 
-from tests.forked import results_of_ranks
-from tests.noise import SEEDS, allowed, check, rounded_folder
-from tests.qwen3_5.tiny import make_checkpoint
+from tests.helpers.forked import results_of_ranks
+from tests.helpers.noise import SEEDS, allowed, check, rounded_folder
+from tests.models.qwen3_5.tiny import make_checkpoint
 from tests.training.running import train
 
 WAYS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
@@ -30,7 +30,7 @@ ROWS = 4
 
 @dataclass(frozen=True)
 class Pattern:
-    """The ways in which a recipe splits a model: 1, or 2 for any more."""
+    """Return the parallel sizes of a recipe, limited to 2."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -84,7 +84,7 @@ def pattern(name: str) -> Pattern:
 def twin(
     name: str, folder: str, data: str, *, whole: bool = False, exact: bool = False, save: str | None = None
 ) -> Any:
-    """The configuration of a recipe's twin."""
+    """Return the configuration of a recipe's twin."""
     cfg = set_paths(recipes()[name](), hf_path=folder, data_path=data, pretrained_checkpoint=folder)
     split = pattern(name)
     sizes = [1] * len(WAYS) if whole else [split.tensor, split.pipeline, split.context]
@@ -122,7 +122,7 @@ SLOW = ("adapter.linear_in.weight", "adapter.weight_magnitude")
 
 
 class Changes(Callback):
-    """Counts this rank's parameters that a run is to change, and those that it changes."""
+    """Count the parameters on this rank that a run should change and that it changes."""
 
     trained = changed = 0  # parameters that move in a first step, and those with other values at the end
     strayed = 0  # that are not trained, and have other values
@@ -180,7 +180,7 @@ def places(untied_folder, tied_folder, moe_folder, digits, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(places, tmp_path_factory):
-    """The step of each family in one process and float32, and limits of errors."""
+    """Return the step of each family in one process and float32, and the error limits."""
     (folders, data), root = places, tmp_path_factory.mktemp("neighbours")
     found = {}
     for name in (
@@ -199,7 +199,7 @@ def whole(places, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
-def test_a_step_of_every_twin(ranks, places, whole, tmp_path):
+def test_twin_step_matches_single_process(ranks, places, whole, tmp_path):
     folders, data = places
     # Recipes of which the twins have the same settings, all of them, are one run.
     alike: dict[str, list[str]] = {}
@@ -223,7 +223,7 @@ def test_a_step_of_every_twin(ranks, places, whole, tmp_path):
         assert step["saved"] > 0, name
 
 
-def test_the_patterns_are_those_of_the_recipes():
+def test_twin_patterns_cover_all_recipes():
     overlapped = [name for name in NAMES if recipes()[name]().model.overlap_moe_expert_parallel_comm]
     assert len(overlapped) == 5 and all(pattern(name).expert == 2 for name in overlapped)
     patterns = {name: pattern(name) for name in NAMES}

@@ -1,9 +1,9 @@
-"""Recipes' heads for which Transformer Engine has no kernel on a GPU are named."""
+"""Warnings about head sizes without a fused attention kernel of Transformer Engine."""
 
 import logging
 from importlib.util import find_spec
 
-from qwen3vl_bridge.models import settings
+from qwen3vl_bridge.config import fields
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ from qwen3vl_recipes import qwen3_vl_4b_sft_config, qwen35_vl_4b_sft_config
 
 @pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn has kernels for all")
 @pytest.mark.parametrize(("major", "expected"), [(8, [128, 256]), (9, []), (10, [256])])
-def test_heads_without_a_kernel_are_named(major, expected, monkeypatch, caplog):
-    """By compute capability; torch's attention, which local layers take, has kernels for all."""
+def test_unfused_attention_warns_without_kernel(major, expected, monkeypatch, caplog):
+    """It depends on the compute capability; torch's attention, used by local layers, has kernels for all."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
     caplog.set_level(logging.WARNING, "qwen3vl_bridge")
@@ -21,9 +21,9 @@ def test_heads_without_a_kernel_are_named(major, expected, monkeypatch, caplog):
     for recipe in (qwen3_vl_4b_sft_config, qwen35_vl_4b_sft_config):
         model = recipe().model
         for model.transformer_impl in ("transformer_engine", "local"):
-            settings.warn_of_unfused_attention(model)
+            fields.warn_of_unfused_attention(model)
         widths.append(model.kv_channels)
     assert widths == [128, 256]
-    lines = [record.getMessage() for record in caplog.records if record.name == settings.__name__]
+    lines = [record.getMessage() for record in caplog.records if record.name == fields.__name__]
     for line, width in zip(lines, expected, strict=True):
-        assert f"heads of {width} on compute capability {major}.0" in line
+        assert f"head size {width} on compute capability {major}.0" in line

@@ -1,6 +1,6 @@
-"""Megatron-Bridge's own `finetune()` from given weights, on CPUs, in this process or on ranks.
+"""Run Megatron-Bridge's `finetune()` from given weights, in this process or on ranks.
 
-As a program, for torchrun: -m tests.training.bridges_loop OUTPUT STARTS, a JSON list of `Start`s.
+As a program for torchrun: -m tests.training.bridges_loop OUTPUT STARTS, where STARTS is a JSON list of `Start`s.
 """
 
 import json
@@ -18,11 +18,10 @@ import torch.distributed as dist
 from megatron.bridge import AutoBridge
 from megatron.bridge.training.callbacks import Callback
 
-from tests.ranks import begin, leave
+from tests.helpers.ranks import begin, leave
+from tests.training.running import configured, messages, run_bridges_loop
 
-from .running import configured, messages, run_bridges_loop
-
-# The same rows however the model is split, and a rate that does not depend on where the run is to end.
+# The same rows with any parallel layout, and a learning rate that does not depend on the last step.
 COMMON = dict(
     dataset__pad_to_multiple_of=8, train__global_batch_size=4, validation__eval_iters=0, optimizer__lr=1e-3,
     optimizer__min_lr=1e-3, scheduler__lr_decay_style="constant", scheduler__lr_warmup_iters=0,
@@ -73,13 +72,16 @@ def run(start: Start) -> dict[str, Any]:
     cfg, follower = start.config(), Follower(start)
     try:
         said = messages("qwen3vl_bridge", logging.WARNING)
-        with said as warnings, mock.patch.object(callbacks, "publish", wraps=callbacks.publish) as published:
+        with (
+            said as warnings,
+            mock.patch.object(callbacks, "publish_metrics", wraps=callbacks.publish_metrics) as published,
+        ):
             run_bridges_loop(cfg, follower)
     except (CheckpointError, ValueError, AssertionError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    right = [figures["accuracy"] for (_, figures), _ in published.call_args_list]
+    accuracies = [metrics["accuracy"] for (_, metrics), _ in published.call_args_list]
     return {
-        "first_step": follower.first_step, "weights": follower.weights, "log": follower.log, "accuracy": right,
+        "first_step": follower.first_step, "weights": follower.weights, "log": follower.log, "accuracy": accuracies,
         "warnings": warnings,
     }  # fmt: skip
 

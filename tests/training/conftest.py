@@ -1,4 +1,4 @@
-"""A small run: few conversations about digits, a tiny checkpoint imported for Megatron."""
+"""Inputs of a small run: conversations about digits, and a tiny checkpoint in both formats."""
 
 import json
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.qwen3_5.tiny import make_checkpoint
+from tests.models.qwen3_5.tiny import make_checkpoint
 
 
 @dataclass(frozen=True)
@@ -16,10 +16,10 @@ class Inputs:
     megatron: Path
 
     def config(self, save: Path | None, **settings):
-        """The digits recipe, shortened and in float32; settings are written `train__train_iters=4`."""
+        """Return the digits recipe, shortened and in float32. Settings are written `train__train_iters=4`."""
         from qwen3vl_recipes.paths import set_paths
 
-        from tests.digits_recipe import digits_recipe_for
+        from tests.helpers.digits_recipe import digits_recipe_for
 
         cfg = set_paths(
             digits_recipe_for(self.hf), hf_path=self.hf, data_path=self.data, pretrained_checkpoint=self.megatron,
@@ -43,8 +43,7 @@ SHORT = dict(
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory, untied_folder) -> Inputs:
     from qwen3vl_bridge.checkpoint import import_checkpoint
-
-    from examples.digits.dataset import make_dataset
+    from qwen3vl_bridge.testing.digits import make_dataset
 
     folder = tmp_path_factory.mktemp("run")
     data = folder / "data"
@@ -56,13 +55,13 @@ def inputs(tmp_path_factory, untied_folder) -> Inputs:
     return Inputs(untied_folder, data, folder / "megatron")
 
 
-# Metrics that differ between runs of the same training. Everything else in a log is reproducible.
+# Metrics that are not reproducible between equal runs.
 TIMED = ("seconds", "tokens_per_second", "images_per_second", "tflops_per_gpu", "mfu", "memory_gb")
 
 
 @pytest.fixture(scope="session")
 def folders(moe_folder, tmp_path_factory) -> dict[tuple[str, str], Path]:
-    """Hugging Face folders of models other than that of `inputs`."""
+    """Hugging Face folders of other models than the model of `inputs`."""
     own = {
         ("qwen3_5", kind): make_checkpoint(tmp_path_factory.mktemp(f"qwen3_5_{kind}"), moe=kind == "moe")
         for kind in ("dense", "moe")

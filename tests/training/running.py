@@ -1,4 +1,4 @@
-"""Runs in Megatron-Bridge's loop, in this process or on these ranks: as a user's script would call it."""
+"""Run Megatron-Bridge's loop in this process or on these ranks, like a user's script."""
 
 import contextlib
 import logging
@@ -8,7 +8,7 @@ from typing import Any
 
 import qwen3vl_bridge
 from qwen3vl_bridge.checkpoint.formats.megatron import find_iteration
-from qwen3vl_bridge.training.process_groups import _join
+from qwen3vl_bridge.training.process_groups import init_distributed
 from qwen3vl_bridge.training.run_log import ENTRY
 
 import torch
@@ -19,14 +19,13 @@ from megatron.bridge.training.initialize import destroy_global_state
 from megatron.bridge.training.pretrain import pretrain
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from tests.ranks import leave_groups
-from tests.steps import release
-
-from .conftest import Inputs
+from tests.helpers.ranks import leave_groups
+from tests.helpers.steps import release
+from tests.training.conftest import Inputs
 
 
 def replicate(cfg: Any, *, distributed: bool = False) -> Any:
-    """The same run with parameters whole on each data-parallel rank, and checkpoints of megatron-core's own format."""
+    """Change a run to replicated parameters and torch_dist checkpoints."""
     cfg.checkpoint.ckpt_format, cfg.ddp.data_parallel_sharding_strategy = "torch_dist", "no_shard"
     cfg.ddp.use_megatron_fsdp = False
     cfg.ddp.use_distributed_optimizer = cfg.optimizer.use_distributed_optimizer = distributed
@@ -39,7 +38,7 @@ def replicated(inputs: Inputs, save: Path | None, *, distributed: bool = True, *
 
 
 def sharded(inputs: Inputs, save: Path | None, **settings: Any) -> Any:
-    """As the digits recipe is: under Megatron-FSDP in bfloat16. Arguments as for `replicated`."""
+    """Return the digits recipe with Megatron-FSDP in bfloat16; see `replicated`."""
     cfg = _from_hf(inputs, save, settings)
     cfg.mixed_precision = "bf16_mixed"
     return cfg
@@ -53,7 +52,7 @@ def configured(
     hf: str, data: str, first: str | None, save: str | None, settings: dict[str, Any], *,
     fsdp: bool = False, bf16: bool = False, distributed: bool = False,
 ) -> Any:  # fmt: skip
-    """A run of these folders that begins with `first`, a checkpoint; sharded by Megatron-FSDP or replicated."""
+    """Return a run that starts from the checkpoint `first`, with Megatron-FSDP or replicated parameters."""
     cfg = Inputs(Path(hf), Path(data), Path("unused")).config(None if save is None else Path(save), **settings)
     cfg.checkpoint.pretrained_checkpoint, cfg.logger.tensorboard_dir = first, None
     cfg.mixed_precision = "bf16_mixed" if bf16 else None
@@ -64,10 +63,10 @@ _latest: list[torch.nn.Module] = []
 
 
 def run_bridges_loop(cfg: Any, *callbacks: Callback) -> None:
-    _join()
+    init_distributed()
     release(_latest)
     _latest.clear()
-    destroy_global_state()  # of a run before that failed, or was another loop's
+    destroy_global_state()  # of an earlier run that failed, or of another loop
     leave_groups()
     ours = [*qwen3vl_bridge.training_callbacks(cfg), *callbacks, _Models()]
     loop = pretrain if cfg.checkpoint.pretrained_checkpoint is None else finetune
@@ -88,13 +87,13 @@ class Entries(Callback):
         if self._stop_after is not None:
             context.state.cfg.train.exit_interval = context.state.train_state.step + self._stop_after
 
-    def _take(self, context: CallbackContext) -> None:
+    def _add_entry(self, context: CallbackContext) -> None:
         entry = context.user_state.get(ENTRY)
         if entry is not None and entry is not self._latest:
             self._latest = entry
             self.entries.append(dict(entry))
 
-    on_train_step_end = on_eval_end = _take
+    on_train_step_end = on_eval_end = _add_entry
 
 
 def train(cfg: Any, *, stop_after: int | None = None, callbacks: Sequence[Callback] = ()) -> list[dict[str, float]]:
@@ -106,7 +105,7 @@ def train(cfg: Any, *, stop_after: int | None = None, callbacks: Sequence[Callba
 
 @contextlib.contextmanager
 def messages(logger: str, level: int = logging.NOTSET) -> Iterator[list[str]]:
-    """What a logger, or one below it, says in the body."""
+    """Collect the messages of a logger and its children in the block."""
     found, handler = [], logging.Handler(level)
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger(logger).addHandler(handler)

@@ -12,10 +12,9 @@ from qwen3vl_bridge.data import RowDataset
 import pytest
 import torch.distributed as dist
 
-from tests.forked import results_of_ranks
-from tests.ranks import of_all_ranks
-
-from .running import configured, train
+from tests.helpers.forked import results_of_ranks
+from tests.helpers.ranks import of_all_ranks
+from tests.training.running import configured, train
 
 STEPS, ROWS = 4, 4  # and rows of a step
 LOGGED = ("step", "loss", "grad_norm", "trained_tokens")
@@ -39,7 +38,7 @@ class Mixed:
 
 
 def run(case: Mixed) -> dict[str, Any]:
-    """What was logged of each step, and by the number of each row that any rank has read, the samples in it."""
+    """Return the log of each step, and the samples of each row that any rank has read, by row number."""
     with _reading() as rows:
         log = train(case.config(), stop_after=case.stop_after)
     ranks = of_all_ranks(rows) if dist.is_initialized() else [rows]
@@ -103,11 +102,11 @@ def found(inputs, sets, tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", SHARES)
-def test_two_ranks_train_on_the_rows_of_one_and_go_on_exactly(found, inputs, sets, kind):
+def test_mixture_two_ranks_equal_one_and_resume(found, inputs, sets, kind):
     alone = run(Mixed(kind, str(inputs.hf), sets[kind]))
     first, second = found[f"{kind}, first"], found[f"{kind}, second"]
     assert [entry[0] for entry in alone["log"]] == list(range(1, STEPS + 1))
-    # Rows: each rank its own, all of them those of one rank, whatever a loader has read ahead.
+    # Rows: ranks read different rows, together those of one rank, even if a loader reads ahead.
     wanted = range(STEPS * ROWS)
     middle = len(wanted) // 2
     assert set(first["rows"]) >= set(wanted[:middle]) and set(second["rows"]) >= set(wanted[middle:])
@@ -115,7 +114,7 @@ def test_two_ranks_train_on_the_rows_of_one_and_go_on_exactly(found, inputs, set
         one, other = map(set, half["by rank"])
         assert one and other and not one & other
         assert all(half["rows"][number] == alone["rows"][number] for number in half["rows"] if number in wanted)
-    assert min(second["rows"]) == middle  # it has read nothing again
+    assert min(second["rows"]) == middle  # no row is read again
     # Steps.
     halves = first["log"] + second["log"]
     worst = max(
@@ -125,12 +124,12 @@ def test_two_ranks_train_on_the_rows_of_one_and_go_on_exactly(found, inputs, set
     )
     print(kind, "relative error", worst)
     assert [entry[0] for entry in halves] == list(range(1, STEPS + 1)) and worst <= LIMIT
-    if kind in found:  # at once, on as many ranks: to the bit
+    if kind in found:  # unbroken run on as many ranks: equal to the bit
         assert found[kind]["log"] == halves and found[kind]["rows"] == first["rows"] | second["rows"]
 
 
 @pytest.mark.parametrize(("kind", "share"), [("weights", 3 / 4), ("epochs", 32 / 52)])
-def test_the_rows_have_the_shares_that_are_set(found, kind, share):
+def test_mixture_rows_have_configured_shares(found, kind, share):
     rows = found[f"{kind}, first"]["rows"] | found[f"{kind}, second"]["rows"]
     seen = Counter(name.partition("/")[0] for samples in rows.values() for name in samples)
     total = sum(seen.values())

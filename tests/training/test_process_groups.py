@@ -1,4 +1,4 @@
-"""How a process joins the others; and this package sends nothing to a group of one rank. What NCCL does takes GPUs."""
+"""Initialization of process groups; and no collectives of ours in groups of one rank."""
 
 import ast
 import inspect
@@ -13,7 +13,7 @@ from unittest import mock
 
 import qwen3vl_bridge
 from qwen3vl_bridge.training import process_groups
-from qwen3vl_bridge.training.callbacks import callbacks_of
+from qwen3vl_bridge.training.callbacks import build_callbacks
 from qwen3vl_bridge.training.config import GuardConfig
 from qwen3vl_bridge.training.weight_loading import load_model
 
@@ -21,16 +21,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.forked import results_of_ranks
-from tests.host_waits.counter import PACKAGES
-from tests.parity.batches import make_batch, make_samples
+from tests.helpers.batches import make_batch, make_samples
+from tests.helpers.forked import results_of_ranks
+from tests.helpers.ranks import of_all_ranks
+from tests.helpers.steps import followed, set_up, step_with_callbacks, train_step
+from tests.helpers.sync_counter import PACKAGES
 from tests.parity.conftest import make_pair
 from tests.parity.on_ranks import Split
 from tests.parity.topologies import Topology
-from tests.ranks import of_all_ranks
-from tests.steps import followed, set_up, step_with_callbacks, train_step
-
-from .running import replicate
+from tests.training.running import replicate
 
 COLLECTIVES = (
     *("all_reduce", "broadcast", "reduce", "barrier", "all_to_all", "all_to_all_single", "reduce_scatter_tensor"),
@@ -41,7 +40,7 @@ Sent = Counter[tuple[str, str, str, int]]
 
 @contextmanager
 def collectives_sent() -> Iterator[Sent]:
-    """How often each package has called a collective in the body, by package, file, collective and ranks."""
+    """Count calls of collectives in the block, by package, file, collective and number of ranks."""
     found: Sent = Counter()
     with ExitStack() as stack:
         for name in COLLECTIVES:
@@ -52,7 +51,7 @@ def collectives_sent() -> Iterator[Sent]:
 def _watched(name: str, collective: Callable, found: Sent) -> Callable:
     def call(*args: Any, **kwargs: Any) -> Any:
         frame = sys._getframe(1)
-        while (path := frame.f_code.co_filename).endswith("/compat/cpu.py") or "/torch/" in path:
+        while (path := frame.f_code.co_filename).endswith("/upstream/cpu.py") or "/torch/" in path:
             frame = frame.f_back
         owner = next((owner for owner, folder in PACKAGES.items() if folder in path), "others")
         group = inspect.signature(collective).bind(*args, **kwargs).arguments.get("group")
@@ -67,8 +66,8 @@ def sent_by_ranks(folder: Path) -> list[Sent]:
     run = split.run
     run.stream = split.batches("mixed", "packed")
     run.cfg.guard = GuardConfig(on_nan="skip", on_spike="skip")
-    vars(run.optimizer).pop("get_grad_norm", None)  # joined by `set_up` already, and by the callbacks again
-    with collectives_sent() as found, followed(run, callbacks_of(run.cfg)):
+    vars(run.optimizer).pop("get_grad_norm", None)  # calls by `set_up` already, and by the callbacks again
+    with collectives_sent() as found, followed(run, build_callbacks(run.cfg)):
         step_with_callbacks(run)
         found.clear()
         step_with_callbacks(run)
@@ -77,7 +76,7 @@ def sent_by_ranks(folder: Path) -> list[Sent]:
 
 
 @pytest.fixture
-def joined(monkeypatch):
+def calls(monkeypatch):
     found = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: found.append(device))
@@ -87,25 +86,25 @@ def joined(monkeypatch):
     return found
 
 
-def test_load_model_joins_so(joined, monkeypatch, untied_folder):
-    """Before it makes anything on a GPU, or all of a machine's processes would be on the first."""
+def test_load_model_sets_device_first(calls, monkeypatch, untied_folder):
+    """The device is set before anything is created on a GPU; otherwise all ranks of a node use the first GPU."""
     process_groups.shutdown()  # groups of other tests
     for name, value in dict(WORLD_SIZE="2", RANK="1", LOCAL_RANK="1").items():
         monkeypatch.setenv(name, value)
 
     def meet(backend):
-        joined.append(backend)
+        calls.append(backend)
         raise ConnectionError("the others")
 
     monkeypatch.setattr(torch.distributed, "init_process_group", meet)
     with pytest.raises(ConnectionError, match="the others"):
         load_model(untied_folder)
-    assert joined == [1, "nccl"]
+    assert calls == [1, "nccl"]
 
 
-def test_one_by_itself_stays_where_it_is(joined):
-    process_groups._join()
-    assert joined == ["nccl"]
+def test_init_single_process_sets_no_device(calls):
+    process_groups.init_distributed()
+    assert calls == ["nccl"]
 
 
 @pytest.fixture
@@ -114,48 +113,56 @@ def sent():
         yield found
 
 
-def senders(sent) -> set[str]:
+def packages_that_sent(sent) -> set[str]:
     print(dict(sent))
     return {owner for owner, *_ in sent}
 
 
-def test_a_step_with_all_that_follows_it(inputs, sent):
-    """Losses that are recorded and guarded, norms, rates, figures of the log."""
+def test_step_on_one_rank_has_no_own_collectives(inputs, sent):
+    """The step has a guard, gradient norms and logged metrics."""
     run = set_up(replicate(inputs.config(None, logger__log_interval=1)))
     run.cfg.guard = GuardConfig(on_nan="skip", on_spike="skip")
-    with followed(run, callbacks_of(run.cfg)):
+    with followed(run, build_callbacks(run.cfg)):
         train_step(run)
         sent.clear()
         train_step(run)
-    found = senders(sent)
-    assert "megatron-core" in found and "ours" not in found  # the watch sees what is sent
+    found = packages_that_sent(sent)
+    assert "megatron-core" in found and "ours" not in found  # collectives of megatron-core are seen
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
-def test_a_model_with_experts_forward_and_backward(family, folders, sent):
+def test_moe_pass_on_one_rank_has_no_own_collectives(family, folders, sent):
     pair = make_pair(folders[family, "moe"], moe_aux_loss_coeff=0.01)
     inputs = make_batch(make_samples("mixed", pair.config, seed=8), pair.config, packed=True).local()
     sent.clear()
     (pair.megatron(inputs=inputs) * inputs.loss_mask).sum().backward()
-    assert "ours" not in senders(sent)
+    assert "ours" not in packages_that_sent(sent)
 
 
 @pytest.mark.slow
-def test_groups_of_one_rank_among_two(moe_folder):
+def test_no_own_collectives_in_groups_of_one_rank(moe_folder):
     for found in results_of_ranks(sent_by_ranks, 2, moe_folder, timeout=200):
         print(found)
         ours = {ranks for (owner, *_, ranks), times in found.items() if owner == "ours"}
         theirs = {ranks for (owner, *_, ranks), times in found.items() if owner != "ours"}
-        assert ours == {2} and 1 in theirs  # the count sees both
+        assert ours == {2} and 1 in theirs  # both kinds are seen
 
 
-def test_every_collective_that_this_package_calls_is_watched():
-    """By the name of torch.distributed that is replaced: none is imported by itself."""
+def test_all_called_collectives_are_watched():
+    """Collectives are called as attributes of torch.distributed, which the test replaces; none is imported by name."""
     with_group = {
         name
         for name, function in vars(torch.distributed).items()
         if type(function) is FunctionType and "group" in inspect.signature(function).parameters
-    } - {"get_backend", "get_rank", "get_world_size", "get_global_rank", "get_group_rank", "destroy_process_group"}
+    } - {
+        "get_backend",
+        "get_rank",
+        "get_process_group_ranks",
+        "get_world_size",
+        "get_global_rank",
+        "get_group_rank",
+        "destroy_process_group",
+    }
     called, imported, modules = set(), set(), ("dist", "distributed")
     for file in Path(qwen3vl_bridge.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):

@@ -1,25 +1,25 @@
-"""A run that begins with a model in FP8 is one that begins with its values, and is exported in bfloat16 or in FP8."""
+"""Runs from FP8 weights equal runs from their dequantized values, and export to bfloat16 or FP8."""
 
 from qwen3vl_bridge.checkpoint import export_checkpoint, import_checkpoint
-from qwen3vl_bridge.io.files import read_object
+from qwen3vl_bridge.core.files import read_object
 from qwen3vl_bridge.peft.lora import Qwen3VLLoRA
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import fp8
 from tests.checkpoint.support import assert_same
-
-from .conftest import losses
-from .running import configured, stored, train
+from tests.helpers import fp8
+from tests.training.conftest import losses
+from tests.training.running import configured, stored, train
 
 STEPS = dict(train__train_iters=3, checkpoint__save_interval=3, validation__eval_iters=0)
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("fsdp", [True, False], ids=["Megatron-FSDP", "torch_dist"])
 @pytest.mark.parametrize("model", ["qwen3_vl dense", "qwen3_vl moe", "qwen3_5 dense", "qwen3_5 moe"])
-def test_a_run_from_fp8_is_one_from_its_values(model, fsdp, inputs, folders, tmp_path):
+def test_run_from_fp8_equals_run_from_values(model, fsdp, inputs, folders, tmp_path):
     family, kind = model.split()
     source = fp8.in_fp8(folders.get((family, kind), inputs.hf), tmp_path / "fp8")
     import_checkpoint(source, tmp_path / "values")
@@ -41,7 +41,7 @@ def test_a_run_from_fp8_is_one_from_its_values(model, fsdp, inputs, folders, tmp
     assert sum(not torch.equal(trained[name], tensor) for name, tensor in before.items()) > len(before) / 2
 
     export_checkpoint(run, tmp_path / "again", quantize="fp8", torch_dtype="bfloat16", verify=True)
-    export_checkpoint(run, tmp_path / "exact", torch_dtype="float32")  # as a run under Megatron-FSDP has them
+    export_checkpoint(run, tmp_path / "exact", torch_dtype="float32")  # as stored by Megatron-FSDP
     anew = load_file(fp8.in_fp8(tmp_path / "exact", tmp_path / "quantized") / "model.safetensors")
     found = load_file(tmp_path / "again" / "model.safetensors")
     assert_same({name: one.float() for name, one in found.items()}, {name: one.float() for name, one in anew.items()})
@@ -49,7 +49,7 @@ def test_a_run_from_fp8_is_one_from_its_values(model, fsdp, inputs, folders, tmp
     assert next(settings) == next(settings)
 
 
-def test_adapters_learn_on_a_model_in_fp8_as_on_its_values(inputs, tmp_path):
+def test_adapters_on_fp8_equal_adapters_on_values(inputs, tmp_path):
     source = fp8.in_fp8(inputs.hf, tmp_path / "fp8")
     import_checkpoint(source, tmp_path / "values")
     export_checkpoint(tmp_path / "values", tmp_path / "bf16")

@@ -1,21 +1,22 @@
-"""Checkpoint conversion between Hugging Face safetensors and Megatron, without a GPU and without holding the model in
-memory. A run's own checkpoints are saved by `training/checkpoint_manager.py`.
+"""Convert checkpoints between Hugging Face safetensors and Megatron, without a GPU and without loading the model.
+
+Checkpoints of a training run are saved by `training/checkpoint_manager.py`.
 """
 
 from qwen3vl_bridge import lazy
 
 _PUBLIC = {
-    "CheckpointError": "qwen3vl_bridge.io.files",
+    "CheckpointError": "qwen3vl_bridge.core.files",
     "ConversionReport": "qwen3vl_bridge.checkpoint.conversion",
-    "Ranks": "qwen3vl_bridge.checkpoint.processes",
-    "Topology": "qwen3vl_bridge.checkpoint.topology",
+    "Ranks": "qwen3vl_bridge.checkpoint.formats.output_files",
+    "Topology": "qwen3vl_bridge.checkpoint.formats.layouts",
     "VerifyReport": "qwen3vl_bridge.checkpoint.verification",
     "copy_side_files": "qwen3vl_bridge.checkpoint.formats.huggingface",
-    "export_adapters": "qwen3vl_bridge.peft.hf_export",
+    "export_adapters": "qwen3vl_bridge.peft.checkpoint_export",
     "export_checkpoint": "qwen3vl_bridge.checkpoint.commands",
     "import_checkpoint": "qwen3vl_bridge.checkpoint.commands",
-    "inspect_checkpoint": "qwen3vl_bridge.checkpoint.contents",
-    "merge_adapters": "qwen3vl_bridge.peft.hf_export",
+    "inspect_checkpoint": "qwen3vl_bridge.checkpoint.verification",
+    "merge_adapters": "qwen3vl_bridge.peft.checkpoint_export",
     "reformat_checkpoint": "qwen3vl_bridge.checkpoint.commands",
     "verify_checkpoint": "qwen3vl_bridge.checkpoint.verification",
     "verify_checksums": "qwen3vl_bridge.checkpoint.verification",

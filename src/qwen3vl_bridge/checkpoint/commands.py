@@ -1,4 +1,4 @@
-"""Import, export and reformat: what each of them reads and writes, the files of weights and the files around them."""
+"""Import, export and reformat checkpoints: what each command reads, and all files that it writes."""
 
 from __future__ import annotations
 
@@ -13,44 +13,48 @@ from typing import Any, ClassVar
 from qwen3vl_bridge.checkpoint.conversion import Conversion, ConversionOptions, ConversionReport, run_conversion
 from qwen3vl_bridge.checkpoint.conversion_plan import Plan, drop_unexpected, make_plan, tensors_of
 from qwen3vl_bridge.checkpoint.formats import megatron
-from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
-from qwen3vl_bridge.checkpoint.formats.dcp_reader import DcpTensors
-from qwen3vl_bridge.checkpoint.formats.dcp_writer import DcpLayout
+from qwen3vl_bridge.checkpoint.formats.dcp import DcpTensors, DcpWriter, read_metadata
 from qwen3vl_bridge.checkpoint.formats.huggingface import (
     HUGGINGFACE,
     MAX_SHARD_BYTES,
     HFWeights,
     copy_side_files,
-    one_file,
-    shards,
+    plan_file,
+    split_into_shards,
     write_index,
 )
-from qwen3vl_bridge.checkpoint.formats.layouts import TRANSFORMER_ENGINE, FsdpDtensor, HuggingFace, TorchDist
-from qwen3vl_bridge.checkpoint.formats.planned_files import OutputFile
+from qwen3vl_bridge.checkpoint.formats.layouts import (
+    TRANSFORMER_ENGINE,
+    FsdpDtensor,
+    HuggingFace,
+    Topology,
+    TorchDist,
+    find_row_owners,
+)
+from qwen3vl_bridge.checkpoint.formats.output_files import OutputFile
 from qwen3vl_bridge.checkpoint.formats.tensors import main_dtype
 from qwen3vl_bridge.checkpoint.fp8_export import QUANTIZATION, Fp8Export, keep_scales
 from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, StoredModel, open_model, open_stored
-from qwen3vl_bridge.checkpoint.topology import Topology, holders
-from qwen3vl_bridge.io.files import CheckpointError, absolute
+from qwen3vl_bridge.core.files import CheckpointError, absolute
 from qwen3vl_bridge.weights.fp8 import E4M3
 from qwen3vl_bridge.weights.rows import ExpertLayout, WeightRow
 
-# Modules for which megatron-core stores a state in addition to their weights, here always None, and asks for it on
-# loading. The first do so in either layer spec, the others are Transformer Engine's.
+# Modules with an `_extra_state` beside their weights, which megatron-core requires on loading. Here it is always None.
+# Linear layers have it in both layer specs, norms only in Transformer Engine's.
 _LINEAR = re.compile(r"linear_(qkv|proj|fc1|fc2)|(in|out|eh)_proj")
 _NORM = re.compile(r"(\w+_layernorm|patch_norm|out_norm|enorm|hnorm)")
 
 
 @dataclass
 class HFTarget:
-    """A Hugging Face model to be written, as an `Output` of a conversion once it is laid out."""
+    """A Hugging Face model that a conversion writes. Call `plan_files` before it is used as an `Output`."""
 
     config: ModelConfig
     experts: ExpertLayout
     settings: dict[str, Any]  # for the manifest
-    max_shard_bytes: int  # of a file of weights
-    float32_as: str | None = None  # dtype of the parameters that the model keeps in float32; None for that of others
-    fp8: Fp8Export | None = None  # how it is written in FP8, if it is
+    max_shard_bytes: int  # maximum size of a weight file
+    float32_as: str | None = None  # dtype of the parameters that the model keeps in float32; None for the others' dtype
+    fp8: Fp8Export | None = None  # None to write no FP8
     inner: ClassVar[str] = "."
 
     def __post_init__(self) -> None:
@@ -59,13 +63,13 @@ class HFTarget:
         self.settings = {"format": HUGGINGFACE} | self.settings
         self.layout = HuggingFace(self.config.dimensions)
 
-    def lay_out(self, plan: Plan) -> None:
-        """Plan the files of a plan's tensors."""
-        self._shards = shards(plan.tasks, self.max_shard_bytes)
-        self.files = [one_file(name, tasks) for name, tasks in self._shards.items()]
+    def plan_files(self, plan: Plan) -> None:
+        """Divide the tensors of a plan into safetensors files."""
+        self._shards = split_into_shards(plan.tasks, self.max_shard_bytes)
+        self.files = [plan_file(name, tasks) for name, tasks in self._shards.items()]
 
     def finish(self, root: Path, digest: str) -> None:
-        """Write the files of a model's folder other than weights."""
+        """Write the files without weights: the index, the configuration, and the tokenizer and processor."""
         write_index(root, self._shards)
         copy_side_files(self.config.folder, root)
         specs = (task.target for tasks in self._shards.values() for task in tasks)
@@ -73,27 +77,27 @@ class HFTarget:
         self.config.write(root, dtype, self.fp8 and self.fp8.quantization)
 
     def open(self, root: Path) -> HFWeights:
-        """The written weights, read again."""
+        """Open the written weights, with FP8 weights as they are stored."""
         return HFWeights(root, dequantize=False)
 
 
 @dataclass
 class MegatronTarget:
-    """A Megatron checkpoint to be written, as an `Output` of a conversion once it is laid out."""
+    """A Megatron checkpoint that a conversion writes. Call `plan_files` before it is used as an `Output`."""
 
     ckpt_format: str  # "fsdp_dtensor" or "torch_dist"
-    naming: str  # layer spec of its names, "transformer_engine" or "local"
-    topology: Topology  # parallel sizes for which it is laid out
+    naming: str  # layer spec of the parameter names, "transformer_engine" or "local"
+    topology: Topology  # parallel layout that the chunks are made for
     config: ModelConfig
-    hf_model: str  # source of the configuration
-    experts: ExpertLayout  # in the Hugging Face model; an export uses the same
-    vocab_divisor: int | None = None  # the padding's divisor per tensor-parallel rank, for the vocabulary's rows
-    float32_of_hf: str | None = None  # dtype in the Hugging Face model of the parameters that are kept in float32
+    hf_model: str  # folder or hub id that the configuration comes from
+    experts: ExpertLayout  # how the Hugging Face model stores experts, for a later export
+    vocab_divisor: int | None = None  # each tensor-parallel rank's vocabulary rows are padded to a multiple of it
+    float32_of_hf: str | None = None  # dtype in the Hugging Face model of the parameters that Megatron keeps in float32
     inner: ClassVar[str] = megatron.iteration_folder(Path(), 0).name
-    float32_as: ClassVar = "float32"  # as in the running model
+    float32_as: ClassVar = "float32"
 
     def __post_init__(self) -> None:
-        """Raise a CheckpointError if the options do not fit each other or the model."""
+        """Raise CheckpointError if the options contradict each other or do not fit the model."""
         self.dimensions, divisor = self.config.dimensions, self.vocab_divisor
         vocabulary = self.dimensions["vocab"]
         if self.ckpt_format not in megatron.FORMATS:
@@ -106,12 +110,13 @@ class MegatronTarget:
             step = divisor * self.topology.tp
             self.dimensions = self.dimensions.with_vocab(-(-vocabulary // step) * step)
         self.topology.check(self.dimensions, stages=self.ckpt_format == megatron.TORCH_DIST)
-        named = FsdpDtensor(self.dimensions, self.naming)  # refuses an unknown naming
-        self.layout = TorchDist.of(self.dimensions) if self.ckpt_format == megatron.TORCH_DIST else named
+        by_parameter = FsdpDtensor(self.dimensions, self.naming)  # raises an error for an unknown naming
+        is_torch_dist = self.ckpt_format == megatron.TORCH_DIST
+        self.layout = TorchDist.for_model(self.dimensions) if is_torch_dist else by_parameter
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Values for the manifest."""
+        """Return the settings that are recorded in the manifest."""
         return {
             "format": self.ckpt_format,
             "layer_spec": self.naming,
@@ -124,20 +129,20 @@ class MegatronTarget:
 
     @property
     def files(self) -> list[OutputFile]:
-        """The files with tensors."""
+        """Return the planned files that contain tensors."""
         return self.dcp.files
 
-    def lay_out(self, plan: Plan) -> None:
-        """Plan all files with tensors, and the byte items that a loader needs."""
-        self.dcp = DcpLayout()
-        held, chunks = holders(self.config.rows(), self.layout, self.topology), []
+    def plan_files(self, plan: Plan) -> None:
+        """Plan the files with tensors, and the other items that a loader needs."""
+        self.dcp = DcpWriter()
+        owned, chunks = find_row_owners(self.config.rows(), self.layout, self.topology), []
         for task in plan.tasks:
             name, position = task.target.name, 0
             spec = replace(task.target, name=megatron.key_of(name, self.ckpt_format))
-            for owner, offsets, sizes in self.topology.chunks(spec, task.leading, held.get(name)):
-                chunks.append((owner, spec, offsets, sizes, task.segments, position))
+            for owner, offsets, sizes in self.topology.split_into_chunks(spec, task.leading, owned.get(name)):
+                chunks.append((owner, spec, offsets, sizes, task.slices, position))
                 position += math.prod(sizes)
-        # What a rank reads is stored together, in few files.
+        # The chunks that one rank reads are stored together, in few files.
         for _, *chunk in sorted(chunks, key=itemgetter(0)):
             self.dcp.add_chunk(*chunk)
         items = megatron.BYTE_ITEMS
@@ -149,7 +154,7 @@ class MegatronTarget:
             self.dcp.add_bytes(key, value)
 
     def finish(self, root: Path, digest: str) -> None:
-        """Write all files except those with tensors and the manifest."""
+        """Write all files that contain no tensors, except the manifest."""
         folder, config = megatron.iteration_folder(root, 0), self.config
         self.dcp.write_metadata(folder, megatron.path_of, digest)
         copy_side_files(config.folder, folder / megatron.HF_FILES)
@@ -168,15 +173,15 @@ class MegatronTarget:
         megatron.write_run_files(root, folder, contents, self.ckpt_format)
 
     def open(self, root: Path) -> DcpTensors:
-        """The written tensors, read again; a CheckpointError if they differ from the layout."""
+        """Open the written tensors; raise CheckpointError if the metadata differs from the plan."""
         metadata = read_metadata(megatron.iteration_folder(root, 0))
         if set(metadata.byte_items) != set(self.dcp.byte_items):
-            raise CheckpointError(f"{metadata.folder}: the metadata differ from what was to be written")
+            raise CheckpointError(f"{metadata.folder}: the metadata differs from what was to be written")
         return DcpTensors(metadata, megatron.model_keys(metadata, self.ckpt_format))
 
 
 def _extra_states(rows: Collection[WeightRow], layout: TorchDist, *, with_norms: bool) -> Iterable[str]:
-    """Keys of the states that megatron-core stores in addition to weights.
+    """Return the keys of the `_extra_state` items that megatron-core stores beside the weights.
 
     Source: megatron-core 0.19, `make_sharded_tensors_for_checkpoint` and the modules' own `_extra_state`.
     """
@@ -212,28 +217,29 @@ def import_checkpoint(
         megatron_path: the checkpoint's root folder, to be created.
         ckpt_format: "fsdp_dtensor" or "torch_dist".
         torch_dtype: "float32", "float16" or "bfloat16" to cast the weights; None to keep their dtypes.
-        topology: parallel sizes for which files are laid out; the checkpoint can be loaded with any others.
+        topology: parallel layout that the files are made for. The checkpoint can be loaded with any other.
         naming: layer spec of parameter names, "transformer_engine" or "local".
-        vocab_divisor: pad the vocabulary to a multiple of this times the tensor-parallel size, as Megatron does with
-            `make_vocab_size_divisible_by`; None for no padding. An fsdp_dtensor checkpoint must have the model's rows.
+        vocab_divisor: pad the vocabulary to a multiple of this number times the tensor-parallel size, as Megatron does
+            with `make_vocab_size_divisible_by`; None for no padding. A model can load an fsdp_dtensor checkpoint only
+            if both have the same number of rows.
         strict: whether tensors that the model does not have are an error; otherwise they are ignored.
         trust_remote_code: whether to copy code that the model's configuration refers to. It is never run here.
-        options: overwrite, resume, verify and more, see `ConversionOptions`.
+        options: fields of `ConversionOptions`: overwrite, resume, verify, ...
 
     Raises:
         CheckpointError: the source, the target or an option is invalid. The target is unchanged.
     """
 
-    def planned() -> Conversion:
+    def make_conversion() -> Conversion:
         model = open_model(hf_model, strict=strict, trust_remote_code=trust_remote_code)
         origin, experts = str(hf_model), model.experts
         target = MegatronTarget(
             *(ckpt_format, naming, topology or Topology(), model.config, origin, experts, vocab_divisor),
             model.float32_as,
         )
-        return _planned("import", hf_model, megatron_path, model, target, torch_dtype)
+        return _plan_conversion("import", hf_model, megatron_path, model, target, torch_dtype)
 
-    return run_conversion(planned, ConversionOptions(**options))
+    return run_conversion(make_conversion, ConversionOptions(**options))
 
 
 def export_checkpoint(
@@ -256,30 +262,30 @@ def export_checkpoint(
     Args:
         megatron_path: the checkpoint's root folder, or an iteration's folder.
         hf_path: the model's folder, to be created.
-        hf_model: folder or hub id of a model whose configuration, tokenizer and processor to use; None for those that
-            an import put into the checkpoint.
+        hf_model: folder or hub id of a model with configuration, tokenizer and processor; None for the files that an
+            import has copied into the checkpoint.
         torch_dtype: "float32", "float16" or "bfloat16" to cast the weights; None to keep their dtypes.
         iteration: the iteration; None for the latest.
-        expert_layout: "input_major" as released, "output_major" as transformers 5 saves its own, or "per_expert"; None
-            for that of the model from which the checkpoint was imported.
-        quantize: "fp8" to write the linear layers of text layers in FP8, as the models named -FP8 are released; None
-            for no quantization.
+        expert_layout: "input_major" as in released models, "output_major" as transformers 5 saves models, or
+            "per_expert"; None for the layout of the imported model.
+        quantize: "fp8" to write the linear layers of text layers in FP8, like the released models named -FP8; None for
+            no quantization.
         strict: whether tensors that the model does not have are an error; otherwise they are ignored.
-        drop_vocab_padding: whether to drop rows beyond the vocabulary that are not zero, as after training with a
-            padded vocabulary; otherwise they are an error.
+        drop_vocab_padding: whether to drop rows beyond the vocabulary that are not zero. Training with a padded
+            vocabulary leaves such rows. Otherwise they are an error.
         trust_remote_code: whether to copy code that the configuration of `hf_model` refers to. It is never run here.
         max_shard_bytes: maximum size of a weight file.
-        options: overwrite, resume, verify and more, see `ConversionOptions`.
+        options: fields of `ConversionOptions`: overwrite, resume, verify, ...
 
     Raises:
         CheckpointError: the source, the target or an option is invalid. The target is unchanged.
     """
 
-    def planned() -> Conversion:
+    def make_conversion() -> Conversion:
         stored = open_stored(megatron_path, iteration, hf_model, trust_remote_code=trust_remote_code)
         config, experts = stored.config, stored.experts
         if quantize not in (None, "fp8"):
-            raise CheckpointError(f"quantize is {quantize!r}, expected 'fp8' or nothing")
+            raise CheckpointError(f"quantize is {quantize!r}, expected 'fp8' or None")
         if quantize and config.raw.get(QUANTIZATION) is None:
             experts = config.family.fp8_experts or experts
         if expert_layout is not None:
@@ -293,10 +299,10 @@ def export_checkpoint(
         settings = {"from": stored.ckpt_format, "expert_layout": experts.name if moe else None}
         target = HFTarget(config, experts, settings, max_shard_bytes, stored.float32_in_export(torch_dtype))
         if quantize:
-            target.fp8 = Fp8Export.of(config.raw, config.folder, tensors_of(config.rows(experts), target.layout))
-        return _planned("export", megatron_path, hf_path, stored, target, torch_dtype, drop=drop_vocab_padding)
+            target.fp8 = Fp8Export.for_model(config.raw, config.folder, tensors_of(config.rows(experts), target.layout))
+        return _plan_conversion("export", megatron_path, hf_path, stored, target, torch_dtype, drop=drop_vocab_padding)
 
-    return run_conversion(planned, ConversionOptions(**options))
+    return run_conversion(make_conversion, ConversionOptions(**options))
 
 
 def reformat_checkpoint(
@@ -313,22 +319,22 @@ def reformat_checkpoint(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> ConversionReport:
-    """Write the weights of a Megatron checkpoint in another format, layer spec or dtype, without Hugging Face between.
+    """Write the weights of a Megatron checkpoint in another format, layer spec or dtype.
 
     Optimizer state is ignored. Arguments are those of `import_checkpoint` and `export_checkpoint`, except:
 
     Args:
         new_path: the new checkpoint's root folder, to be created.
-        hf_model: folder or hub id of a model whose configuration, tokenizer and processor to use; None for those in the
+        hf_model: folder or hub id of a model with configuration, tokenizer and processor; None for the files in the
             checkpoint.
-        vocab_divisor: pad the vocabulary to a multiple of this times the tensor-parallel size; None for the present
+        vocab_divisor: pad the vocabulary to a multiple of this number times the tensor-parallel size; None to keep the
             padding.
 
     Raises:
         CheckpointError: the source, the target or an option is invalid. The target is unchanged.
     """
 
-    def planned() -> Conversion:
+    def make_conversion() -> Conversion:
         stored = open_stored(megatron_path, iteration, hf_model, trust_remote_code=trust_remote_code).with_padding()
         origin = stored.manifest.get("hf_model") or hf_model or megatron_path
         divisor = stored.vocab_divisor if vocab_divisor is None else vocab_divisor
@@ -336,12 +342,12 @@ def reformat_checkpoint(
             *(ckpt_format, naming, topology or Topology(), stored.config, str(origin), stored.experts, divisor),
             stored.float32_as,
         )
-        return _planned("reformat", megatron_path, new_path, stored, target, torch_dtype)
+        return _plan_conversion("reformat", megatron_path, new_path, stored, target, torch_dtype)
 
-    return run_conversion(planned, ConversionOptions(**options))
+    return run_conversion(make_conversion, ConversionOptions(**options))
 
 
-def _planned(
+def _plan_conversion(
     name: str,
     origin: str | Path,
     path: str | Path,
@@ -351,12 +357,15 @@ def _planned(
     *,
     drop: bool = False,
 ) -> Conversion:
-    """Plan a conversion; `drop` is whether rows beyond the vocabulary that are not zero are dropped."""
+    """Return the planned conversion of `source` to `target`.
+
+    `drop`: whether vocabulary padding rows that are not zero may be dropped.
+    """
     rows, dtypes = source.config.rows(target.experts), dict(dtype=torch_dtype, float32_as=target.float32_as)
     plan = make_plan(rows, source.layout, target.layout, source.tensors.specs, where=str(source.folder), **dtypes)
     padding = source.check_padding(source.config.dimensions["vocab"], drop=drop)
     if isinstance(target, HFTarget) and target.fp8:
-        plan = target.fp8.plan(plan)
-    target.lay_out(plan)
+        plan = target.fp8.quantize(plan)
+    target.plan_files(plan)
     folders, notes = (source.folder, source.config.folder), [*padding, *source.notes]
     return Conversion(name, str(origin), absolute(path), plan, source.tensors, folders, target, notes)

@@ -1,4 +1,4 @@
-"""The steps of every conversion: check, write to a staging folder, verify, move into place."""
+"""Run a conversion: check, write to a staging folder, verify, and move the result into place."""
 
 from __future__ import annotations
 
@@ -15,125 +15,126 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from qwen3vl_bridge.checkpoint.comparison import checksums, differences
-from qwen3vl_bridge.checkpoint.conversion_plan import Plan, Task
-from qwen3vl_bridge.checkpoint.formats import planned_files
+from qwen3vl_bridge.checkpoint.conversion_plan import Plan
+from qwen3vl_bridge.checkpoint.formats import output_files
 from qwen3vl_bridge.checkpoint.formats.megatron import FORMATS
-from qwen3vl_bridge.checkpoint.formats.planned_files import OutputFile, Unit, share, units
-from qwen3vl_bridge.checkpoint.formats.tensors import ITEMSIZE, SegmentReader, Slice, TensorSource, cast
-from qwen3vl_bridge.checkpoint.processes import Progress, Ranks
-from qwen3vl_bridge.checkpoint.stored_models import MANIFEST, TOOL, read_manifest, tool
-from qwen3vl_bridge.io.atomic import (
+from qwen3vl_bridge.checkpoint.formats.output_files import Journal, OutputFile, Progress, Ranks, split_files
+from qwen3vl_bridge.checkpoint.formats.tensors import ITEMSIZE, ByteRange, SliceReader, TensorSource, cast
+from qwen3vl_bridge.checkpoint.stored_models import MANIFEST, TOOL, describe_tool, read_manifest
+from qwen3vl_bridge.checkpoint.verification import compare_tensors, compute_checksums
+from qwen3vl_bridge.core.atomic import (
     Snapshot,
     atomic_directory,
+    check_nothing_lost,
+    check_only_own_files,
     check_space,
     check_target,
     disk_of,
     free_space,
-    leaves,
-    refuse_loss,
-    refuse_others,
+    list_files,
     snapshot,
-    space_of,
+    used_space,
 )
-from qwen3vl_bridge.io.files import CheckpointError, write_object
+from qwen3vl_bridge.core.files import CheckpointError, write_object
+from qwen3vl_bridge.weights.rows import TensorSlice
 
-# For files other than tensors.
-_OVERHEAD = 64 << 20
-# Of an estimate: tasks, bytes to read of each, bytes to write.
-_SAMPLES, _SAMPLE_BYTES, _WRITTEN = 32, 16 << 20, 64 << 20
+# Disk space for files without tensors.
+_OTHER_FILES_BYTES = 64 << 20
+# An estimate reads this many tasks, at most so many bytes of each, and writes so many bytes.
+_SAMPLED_TASKS, _SAMPLE_BYTES, _WRITTEN_BYTES = 32, 16 << 20, 64 << 20
 
 
-# A file's contents: the end of each part, and a digest of it.
-Parts = list[tuple[int, str]]
+# Digests of a file: the end of each byte range and the digest of its bytes, in order.
+FileDigests = list[tuple[int, str]]
 
 
 class Output(Protocol):
-    """A plan's result in one format."""
+    """The output files of a conversion, in one checkpoint format."""
 
-    inner: ClassVar[str]  # the folder in the result that contains the files with tensors
+    inner: ClassVar[str]  # folder in the result that contains the files with tensors
 
     @property
     def files(self) -> list[OutputFile]:
-        """The files with tensors."""
+        """Return the planned files that contain tensors."""
         ...
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Values other than the plan on which the result depends, as JSON; stored in the manifest."""
+        """Return the settings that the result depends on in addition to the plan, as values for the manifest."""
         ...
 
     def finish(self, root: Path, digest: str) -> None:
-        """Write all files except those with tensors and the manifest, given a digest of the plan."""
+        """Write all files without tensors, except the manifest. `digest` is the digest of the plan."""
 
     def open(self, root: Path) -> TensorSource:
-        """Open a result's tensors; a CheckpointError if one of its files differs from the plan."""
+        """Open the tensors of a result; raise CheckpointError if its files differ from the plan."""
         ...
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """A planned conversion."""
+    """A planned conversion of a checkpoint: the source, the plan, and the output."""
 
-    name: str  # of the command
-    origin: str  # the source, in the user's words
-    target: Path  # the result's folder, to be created
+    name: str  # import, export, reformat, ...
+    origin: str  # the source as the user named it
+    target: Path  # folder of the result, to be created
     plan: Plan
-    source: TensorSource  # what the plan reads
-    folders: tuple[Path, ...]  # that are read meanwhile
-    output: Output  # what the plan writes
+    source: TensorSource  # the tensors to read
+    folders: tuple[Path, ...]  # folders that are read during the conversion
+    output: Output
     notes: list[str]  # for the user
-    threads: int = 2  # of a process that read the source
+    threads: int = 2  # of each process, to read and write
 
     def digest(self) -> str:
-        """Identifies a plan: source files, where every element comes from, where every byte goes.
+        """Return a digest of the plan: the source files, the source of every element, and the place of every byte.
 
-        Files other than tensors are not included: a resumed run writes them again.
+        Files without tensors are not included, because a resumed run writes them again.
         """
-        digest = hashlib.sha256(repr((tool(), self.name)).encode())
+        digest = hashlib.sha256(repr((describe_tool(), self.name)).encode())
         for path in self.source.files:
             found = path.stat()
             digest.update(repr((str(path.resolve()), found.st_size, found.st_mtime_ns)).encode())
         for task in self.plan.tasks:
-            digest.update(repr((task.target, tuple(task.segments))).encode())
+            digest.update(repr((task.target, tuple(task.slices))).encode())
         for file in self.output.files:
-            parts = (content if isinstance(content, bytes) else len(content) for content in file.contents)
-            digest.update(repr((file.name, list(parts))).encode())
+            contents = (content if isinstance(content, bytes) else len(content) for content in file.contents)
+            digest.update(repr((file.name, list(contents))).encode())
         return digest.hexdigest()
 
-    def write_manifest(self, result: Path, digest: str, sums: dict[str, str]) -> None:
-        """Write the result's manifest; the journal has the digests of the files with tensors."""
+    def write_manifest(self, result: Path, digest: str, checksums: dict[str, str]) -> None:
+        """Write the manifest. The digests of files with tensors are read from the journal."""
         plan, output = self.plan, self.output
-        files: dict[Path, Parts] = {}
-        for unit, part in planned_files.noted(result, output.files, units(output.files)).items():
-            files.setdefault(Path(output.inner, output.files[unit.file].name), []).append((unit.end, part))
-        for path in leaves(result):
+        files: dict[Path, FileDigests] = {}
+        for part, part_digest in output_files.read_journal(result, split_files(output.files)).items():
+            files.setdefault(Path(output.inner) / part.path, []).append((part.end, part_digest))
+        for path in list_files(result):
             if (name := path.relative_to(result)) not in files:
                 size = path.stat().st_size
-                files[name] = [(size, planned_files.digest_of(path, 0, size, Progress("", size, shown=False)) or "")]
-        made = {"tensors": len(plan.tasks), "parameters": plan.numel, "bytes": plan.nbytes, "dtypes": plan.dtypes}
-        made |= {"cast": len(plan.cast), "transposed": len(plan.transposed), "digest": digest}
-        made["files"] = {name.as_posix(): parts for name, parts in sorted(files.items())}
-        manifest = tool() | {"source": self.origin} | output.settings | made
-        write_object(result / output.inner / MANIFEST, manifest | ({"sha256": sums} if sums else {}))
+                part = ByteRange(path, 0, size)
+                files[name] = [(size, output_files.hash_range(part, Progress("", size, shown=False)) or "")]
+        counts = {"tensors": len(plan.tasks), "parameters": plan.numel, "bytes": plan.nbytes, "dtypes": plan.dtypes}
+        counts |= {"cast": len(plan.cast), "transposed": len(plan.transposed), "digest": digest}
+        counts["files"] = {name.as_posix(): digests for name, digests in sorted(files.items())}
+        manifest = describe_tool() | {"source": self.origin} | output.settings | counts
+        write_object(result / output.inner / MANIFEST, manifest | ({"sha256": checksums} if checksums else {}))
 
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """A finished conversion, or with `dry_run` a planned one; of what was written, unless it says otherwise.
+    """A finished conversion, or a planned conversion with `dry_run`.
 
     Attributes:
         name: import, export or reformat.
         format: "huggingface", "fsdp_dtensor" or "torch_dist".
         layer_spec: None for Hugging Face.
         tensors, parameters, nbytes, files: numbers of tensors, their elements and bytes, and files with tensors.
-        cast: number of tensors whose dtype was changed.
-        transposed: number of tensors made of transposed matrices. All others were copied.
+        cast: number of tensors with a changed dtype.
+        transposed: number of tensors with transposed matrices. All others were copied.
         disk_needed, disk_free: bytes.
-        estimate: estimated seconds; 0 unless requested.
+        estimate: estimated seconds of a dry run.
         notes: information for the user.
         seconds: time of writing; 0 if nothing was written.
-        resumed, written: bytes of files with tensors that an earlier run had written, and that this one has.
+        resumed, written: bytes of files with tensors that an earlier run and this run have written.
     """
 
     name: str
@@ -159,23 +160,23 @@ class ConversionReport:
     dry_run: bool = True
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as values for JSON."""
+        """Return the report as values for JSON."""
         return asdict(self) | {"target": str(self.target)}
 
 
 @dataclass(frozen=True)
 class ConversionOptions:
-    """How a conversion is carried out.
+    """Options of every conversion.
 
     Attributes:
-        overwrite: whether to replace an earlier result at the target. Anything else there is an error.
+        overwrite: whether to replace an earlier result at the target. Any other files there are an error.
         resume: whether to continue an interrupted run with the same source and options, and to keep the partial result
             if this run fails. A partial result of other options is an error. If False, partial results are removed.
         verify: whether to compare the result with the source, bit for bit, before it is moved into place.
         checksums: whether to write a checksum of every tensor to the manifest.
         dry_run: whether to stop before anything is written, except for an unnamed sample file to measure the disk.
         progress: whether to show progress on standard error.
-        ranks: the processes that share the work; each of them makes the same call.
+        ranks: the processes that share the work. Each of them makes the same call.
     """
 
     overwrite: bool = False
@@ -186,37 +187,44 @@ class ConversionOptions:
     progress: bool = False
     ranks: Ranks = field(default_factory=Ranks)
 
-    def meter(self, label: str, total: int) -> Progress:
-        """Progress of this process, which the first one shows."""
+    def start_progress(self, label: str, total: int) -> Progress:
+        """Return a progress display for the work of this process. Only process 0 prints it."""
         if self.ranks.size > 1:
             label = f"{label}, process {self.ranks.rank} of {self.ranks.size}"
         return Progress(label, total, shown=self.progress and self.ranks.first)
 
 
-def run_conversion(planned: Callable[[], Conversion], options: ConversionOptions) -> ConversionReport:
-    """Execute a conversion that `planned` creates, the same in every process.
+def run_conversion(make_conversion: Callable[[], Conversion], options: ConversionOptions) -> ConversionReport:
+    """Plan and run a conversion. Every process makes the same plan.
+
+    Args:
+        make_conversion: opens the source and plans the conversion.
+        options: options of the conversion.
 
     Raises:
         CheckpointError: the source, an option, the target or the file system is invalid, or a process failed. The
             target is unchanged.
     """
     ranks = options.ranks
+    # A plan has a hundred thousand objects, all of them needed: garbage collection would double the time to create it.
     collecting = gc.isenabled()
-    gc.disable()  # a plan has a hundred thousand objects, all needed; collections double the time to create them
+    gc.disable()
     try:
         made: list[Conversion] = []
-        ranks.all_gather(lambda: made.append(planned()))
+        ranks.all_gather(lambda: made.append(make_conversion()))
     finally:
         if collecting:
             gc.enable()
     (conversion,) = made
     plan, output, target = conversion.plan, conversion.output, conversion.target
-    needed = sum(file.nbytes for file in output.files) + _OVERHEAD
-    replaceable = Replaceable(
+    disk_needed = sum(file.nbytes for file in output.files) + _OTHER_FILES_BYTES
+    earlier = EarlierResult(
         output.inner, output.settings["format"], contents=not options.dry_run, progress=options.progress
     )
     ranks.run_on_rank0(
-        lambda: check_target(target, overwrite=options.overwrite, replaceable=replaceable, sources=conversion.folders)
+        lambda: check_target(
+            target, overwrite=options.overwrite, check_replaceable=earlier.check, sources=conversion.folders
+        )
     )
     report = ConversionReport(
         name=conversion.name,
@@ -231,13 +239,13 @@ def run_conversion(planned: Callable[[], Conversion], options: ConversionOptions
         cast=len(plan.cast),
         transposed=len(plan.transposed),
         files=len(output.files),
-        disk_needed=needed,
+        disk_needed=disk_needed,
         disk_free=free_space(target),
         processes=ranks.size,
         notes=tuple(conversion.notes),
     )
     if options.dry_run:
-        return replace(report, estimate=ranks.run_on_rank0(lambda: _estimated_seconds(conversion, options)))
+        return replace(report, estimate=ranks.run_on_rank0(lambda: _estimate_seconds(conversion, options)))
     digests = ranks.all_gather(lambda: conversion.digest())
     if len(set(digests)) > 1:
         raise CheckpointError(
@@ -246,143 +254,139 @@ def run_conversion(planned: Callable[[], Conversion], options: ConversionOptions
         )
     with contextlib.ExitStack() as stack:
         work = ranks.run_on_rank0(
-            lambda: stack.enter_context(_staged(conversion, options, replaceable, digests[0], needed))
+            lambda: stack.enter_context(_stage(conversion, options, earlier, digests[0], disk_needed))
         )
-        seconds, resumed, written = _write(conversion, options, work)
+        seconds, resumed, written = _write_tensors(conversion, options, work)
         try:
-            _finish_and_prove(conversion, options, work, digests[0])
+            _finish_and_check(conversion, options, work, digests[0])
         except CheckpointError as error:
             if options.resume:
                 raise CheckpointError(f"{error}; if it fails again, run without --resume to start over") from error
             raise
         if ranks.run_on_rank0(lambda: conversion.digest()) != digests[0]:
             raise CheckpointError(f"{conversion.origin} changed while it was being read; {work} is unusable")
-        into_place = stack.pop_all()
-    ranks.run_on_rank0(into_place.close)
+        move_into_place = stack.pop_all()
+    ranks.run_on_rank0(move_into_place.close)
     notes = tuple(ranks.run_on_rank0(lambda: conversion.notes))
     return replace(report, notes=notes, seconds=seconds, resumed=resumed, written=written, dry_run=False)
 
 
 @contextlib.contextmanager
-def _staged(
-    conversion: Conversion, options: ConversionOptions, replaceable: Replaceable, digest: str, needed: int
+def _stage(
+    conversion: Conversion, options: ConversionOptions, earlier: EarlierResult, digest: str, disk_needed: int
 ) -> Iterator[Path]:
-    """The folder in which the result is written, with a journal."""
+    """Create or resume the hidden folder in which the result is written, and move it into place at the end."""
 
-    def claim(folder: Path) -> bool:
-        if planned_files.is_written_by_another(folder):  # the first process has died, and its lock with it
+    def can_resume(folder: Path) -> bool:
+        # Process 0 holds the lock of the target. If it died, the other processes may still be alive.
+        if output_files.has_live_writer(folder):
             raise CheckpointError(f"{conversion.target} is being written by another process, in {folder}")
-        begun = planned_files.plan_of(folder) if options.resume else ""
-        if len(begun) == len(digest) and begun != digest:
+        found = output_files.read_plan_digest(folder) if options.resume else ""
+        if len(found) == len(digest) and found != digest:
             raise CheckpointError(
                 f"{folder} is the unfinished result of a conversion with another source, options or version, so "
                 "--resume cannot continue it; repeat the command that began it, or omit --resume to remove it and "
                 "start over"
             )
-        return begun == digest
+        return found == digest
 
     with atomic_directory(
         conversion.target,
         conversion.notes.append,
-        replace=replaceable if options.overwrite else None,
-        claim=claim,
+        check_replaceable=earlier.check if options.overwrite else None,
+        can_resume=can_resume,
         keep=options.resume,
     ) as work:
-        check_space(conversion.target, needed - space_of(work))
-        planned_files.begin(work, digest)
+        check_space(conversion.target, disk_needed - used_space(work))
+        output_files.start_journal(work, digest)
         (work / conversion.output.inner).mkdir(exist_ok=True)
         yield work
 
 
-def _write(conversion: Conversion, options: ConversionOptions, work: Path) -> tuple[float, int, int]:
-    """Write all files with tensors; returns the time, the bytes that were already written, and the others."""
+def _write_tensors(conversion: Conversion, options: ConversionOptions, work: Path) -> tuple[float, int, int]:
+    """Write all files with tensors; return the seconds, and the bytes written by an earlier run and by this run."""
     ranks, files, folder = options.ranks, conversion.output.files, work / conversion.output.inner
-    everything = units(files)
-    # What an earlier run has noted. Read once, and all have read before one of them writes.
-    noted = list(ranks.run_on_rank0(lambda: planned_files.noted(work, files, everything)).items())
-    present: set[Unit] = set()
-    if noted:
-        to_check = share(noted, [unit.nbytes for unit, _ in noted], ranks.rank, ranks.size)
+    ranges = split_files(files)
+    # Process 0 reads the journal, so that all processes see the same lines: those of earlier runs only.
+    recorded = list(ranks.run_on_rank0(lambda: output_files.read_journal(work, ranges)).items())
+    present: set[ByteRange] = set()
+    if recorded:
+        to_check = ranks.assign(recorded, [part.length for part, _ in recorded])
 
-        def check() -> list[Unit]:
-            with options.meter("resume", sum(unit.nbytes for unit, _ in to_check)) as meter:
-                return planned_files.intact(folder, files, to_check, meter)
+        def check() -> list[ByteRange]:
+            with options.start_progress("resume", sum(part.length for part, _ in to_check)) as meter:
+                return output_files.find_unchanged(folder, to_check, meter)
 
-        present = {unit for part in ranks.all_gather(check) for unit in part}
-        if spoilt := len(noted) - len(present):
+        present = {part for parts in ranks.all_gather(check) for part in parts}
+        if changed := len(recorded) - len(present):
             conversion.notes.append(
-                f"{spoilt} of {len(noted)} parts written by an earlier run have changed since then and are written "
+                f"{changed} of {len(recorded)} parts written by an earlier run have changed since then and are written "
                 "again"
             )
-    left = [unit for unit in everything if unit not in present]
-    mine = share(left, [unit.nbytes for unit in left], ranks.rank, ranks.size)
+    left = [part for part in ranges if part not in present]
+    mine = ranks.assign(left, [part.length for part in left])
 
     def write() -> float:
-        nbytes, threads = sum(unit.nbytes for unit in mine), conversion.threads
-        with planned_files.Journal(work, ranks.rank) as journal, options.meter(conversion.name, nbytes) as meter:
-            planned_files.write_units(folder, files, mine, conversion.source, journal, meter, threads)
+        nbytes, threads = sum(part.length for part in mine), conversion.threads
+        with Journal(work, ranks.rank) as journal, options.start_progress(conversion.name, nbytes) as meter:
+            output_files.write_ranges(folder, files, mine, conversion.source, journal, meter, threads)
             return meter.seconds
 
-    return max(ranks.all_gather(write)), sum(unit.nbytes for unit in present), sum(unit.nbytes for unit in left)
+    return max(ranks.all_gather(write)), sum(part.length for part in present), sum(part.length for part in left)
 
 
-def _finish_and_prove(conversion: Conversion, options: ConversionOptions, work: Path, digest: str) -> None:
-    """Write everything else, read back what was written, and compare if requested."""
+def _finish_and_check(conversion: Conversion, options: ConversionOptions, work: Path, digest: str) -> None:
+    """Write the files without tensors, read back what was written, and compare it with the source if requested."""
     ranks, output = options.ranks, conversion.output
 
     def finish() -> None:
-        planned_files.check_sizes(work / output.inner, output.files)
-        # What an interrupted run had written other than tensors.
-        tensors = {work / output.inner / file.name for file in output.files}
-        for path in set(leaves(work)) - tensors:
+        output_files.check_sizes(work / output.inner, output.files)
+        # Remove files without tensors that an interrupted run has written.
+        with_tensors = {work / output.inner / file.name for file in output.files}
+        for path in set(list_files(work)) - with_tensors:
             path.unlink()
         output.finish(work, digest)
 
     ranks.run_on_rank0(finish)
-    tasks = tasks_of(conversion.plan, ranks)
+    tasks = conversion.plan.assign_tasks(ranks)
     nbytes = sum(task.target.nbytes for task in tasks)
 
     def check() -> dict[str, str]:
         written = output.open(work)
         if written.specs != conversion.plan.specs:
             raise CheckpointError(f"{work}: the folder's contents differ from what was to be written")
-        for task in tasks:  # whether the items are what the metadata say
-            deque(written.extents(Slice(task.target.name, 0, task.target.numel)), maxlen=0)
+        for task in tasks:  # finding the byte ranges checks that items are what the metadata says
+            deque(written.byte_ranges(TensorSlice(task.target.name, 0, task.target.numel)), maxlen=0)
         if options.verify:
-            with options.meter("verify", nbytes) as meter:
-                for found in differences(tasks, conversion.source, written, meter):
+            with options.start_progress("verify", nbytes) as meter:
+                for found in compare_tensors(tasks, conversion.source, written, meter):
                     raise CheckpointError(f"{work}: was not written correctly: {found}")
         if not options.checksums:
             return {}
-        with options.meter("checksums", nbytes) as meter:
-            return checksums((task.target.name for task in tasks), written, meter)
+        with options.start_progress("checksums", nbytes) as meter:
+            return compute_checksums((task.target.name for task in tasks), written, meter)
 
-    sums = {name: value for part in ranks.all_gather(check) for name, value in part.items()}
-    ranks.run_on_rank0(lambda: conversion.write_manifest(work, digest, sums))
-
-
-def tasks_of(plan: Plan, ranks: Ranks) -> list[Task]:
-    """This process's part of reading what a plan writes."""
-    return share(plan.tasks, [task.target.nbytes for task in plan.tasks], ranks.rank, ranks.size)
+    checksums = {name: value for part in ranks.all_gather(check) for name, value in part.items()}
+    ranks.run_on_rank0(lambda: conversion.write_manifest(work, digest, checksums))
 
 
-def _estimated_seconds(conversion: Conversion, options: ConversionOptions) -> float:
-    """Estimated seconds, assuming that source and disk continue at the speed of samples.
+def _estimate_seconds(conversion: Conversion, options: ConversionOptions) -> float:
+    """Estimate the time of a conversion from the speed at which samples are read and written.
 
-    Processes are assumed to share reading and computing, and to write to the same disk. The samples differ in each
-    call, so that the page cache of an earlier estimate is not mistaken for the speed of the disk.
+    Processes are assumed to share reading and computing, and to write to the same disk. Every call takes other samples:
+    otherwise the page cache of an earlier estimate would be mistaken for the speed of the disk.
     """
     plan = conversion.plan
     if not plan.nbytes:
         return 0.0
-    cast(memoryview(bytearray(4)), "float32", "bfloat16", "")  # imports torch, which takes seconds, once
+    cast(memoryview(bytearray(4)), "float32", "bfloat16", "")  # imports torch, which takes seconds, before measuring
     sampled, begun = 0, time.monotonic()
-    with SegmentReader(conversion.source) as reader:
-        for task in random.sample(plan.tasks, min(_SAMPLES, len(plan.tasks))):
-            length = min(task.segments.length, max(1, _SAMPLE_BYTES // ITEMSIZE[task.target.dtype]))
-            sampled += sum(map(len, reader.blocks(task.segments.cut(0, length), task.target.dtype)))
+    with SliceReader(conversion.source) as reader:
+        for task in random.sample(plan.tasks, min(_SAMPLED_TASKS, len(plan.tasks))):
+            length = min(task.slices.length, max(1, _SAMPLE_BYTES // ITEMSIZE[task.target.dtype]))
+            sampled += sum(map(len, reader.read_blocks(task.slices.select(0, length), task.target.dtype)))
     reading = writing = (time.monotonic() - begun) / max(sampled, 1)
-    block, nbytes = memoryview(os.urandom(1 << 20)), min(_WRITTEN, plan.nbytes)
+    block, nbytes = memoryview(os.urandom(1 << 20)), min(_WRITTEN_BYTES, plan.nbytes)
     begun = time.monotonic()
     # Where nothing may be written, writing is assumed to be as fast as reading.
     with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=disk_of(conversion.target), buffering=0) as file:
@@ -394,60 +398,63 @@ def _estimated_seconds(conversion: Conversion, options: ConversionOptions) -> fl
     return plan.nbytes * (passes * reading / options.ranks.size + writing)
 
 
-class Replaceable:
-    """Checks that a folder is exactly the unchanged result of an earlier conversion."""
+class EarlierResult:
+    """Check that a folder to be replaced is exactly the unchanged result of an earlier conversion."""
 
-    def __init__(self, inner: str, kind: str, *, contents: bool = True, progress: bool = False) -> None:
-        """Create a check of a folder whose manifest is in its folder `inner`.
+    def __init__(self, inner: str, ckpt_format: str, *, contents: bool = True, progress: bool = False) -> None:
+        """Set which results may be replaced, and how thoroughly they are checked.
 
-        A Megatron checkpoint replaces one of either format, anything else only the same format, which is `kind`.
-        Without `contents` files are compared only by size, not with their digests.
+        Args:
+            inner: folder in the result that contains the manifest.
+            ckpt_format: format of the new result. A Megatron checkpoint may replace a checkpoint of either Megatron
+                format. Other formats replace only the same format.
+            contents: whether to compare digests of the files; otherwise only their sizes.
+            progress: whether to show progress.
         """
         self._manifest = Path(inner, MANIFEST).as_posix()
-        self._kinds = FORMATS if kind in FORMATS else (kind,)
+        self._formats = FORMATS if ckpt_format in FORMATS else (ckpt_format,)
         self._contents, self._progress = contents, progress
         self._checked: Snapshot | None = None
 
-    def __call__(self, root: Path) -> None:
-        """Raise a CheckpointError if a folder is something else, or contains files that would be lost.
+    def check(self, root: Path) -> None:
+        """Raise CheckpointError if a folder is not an unchanged result of a conversion, or has other files.
 
-        Its files are read once, and again only if they have changed since.
+        Files are read again only if the folder has changed since the last check.
         """
         found = snapshot(root)
         if found == self._checked:
             return
-        written = self._written(root)
-        refuse_others(root, {self._manifest, *written}, "checkpoint")
-        present = {name: written[name] for name in found if name in written}
-        with Progress("earlier result", sum(map(_end_of, present.values())), shown=self._progress) as meter:
-            changed = [name for name, parts in present.items() if not self._is_as_written(root / name, parts, meter)]
-        refuse_loss(root, changed, "files changed since a conversion wrote them")
-        self._checked = found
-
-    def _is_as_written(self, path: Path, parts: Parts, meter: Progress) -> bool:
-        if not path.is_file() or path.stat().st_size != _end_of(parts):
-            return False
-        pieces = zip((0, *(end for end, _ in parts)), parts, strict=False)
-        digest_of = planned_files.digest_of
-        return not self._contents or all(digest_of(path, a, b, meter) == digest for a, (b, digest) in pieces)
-
-    def _written(self, root: Path) -> dict[str, Parts]:
-        """The files of a result from its manifest."""
         manifest = read_manifest((root / self._manifest).parent)
-        # Our training writes a manifest too, which has no format.
-        if manifest.get("tool") != TOOL or manifest.get("format") not in self._kinds:
+        # Training writes a manifest too, without a format.
+        if manifest.get("tool") != TOOL or manifest.get("format") not in self._formats:
             raise CheckpointError(
                 f"{root} was not written by a conversion of this kind: it has no such {self._manifest}, so it is not "
                 "replaced; remove it yourself"
             )
-        files = manifest.get("files")
         try:
-            return {name: [(int(end), str(digest)) for end, digest in parts] for name, parts in files.items()}  # pyright: ignore[reportOptionalMemberAccess]
-        except (AttributeError, TypeError, ValueError):
+            files = manifest["files"].items()
+            written = {name: [(int(end), str(digest)) for end, digest in digests] for name, digests in files}
+        except (AttributeError, KeyError, TypeError, ValueError):
             raise CheckpointError(
                 f"{root / self._manifest} has no digests of the files, so {root} is not replaced; remove it yourself"
             ) from None
+        check_only_own_files(root, {self._manifest, *written}, "checkpoint")
+        present = {name: written[name] for name in found if name in written}
+        sizes = {name: digests[-1][0] if digests else 0 for name, digests in present.items()}
+        with Progress("earlier result", sum(sizes.values()), shown=self._progress) as meter:
+            changed = [
+                name
+                for name, digests in present.items()
+                if not self._is_unchanged(root / name, sizes[name], digests, meter)
+            ]
+        check_nothing_lost(root, changed, "files changed since a conversion wrote them")
+        self._checked = found
 
-
-def _end_of(parts: Parts) -> int:
-    return parts[-1][0] if parts else 0
+    def _is_unchanged(self, path: Path, size: int, digests: FileDigests, meter: Progress) -> bool:
+        if not path.is_file() or path.stat().st_size != size:
+            return False
+        starts = (0, *(end for end, _ in digests))
+        return not self._contents or all(
+            output_files.hash_range(ByteRange(path, start, end - start), meter) == digest
+            for start, (end, digest) in zip(starts, digests, strict=False)
+        )

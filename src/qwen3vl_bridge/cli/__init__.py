@@ -1,1 +1,1 @@
-"""The command line: `main.py`, and a module for each command except `train`, which is in the recipes."""
+"""The command line: `main.py` and a module for each command. The command `train` is in the recipes."""

@@ -1,4 +1,4 @@
-"""`qwen3vl convert`: import, export, reformat, verify, inspect, adapters; and `qwen3vl adapters`."""
+"""`qwen3vl convert`: import, export, reformat, verify and inspect checkpoints; and `qwen3vl adapters`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,20 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from qwen3vl_bridge.checkpoint.formats.layouts import LOCAL, TRANSFORMER_ENGINE
+from qwen3vl_bridge.checkpoint.formats.layouts import LOCAL, TRANSFORMER_ENGINE, Topology
 from qwen3vl_bridge.checkpoint.formats.megatron import FORMATS
+from qwen3vl_bridge.checkpoint.formats.output_files import Ranks
 from qwen3vl_bridge.checkpoint.formats.tensors import WEIGHT_DTYPES
-from qwen3vl_bridge.checkpoint.processes import Ranks
-from qwen3vl_bridge.checkpoint.topology import Topology
-from qwen3vl_bridge.io.files import CheckpointError, expanded
-from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, CommandParser, in_bytes, show, show_anything, show_report
+from qwen3vl_bridge.core.files import CheckpointError, expanded
+from qwen3vl_bridge.terminal import (
+    BAD_INPUT,
+    INTERRUPTED,
+    CommandParser,
+    escape_unprintable,
+    in_bytes,
+    show,
+    show_report,
+)
 from qwen3vl_bridge.weights.rows import ExpertLayout
 
 if TYPE_CHECKING:
@@ -29,48 +36,48 @@ _DIFFERENT = 1
 _SIZES = {
     "tp": "tensor-parallel size",
     "pp": "pipeline-parallel size (torch_dist only)",
-    "cp": "context-parallel size; fsdp_dtensor shards weights over these ranks too, so it matters if --world-size is "
-    "not given; no effect on torch_dist",
+    "cp": "context-parallel size; fsdp_dtensor shards weights over these ranks too; no effect on torch_dist, or with "
+    "--world-size",
     "ep": "expert-parallel size",
     "etp": "expert-tensor-parallel size (default: --tp)",
     "world-size": "number of training processes, over which fsdp_dtensor shards weights; no effect on torch_dist "
     "(default: the smallest that the other sizes allow)",
 }
 _FLAGS = {
-    "trust-remote-code": "copy Python files that belong to the model; they are never run here",
+    "trust-remote-code": "copy the model's own Python files; they are never run here",
     "not-strict": "ignore tensors that the model does not use, instead of failing",
-    "drop-vocab-padding": "drop rows beyond the vocabulary even if they are not zero, as after training with a padded "
-    "vocabulary, instead of failing",
+    "drop-vocab-padding": "drop rows beyond the vocabulary even if they are not zero, instead of failing; training "
+    "with a padded vocabulary changes them",
     "verify": "compare the result with the source before it is moved into place",
     "checksums": "write a SHA-256 of every tensor to the manifest",
-    "overwrite": "replace an earlier result of a conversion, if its folder holds nothing else",
+    "overwrite": "replace an earlier result of a conversion, if its folder contains nothing else",
     "resume": "continue an interrupted run with the same options; if this run fails, keep its partial result for the "
     "next. Without --resume a conversion starts over and removes partial results",
-    "dry-run": "check everything, measure the speed of reading and writing, print the plan; leave nothing on disk",
+    "dry-run": "check everything, measure the speed of reading and writing, and print the plan; write nothing",
     "json": "print JSON",
     "no-progress": "show no progress",
 }
-# Of the signals that tell a process to end: the first one is obeyed, the next one gets this message. Signals within
-# this many seconds count as one.
-_ENDS_AT_ONCE, _ONE = 2, 1.0
-_TIDYING = "interrupted, cleaning up; interrupt again to stop at once and leave the cleanup to the next run\n"
+# The first signal to end interrupts the process, the second prints a message, and the third ends it at once. Signals
+# within one second count as one signal.
+_MAX_SIGNALS, _SAME_SIGNAL_SECONDS = 2, 1.0
+_CLEANUP_MESSAGE = "interrupted, cleaning up; interrupt again to stop at once and leave the cleanup to the next run\n"
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> int:
-    """Run one command, in one process or in each of those that torchrun started.
+    """Run one command, in a single process or in every process that torchrun started.
 
     Args:
-        arguments: as on the command line; None for those of the process.
-        prog: the program's name, for messages; None for that of the process.
+        arguments: the command line; None for the arguments of the process.
+        prog: the program's name in messages; None for the name of the process.
 
     Returns:
-        Exit status: 0, 1 if `verify` found differences, 2 for bad input, 130 if interrupted.
+        Exit code: 0 for success, 1 if `verify` found differences, 2 for invalid input, 130 if interrupted.
     """
     return _run(_parser(prog).parse_args(arguments))
 
 
 def adapters(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> int:
-    """The verb `adapters`, as a separate command; arguments and exit status as for `main`."""
+    """Run the verb `adapters` as a separate command. Arguments and exit code are as for `main`."""
     parser = CommandParser(prog=prog)
     parser.set_defaults(shared=True)
     _adapters(parser)
@@ -78,12 +85,12 @@ def adapters(arguments: Sequence[str] | None = None, *, prog: str | None = None)
 
 
 def _run(options: argparse.Namespace) -> int:
-    show_anything()
+    escape_unprintable()
     first = True
     try:
-        with Ranks.of_torchrun() if options.shared else Ranks() as options.ranks:
+        with Ranks.from_torchrun() if options.shared else Ranks() as options.ranks:
             first = options.ranks.first
-            with _stoppable(first):
+            with _handle_signals(first):
                 return options.run(options)
     except (CheckpointError, OSError) as error:
         if first:
@@ -96,26 +103,26 @@ def _run(options: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _stoppable(first: bool) -> Iterator[None]:
-    """Treat a signal to terminate as Ctrl-C: the process cleans up, and a second signal does not interrupt the cleanup.
+def _handle_signals(first: bool) -> Iterator[None]:
+    """Treat SIGTERM and SIGHUP as Ctrl-C: clean up, and do not let a second signal interrupt the cleanup.
 
-    A third signal ends the process at once. Signals within a second count as one: under torchrun a Ctrl-C comes from
-    the terminal and from torchrun. Signals that were ignored when the process was started, as by `nohup`, stay ignored.
+    A third signal ends the process at once. Signals within one second count as one signal: under torchrun, Ctrl-C comes
+    from the terminal and from torchrun. Signals that were ignored at the start, as by `nohup`, stay ignored.
     """
     count, latest = 0, -math.inf
 
     def stop(*_: object) -> None:
         nonlocal count, latest
-        if time.monotonic() - latest < _ONE:
+        if time.monotonic() - latest < _SAME_SIGNAL_SECONDS:
             return
         count, latest = count + 1, time.monotonic()
         if count == 1:
             raise KeyboardInterrupt
-        if count > _ENDS_AT_ONCE:
+        if count > _MAX_SIGNALS:
             os._exit(INTERRUPTED)
         if first:
-            with contextlib.suppress(OSError):  # not print: it may be what was interrupted
-                os.write(2, _TIDYING.encode())
+            with contextlib.suppress(OSError):  # `print` may be the function that was interrupted
+                os.write(2, _CLEANUP_MESSAGE.encode())
 
     handlers = {}
     if threading.current_thread() is threading.main_thread():
@@ -136,7 +143,7 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
         description="Convert Qwen3-VL and Qwen3.5-VL between Hugging Face safetensors and Megatron checkpoints. Needs "
         "no GPU and never holds the model in memory. Under torchrun the processes share the work.",
     )
-    parser.set_defaults(shared=True)  # except where processes have nothing to share
+    parser.set_defaults(shared=True)  # `inspect` runs in a single process
     verbs = parser.add_subparsers(metavar="VERB", required=True)
 
     verb = verbs.add_parser("import", help="Hugging Face model to Megatron checkpoint")
@@ -155,7 +162,7 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
     verb.add_argument("--expert-layout", choices=layouts,
                       help="layout of the experts' weights (default: that of the imported model)")  # fmt: skip
     verb.add_argument("--quantize", choices=["fp8"],
-                      help="write the linear layers of text layers as the models named -FP8 have them")  # fmt: skip
+                      help="write the linear layers of text layers in FP8, like the models named -FP8")  # fmt: skip
     _flags(verb, "drop-vocab-padding", "trust-remote-code", "not-strict")
     _writing_options(verb)
     verb.set_defaults(run=_convert, function="export_checkpoint")
@@ -171,16 +178,16 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
 
     verb = verbs.add_parser("verify", help="compare a Megatron checkpoint with its source, bit for bit")
     verb.add_argument("--hf-model", metavar="MODEL",
-                      help="folder or hub id of the model that it was imported from or exported to")  # fmt: skip
+                      help="folder or hub id of the model that was imported or exported")  # fmt: skip
     _megatron_path(verb)
     verb.add_argument(
-        "--new-path", metavar="FOLDER", help="compare with this checkpoint, which `reformat` made from the first"
+        "--new-path", metavar="FOLDER", help="compare with this checkpoint, which `reformat` made from --megatron-path"
     )
     _flags(verb, "drop-vocab-padding", "json", "no-progress")
     verb.epilog = "Without --hf-model and --new-path the checkpoint is compared with the checksums in its manifest."
     verb.set_defaults(run=_verify)
 
-    verb = verbs.add_parser("inspect", help="show what a checkpoint contains")
+    verb = verbs.add_parser("inspect", help="show the contents of a checkpoint")
     which = verb.add_mutually_exclusive_group(required=True)
     which.add_argument("--megatron-path", metavar="FOLDER", help="checkpoint, or one iteration of it")
     which.add_argument("--hf-model", metavar="FOLDER", help="folder of a model")
@@ -199,7 +206,7 @@ def _adapters(parser: argparse.ArgumentParser) -> None:
     )
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     export = verbs.add_parser("export", help="a folder of adapters, for peft.PeftModel.from_pretrained and vLLM")
-    merge = verbs.add_parser("merge", help="a whole Hugging Face model with the adapters merged in")
+    merge = verbs.add_parser("merge", help="a complete Hugging Face model with the adapters merged in")
     for verb, target, base in (
         (export, "folder of adapters to write", "folder or hub id of the base model, if the run does not name it or "
          "names another one"),
@@ -241,7 +248,7 @@ def _flags(parser: argparse.ArgumentParser, *names: str) -> None:
 
 
 def _megatron_options(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
-    """Options of a Megatron checkpoint to be written."""
+    """Add the options that describe a Megatron checkpoint to write."""
     text = "format to write" if required else "format to write (default: %(default)s)"
     parser.add_argument("--ckpt-format", choices=FORMATS, required=required, default=FORMATS[0], help=text)
     parser.add_argument("--layer-spec", choices=(TRANSFORMER_ENGINE, LOCAL), default=TRANSFORMER_ENGINE, dest="naming",
@@ -250,9 +257,9 @@ def _megatron_options(parser: argparse.ArgumentParser, *, required: bool = False
                         help="pad the vocabulary to a multiple of N times --tp, as a model with should_pad_vocab does "
                         "(default: no padding)")  # fmt: skip
     group = parser.add_argument_group(
-        "parallel sizes for which the files are laid out",
-        "A rank reads whole items of the files. With these sizes, items end where the shards of ranks end, and the "
-        "items of one rank are stored together. The checkpoint loads at any other sizes too.",
+        "parallel sizes that the files are optimized for",
+        "A rank reads complete chunks of tensors. With these sizes, chunks end where the shards of ranks end, and the "
+        "chunks of one rank are stored together. The checkpoint can be loaded with any other sizes too.",
     )
     for name, text in _SIZES.items():
         default = None if name in ("etp", "world-size") else 1
@@ -260,20 +267,22 @@ def _megatron_options(parser: argparse.ArgumentParser, *, required: bool = False
 
 
 def _writing_options(parser: argparse.ArgumentParser) -> None:
-    """Options of every command that writes."""
+    """Add the options that all commands that write a checkpoint have."""
     parser.add_argument(
         "--torch-dtype",
         choices=WEIGHT_DTYPES,
-        help="cast the weights, except to 16 bits those that the model keeps in float32 (default: keep their dtypes)",
+        help="cast the weights, except those that the model keeps in float32 (default: keep their dtypes)",
     )
     _flags(parser, "verify", "checksums", "overwrite", "resume", "dry-run", "json", "no-progress")
 
 
 def _convert(options: argparse.Namespace) -> int:
-    """Call the function of a command that writes, whose arguments the options are; prints the report.
+    """Call the function of a command that writes, print its report, and return the exit status.
+
+    The options are passed to the function as keyword arguments.
 
     Raises:
-        OSError: a plan, which is the whole result of a dry run, cannot be printed.
+        OSError: the plan of a dry run cannot be printed.
     """
     from qwen3vl_bridge import checkpoint
 
@@ -288,7 +297,12 @@ def _convert(options: argparse.Namespace) -> int:
     if as_json:
         text = json.dumps(report.as_dict(), indent=2)
     else:
-        text = "\n".join([*(f"note: {note}" for note in report.notes), (_plan if report.dry_run else _done)(report)])
+        text = "\n".join(
+            [
+                *(f"note: {note}" for note in report.notes),
+                (_describe_plan if report.dry_run else _describe_result)(report),
+            ]
+        )
     if report.dry_run:
         show(text)
     else:
@@ -297,7 +311,7 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    """Compare, and print the differences."""
+    """Compare two checkpoints, print the differences, and return the exit status."""
     from qwen3vl_bridge.checkpoint.verification import verify_checkpoint, verify_checksums, verify_reformatted
 
     how: dict[str, Any] = {name: getattr(options, name) for name in ("iteration", "ranks", "progress")}
@@ -329,19 +343,20 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from qwen3vl_bridge.checkpoint.contents import inspect_checkpoint, inspect_model
+    """Print the contents of a checkpoint, and return the exit status."""
+    from qwen3vl_bridge.checkpoint.verification import inspect_checkpoint, inspect_model
 
     if options.hf_model is not None:
         found = inspect_model(expanded(options.hf_model))
     else:
         found = inspect_checkpoint(options.megatron_path, iteration=options.iteration)
-    # Values from the manifest are on separate lines.
-    lines = (f"{name.replace('_', ' '):14} {_text(value)}" for name, value in found.items() if name != "manifest")
+    # Only JSON has the complete manifest: its main values are lines of their own.
+    lines = (f"{name.replace('_', ' '):14} {_format(value)}" for name, value in found.items() if name != "manifest")
     show(json.dumps(found, indent=2) if options.json else "\n".join(lines))
     return 0
 
 
-def _text(value: Any) -> str:
+def _format(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {entry}" for key, entry in value.items() if entry is not None)
     if isinstance(value, list):
@@ -353,7 +368,7 @@ def _text(value: Any) -> str:
     return "-" if value in (None, "") else str(value)
 
 
-def _plan(report: ConversionReport) -> str:
+def _describe_plan(report: ConversionReport) -> str:
     copied = report.tensors - report.cast - report.transposed
     lines = {
         report.name: f"{report.source} -> {report.target} ({report.format})",
@@ -369,8 +384,8 @@ def _plan(report: ConversionReport) -> str:
     return "\n".join(f"{name:10} {text}" for name, text in lines.items())
 
 
-def _done(report: ConversionReport) -> str:
-    # Files are a little longer than the tensors in them.
+def _describe_result(report: ConversionReport) -> str:
+    # `written` counts bytes of files, which are a little longer than the tensors in them.
     rate = report.written / max(report.seconds, 1e-9)
     resumed = f"; {in_bytes(report.resumed)} of its files existed already" if report.resumed else ""
     return (

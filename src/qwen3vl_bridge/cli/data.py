@@ -1,4 +1,4 @@
-"""`qwen3vl data`: inspect, pack and download."""
+"""`qwen3vl data`: inspect, pack and download data."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.io.files import CheckpointError
-from qwen3vl_bridge.models.rules import unread_variables
+from qwen3vl_bridge.config.other_trainers import describe_ignored_variables
+from qwen3vl_bridge.core.files import CheckpointError
+from qwen3vl_bridge.data.errors import DataError, group_errors
 from qwen3vl_bridge.terminal import CommandParser, at_least, run, show, show_report
 
 _BAD_SAMPLES = _FAILURES = 1
-_MOST_SHOWN = 10  # failed downloads
-# The fields of `VisionLimits`, whose module needs torch.
+_MOST_SHOWN = 10  # kinds of failed downloads, and unreadable samples
+# The fields of `VisionLimits`, which is in a module that needs torch.
 _LIMITS = {
     "image_min_pixels": (int, "pixels to which a smaller image is enlarged (default of all these: the model's)"),
     "image_max_pixels": (int, "pixels to which a larger image is reduced"),
@@ -33,7 +33,7 @@ _LIMITS = {
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl data") -> int:
-    """Run one command with the arguments of a command line (None: the process's).
+    """Run one command. `arguments` is the command line; None for the arguments of the process.
 
     Returns:
         Exit status: 0, 1 if there were samples with errors or failed downloads, 2 for bad input, 130 if interrupted.
@@ -54,7 +54,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _records(parser: argparse.ArgumentParser, split: bool = True) -> None:
-    """Options for the records, and for how they are printed."""
+    """Add the options that choose the data set, and those for progress and JSON; --split only if `split` is set."""
     add = parser.add_argument
     data = parser.add_mutually_exclusive_group(required=True)
     data.add_argument("--data", metavar="PATH",
@@ -68,7 +68,7 @@ def _records(parser: argparse.ArgumentParser, split: bool = True) -> None:
     add("--columns", nargs="+", default=[], metavar="KEY=COLUMN",
         help="names of the records' columns: image=img 'answer={answers[0]}'")  # fmt: skip
     add("--media-root", action="append", metavar="FOLDER",
-        help="folder of images and videos (default: that of --data); may be given several times: "
+        help="folder of images and videos (default: the folder of --data); may be given several times: "
         "paths are looked up in each folder, and links may lead from one to another")  # fmt: skip
     add("--url-cache", metavar="FOLDER", help="folder for downloads (default: the user's cache folder)")
     add("--no-progress", action="store_true", help="show no progress")
@@ -79,7 +79,7 @@ def _records(parser: argparse.ArgumentParser, split: bool = True) -> None:
 
 
 def _encoding(parser: argparse.ArgumentParser) -> None:
-    """Options for the encoding of samples."""
+    """Add the options for encoding samples: the model, the answers, the row length, and the limits of images."""
     add = parser.add_argument
     add("--hf-model", required=True, metavar="MODEL",
         help="the model to train, a folder or hub id: its processor and template")  # fmt: skip
@@ -139,7 +139,7 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
                        help="index of the first sample to show, counted from 0 (default: %(default)s)")  # fmt: skip
     which.add_argument("--seed", type=int, metavar="N", help="show randomly chosen samples instead, with this seed")
     add("--lengths", type=at_least(0), default=2000, metavar="N",
-        help="how many samples to measure, spread over the whole file; 0 measures only those shown "
+        help="how many samples to measure, spread over the file; 0 measures only those shown "
         "(default: %(default)s)")  # fmt: skip
     add("--no-pack", action="store_true", help="one sample per row, padded")
     add("--output", type=Path, metavar="FILE", help="also write an HTML report with images")
@@ -157,15 +157,15 @@ def _download(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--allowed-urls", nargs="+", required=True, metavar="URL",
         help="URL prefixes that may be fetched, such as https://images.example.org/; https:// allows "
-        "every host, including those of your own network")  # fmt: skip
+        "every host, including hosts of your own network")  # fmt: skip
     add("--workers", type=at_least(1), default=16, metavar="N",
         help="number of simultaneous downloads (default: %(default)s)")  # fmt: skip
     add("--retry", action="store_true",
         help="retry downloads that failed permanently in an earlier run; a training run that began "
         "without them cannot be resumed with them")  # fmt: skip
     add("--give-up", action="store_true",
-        help="treat hosts that did not answer as permanent failures, too: training drops such samples "
-        "if on_bad='drop', and stops at them otherwise")  # fmt: skip
+        help="treat hosts that did not answer as permanent failures, too, which later downloads do not "
+        "retry")  # fmt: skip
     add("--manifest", type=Path, metavar="FILE",
         help="JSON Lines file of failures (default: failed.jsonl in the download folder); written to "
         "FILE.unfinished until the download ends")  # fmt: skip
@@ -173,11 +173,11 @@ def _download(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_inspect(options: argparse.Namespace) -> int:
-    if output := options.output:  # refused before any work is done
+    if output := options.output:  # check before any work is done
         if output.exists() and (not options.overwrite or not output.is_file()):
-            raise DataError(str(output), "something exists there already; --overwrite replaces a file")
+            raise DataError(str(output), "the path exists already; --overwrite replaces a file")
         if not output.parent.is_dir():
-            raise DataError(str(output.parent), "the folder does not exist, expected one to write the report to")
+            raise DataError(str(output.parent), "the folder for the report does not exist; create it")
     source = _opened(options)  # before torch, so that a mistyped name is reported at once
     encoder, _ = _encoder(options)
 
@@ -193,11 +193,11 @@ def _run_inspect(options: argparse.Namespace) -> int:
         seed=options.seed,
         lengths=options.lengths,
         pack=not options.no_pack,
-        pictures=output is not None,
+        images=output is not None,
         progress=lambda numbers: _progress(options, numbers),
     )
     if output is not None and found.errors and not (found.samples or found.lengths):
-        show(f"{output} is not written: none of the samples looked at can be used", error=True)
+        show(f"{output} is not written: none of the inspected samples can be used", error=True)
     elif output is not None:
         write_html(found, output, Path(options.data or options.mixture).name, options.hf_model)
     if options.json:
@@ -212,9 +212,9 @@ def _run_pack(options: argparse.Namespace) -> int:
     source = _opened(options)
     encoder, folder = _encoder(options)
 
-    from qwen3vl_bridge.data.collation import Collator, VisionSettings, pad_token_id
+    from qwen3vl_bridge.data.collation import Collator, pad_token_id, read_vision_settings
+    from qwen3vl_bridge.data.loading import RowDataset, RowSettings
     from qwen3vl_bridge.data.offline_packing import pack
-    from qwen3vl_bridge.data.row_loading import RowDataset, RowSettings
     from qwen3vl_bridge.data.samples import SampleFilter, Samples
 
     sample_filter = SampleFilter(
@@ -224,7 +224,7 @@ def _run_pack(options: argparse.Namespace) -> int:
         on_long=options.on_long,
         on_bad=options.on_bad,
     )
-    vision = VisionSettings.of_checkpoint(folder, encoder.processor)
+    vision = read_vision_settings(folder, encoder.processor)
     padding = pad_token_id(encoder.processor.tokenizer)
     with _wrong("--seq-length and --pad-to-multiple-of"):
         collator = Collator(vision, padding, options.seq_length, options.pad_to_multiple_of)
@@ -258,9 +258,10 @@ def _run_pack(options: argparse.Namespace) -> int:
 
 
 def _run_download(options: argparse.Namespace) -> int:
-    from qwen3vl_bridge.data.downloading import AddressBook, Downloader, download
+    from qwen3vl_bridge.data.downloading import Downloader, UrlCollector, download
+    from qwen3vl_bridge.data.media import MOST_RETRYABLE
 
-    cache, book = _url_cache(options), AddressBook()
+    cache, book = _url_cache(options), UrlCollector()
     with _wrong("--allowed-urls"):
         fetch = Downloader(cache, options.allowed_urls)
     source = _opened(options, book)
@@ -279,50 +280,64 @@ def _run_download(options: argparse.Namespace) -> int:
     final = sum(failure.final for failure in report.failures)
     if report.failures:
         lines.append(f"failed: {len(report.failures):,}, permanently {final:,}; all of them: {manifest}")
-        lines += [f"  {failure.place}: {failure.problem}" for failure in report.failures[:_MOST_SHOWN]]
+        failures = ((_record_of(one.place), f"{one.place}: {one.problem}", one.problem) for one in report.failures)
+        lines += [f"  {line}" for line in group_errors(failures, _MOST_SHOWN)]
     if report.unread:
         lines.append(f"samples that cannot be read: {len(report.unread):,}")
-        lines += [f"  {problem}" for problem in report.unread[:_MOST_SHOWN]]
+        unread = ((_record_of(problem), problem, problem) for problem in report.unread)
+        lines += [f"  {line}" for line in group_errors(unread, _MOST_SHOWN)]
+    if report.failures:
+        lines.append("training drops records with these URLs if dataset.on_bad=drop, and stops at them otherwise")
     if final < len(report.failures):
-        lines.append("training stops at those that did not fail permanently: run this again, or with --give-up")
+        lines.append(
+            "run this again to retry those that did not fail permanently; if they are more than "
+            f"{MOST_RETRYABLE:.0%} of the URLs of a data set, training stops, unless --give-up is given here"
+        )
     print(json.dumps(asdict(report), indent=2) if options.json else "\n".join(lines))
     return _FAILURES if report.failures or report.unread else 0
 
 
-def _opened(options: argparse.Namespace, addresses: Any = None) -> Any:
-    from qwen3vl_bridge.data.schemas.record_schemas import Columns
-    from qwen3vl_bridge.data.sources.opening import open_source, split_of
+def _record_of(place: str) -> str:
+    """Return the name of a record from a location or an error message: the text before ": "."""
+    return place.partition(": ")[0]
 
-    addresses = addresses or _url_cache(options)
+
+def _opened(options: argparse.Namespace, url_cache: Any = None) -> Any:
+    from qwen3vl_bridge.data.conversations import Columns
+    from qwen3vl_bridge.data.data_paths import path_of_split
+    from qwen3vl_bridge.data.sources import open_source
+
+    url_cache = url_cache or _url_cache(options)
     with _wrong("--columns"):
-        columns = Columns.of(options.columns)
+        columns = Columns.from_words(options.columns)
     if options.mixture is not None:
-        from qwen3vl_bridge.data.sources.mixture import mixed_sets, open_mixture
+        from qwen3vl_bridge.data.mixture import open_mixture, read_mixture
 
         with _wrong("--mixture"):
-            sets = mixed_sets(str(options.mixture), options.media_root, options.schema_adapter, columns)
-            mixture = open_mixture(sets, options.split, addresses)
-        show(mixture.words().replace("; ", "\n"), error=True)
+            sets = read_mixture(str(options.mixture), options.media_root, options.schema_adapter, columns)
+            mixture = open_mixture(sets, options.split, url_cache)
+        show(mixture.summary().replace("; ", "\n"), error=True)
         return mixture
     with _wrong("--schema-adapter"):
         return open_source(
-            split_of(options.data, options.split),
+            path_of_split(options.data, options.split),
             options.media_root,
-            addresses=addresses,
+            url_cache=url_cache,
             schema_adapter=options.schema_adapter,
             columns=columns,
         )
 
 
 def _url_cache(options: argparse.Namespace) -> Any:
-    from qwen3vl_bridge.data.media.media_access import UrlCache
+    from qwen3vl_bridge.data.media import UrlCache
 
     return UrlCache(None if options.url_cache is None else Path(options.url_cache))
 
 
 def _encoder(options: argparse.Namespace) -> tuple[Any, Path]:
-    """The encoder, and the folder of `--hf-model`, requested from the hub once: transformers would request each of its
-    files again.
+    """Return the encoder, and the folder of `--hf-model`.
+
+    The model is requested from the hub once: transformers would request each of its files again.
     """
     from qwen3vl_bridge.checkpoint.formats.huggingface import find_model
 
@@ -339,19 +354,19 @@ def _encoder(options: argparse.Namespace) -> tuple[Any, Path]:
 
 
 def _warn_of_environment(options: argparse.Namespace) -> None:
-    """Of variables that other trainers read, unless options are given for the same."""
+    """Warn about environment variables that other trainers read, unless an option sets the same."""
 
     def spelt(setting: str, value: str) -> str | None:
         name = setting.rpartition(".")[2]
         return None if getattr(options, name) is not None else f"--{name.replace('_', '-')} {value}"
 
-    if warning := unread_variables(os.environ, spelt):
+    if warning := describe_ignored_variables(os.environ, spelt):
         show(warning, error=True)
 
 
 @contextmanager
 def _wrong(options: str) -> Iterator[None]:
-    """Attribute an error in a setting to its command-line options."""
+    """Raise a ValueError of a setting as DataError that names its command-line options."""
     try:
         yield
     except DataError:

@@ -1,4 +1,4 @@
-"""`qwen3vl doctor`: what this machine has, what will be used, and what is missing and how to get it."""
+"""`qwen3vl doctor`: check the hardware and packages of this machine, and say how to get missing requirements."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from qwen3vl_bridge.terminal import CommandParser, run, show
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-_PACKAGE, _UNFIT = "qwen3vl-bridge", 1
+_PACKAGE, _CANNOT_WORK = "qwen3vl-bridge", 1
 # Purpose of optional packages.
 _OPTIONAL = {
     "transformer-engine": "its layers and kernels on GPUs",
@@ -30,31 +30,31 @@ _OPTIONAL = {
     "av": "decoding video files",
     "nvidia-resiliency-ext": "asynchronous saves (checkpoint.async_strategy=nvrx), and restarts within a process",
 }
-# Where the C library is older, pip installs 0.4.1, with which megatron-core cannot be imported.
+# With an older C library pip installs version 0.4.1, which breaks the import of megatron-core.
 _NEEDS_GLIBC = {"nvidia-resiliency-ext": "2.39"}
-# Only for GPUs, and built against the installed torch.
-_BUILT = ("transformer-engine", "flash-attn")
+# These need a GPU and are compiled for the installed torch.
+_COMPILED = ("transformer-engine", "flash-attn")
 _MODULES = {
     "conversion": ("torch", "safetensors", "qwen3vl_bridge.checkpoint.commands"),
     "training": ("qwen3vl_bridge.training.config", "qwen3vl_bridge.training.step", "qwen3vl_recipes.cli"),
 }
-# Minimum values: batches of images go through shared memory, and every worker, rank and process group of a machine has
-# open files and sockets.
+# Minimum values. Data workers pass images through shared memory. Every worker, rank and process group has open files.
 _SHARED_MEMORY, _OPEN_FILES = GIB, 4096
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> int:
-    """Examine this machine and report; exit status 1 if training or conversion cannot work here, 2 for bad input."""
+    """Print a report on this machine; exit code 1 if training or conversion cannot work, 2 for invalid input."""
     parser = CommandParser(
         prog=prog,
-        description="Show what this machine has, what will be used, what is missing and how to get it. Imports "
-        "Megatron-Bridge, which takes a while. The exit status is 1 if training or conversion cannot work.",
+        description="Check this machine: packages and hardware, the backends that training will use, the functions of "
+        "other libraries that this package replaces, and missing requirements with their solution. Imports "
+        "Megatron-Bridge, which takes a while. The exit code is 1 if training or conversion cannot work.",
     )
     parser.add_argument("--path", type=Path, default=Path(), metavar="FOLDER",
                         help="report the free space of this folder's disk (default: the current folder)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
     options = parser.parse_args(arguments)
-    # The latter if this package is found by a path, and not installed.
+    # PackageNotFoundError: this package is on the search path, but not installed.
     return run(lambda: _examine_and_show(options), OSError, importlib.metadata.PackageNotFoundError)
 
 
@@ -64,12 +64,15 @@ def _examine_and_show(options: argparse.Namespace) -> int:
         show(json.dumps(found, indent=2))
     else:
         _print_result(found)
-    return 0 if all(found["works"].values()) else _UNFIT
+    return 0 if all(found["works"].values()) else _CANNOT_WORK
 
 
 def examine(folder: Path, tell: Callable[[str], None]) -> dict[str, Any]:
-    """The output of `--json`, with the disk of a folder; sizes in bytes. What takes longer to find comes later:
-    `tell` is called with the text about each part that is known.
+    """Examine this machine, and return the report that `--json` prints. Sizes are in bytes.
+
+    Args:
+        folder: a folder on the disk to check.
+        tell: called with a text as soon as a section of the report is known, fast sections first.
     """
     from packaging.requirements import Requirement
 
@@ -77,15 +80,15 @@ def examine(folder: Path, tell: Callable[[str], None]) -> dict[str, Any]:
     machine: dict[str, Any] = {"python": platform.python_version(), "glibc": glibc}
     machine["disk_free"] = shutil.disk_usage(folder).free
     machine["packages"] = packages([Requirement(text) for text in own.get_all("Requires-Dist") or ()], glibc)
-    tell(_of_packages(machine))
-    machine |= look()
-    tell(_of_machine(machine))
-    if why_not("transformers") is None:
-        from qwen3vl_bridge.compat.library_logs import quiet
+    tell(_describe_packages(machine))
+    machine |= find_hardware()
+    tell(_describe_hardware(machine))
+    if import_error("transformers") is None:
+        from qwen3vl_bridge.upstream.library_logs import quiet
 
         quiet()
     show("\nimporting Megatron-Bridge, as a run does ...", error=True)
-    broken = {work: why_not(*modules) for work, modules in _MODULES.items()}
+    broken = {work: import_error(*modules) for work, modules in _MODULES.items()}
     missing = list_missing(machine, own["Requires-Python"])
     advice = "see the message; `pip check` names packages that disagree"
     for work, why in broken.items():
@@ -94,15 +97,16 @@ def examine(folder: Path, tell: Callable[[str], None]) -> dict[str, Any]:
     return {
         "machine": machine,
         "used": None if broken["training"] else _used(machine),
+        "replaced": None if broken["training"] else _replaced(),
         "missing": missing,
         "works": {"conversion": broken["conversion"] is None, "training": not any(one["fatal"] for one in missing)},
     }
 
 
-def look() -> dict[str, Any]:
-    """What this machine has, beside its packages; None for what does not exist. torch is imported for its GPUs."""
+def find_hardware() -> dict[str, Any]:
+    """Return the hardware and limits of this machine; None for missing items. Imports torch to find GPUs."""
     cuda, nccl, gpus = None, None, []
-    if why_not("torch") is None:
+    if import_error("torch") is None:
         import torch
         import torch.cuda.nccl
 
@@ -127,21 +131,21 @@ def look() -> dict[str, Any]:
     }
 
 
-def why_not(*modules: str) -> str | None:
-    """Why modules cannot be imported, in one line; None if they can.
+def import_error(*modules: str) -> str | None:
+    """Return a line of text that says why modules cannot be imported; None if they can be.
 
-    A package may be installed and still fail: built for another torch, or without a library of the system.
+    An installed package may fail to import, such as if it is compiled for another torch.
     """
     for module in modules:
         try:
             importlib.import_module(module)
-        except Exception as error:  # a broken installation may raise anything
+        except Exception as error:  # a broken installation can raise any exception
             return f"{module}: {type(error).__name__}: {str(error).partition(os.linesep)[0]}"
     return None
 
 
 def version_of(name: str) -> str | None:
-    """The version of an installed package."""
+    """Return the version of a package; None if it is not installed."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(name)
     return None
@@ -150,8 +154,12 @@ def version_of(name: str) -> str | None:
 def packages(
     wanted: Sequence[Requirement], glibc: str, installed: Callable[[str], str | None] = version_of
 ) -> list[dict[str, Any]]:
-    """Required and optional packages, of requirements as this package declares them, including extras; with the command
-    that installs each.
+    """Return required and optional packages: versions found and expected, purpose, and the command to install each.
+
+    Args:
+        wanted: the requirements that this package declares, including extras.
+        glibc: version of the C library, empty if it is another library.
+        installed: name of a package -> its version.
     """
     from packaging.requirements import Requirement
     from packaging.version import Version
@@ -163,9 +171,9 @@ def packages(
         if not needed and name not in _OPTIONAL:
             continue
         found = installed(name)
-        get = f"pip install {'--no-build-isolation ' * (name in _BUILT)}'{text}'"
+        get = f"pip install {'--no-build-isolation ' * (name in _COMPILED)}'{text}'"
         if (least := _NEEDS_GLIBC.get(name)) and not (glibc and Version(glibc) >= Version(least)):
-            get = f"nothing on this system: it needs glibc {least}, here is {glibc or 'another C library'}"
+            get = f"cannot be installed: it needs glibc {least}, this system has {glibc or 'another C library'}"
         result.append({
             "name": name, "found": found, "expected": str(versions), "needed": needed,
             "fits": found is not None and versions.contains(found, prereleases=True),
@@ -175,7 +183,12 @@ def packages(
 
 
 def list_missing(machine: dict[str, Any], pythons: str) -> list[dict[str, Any]]:
-    """Problems: what was found and expected, how to solve it, and whether training or conversion is impossible."""
+    """Return the problems of a machine: what was found and expected, how to fix it, and whether it is fatal.
+
+    Args:
+        machine: result of `examine`.
+        pythons: allowed versions of Python.
+    """
     from packaging.specifiers import SpecifierSet
 
     missing: list[dict[str, Any]] = []
@@ -184,9 +197,9 @@ def list_missing(machine: dict[str, Any], pythons: str) -> list[dict[str, Any]]:
         missing.append({"what": what, "get": get, "fatal": fatal})
 
     if not SpecifierSet(pythons).contains(machine["python"], prereleases=True):
-        add(f"Python is {machine['python']}, expected {pythons}", f"a Python {pythons}", fatal=True)
+        add(f"Python is {machine['python']}, expected {pythons}", f"install Python {pythons}", fatal=True)
     for one in machine["packages"]:
-        if not one["fits"] and (machine["gpus"] or one["name"] not in _BUILT):
+        if not one["fits"] and (machine["gpus"] or one["name"] not in _COMPILED):
             words = f"{one['name']} is {one['found'] or 'not installed'}, expected {one['expected'] or 'any version'}"
             add(words + f" (for {one['purpose']})" * bool(one["purpose"]), one["get"], fatal=one["needed"])
     if machine["driver"] and machine["cuda"] is None:
@@ -200,30 +213,52 @@ def list_missing(machine: dict[str, Any], pythons: str) -> list[dict[str, Any]]:
         add(words, "`docker run --shm-size=16g`, or dataset.num_workers=0")
     soft, hard = machine["open_files"]
     if soft < _OPEN_FILES:
-        words = f"{soft} open files are allowed, which is few for many ranks and data workers"
+        words = f"{soft} open files are allowed, which may be too few for many ranks and data workers"
         add(words, f"`ulimit -n {max(hard, _OPEN_FILES)}`")
     return missing
 
 
 def _used(machine: dict[str, Any]) -> dict[str, str]:
-    """What training will use here, from the defaults of the code that chooses."""
-    from qwen3vl_bridge.models.settings import default_transformer_impl
+    """Return the device, layer spec, kernels and collectives that training will use."""
+    from qwen3vl_bridge.config.fields import default_transformer_impl
 
     import torch
 
     spec, cuda = default_transformer_impl(), torch.cuda.is_available()
     engine, flash = f"Transformer Engine {version_of('transformer-engine')}", version_of("flash-attn")
     kernels = f"flash-attn {flash}, or " * (flash is not None) + "attention of cuDNN or of Transformer Engine"
-    whole, gpus = spec == "transformer_engine", machine["gpus"]
+    uses_te, gpus = spec == "transformer_engine", machine["gpus"]
     return {
         "device": f"{len(gpus)} x {gpus[0]['name']}" if cuda else f"CPU, {machine['cores']} cores",
-        "layer spec": f"transformer_engine: {engine}" if whole else "local: modules of torch and megatron-core",
-        "attention": f"{engine}, which chooses {kernels}" if whole else "torch's own kernels",
+        "layer spec": f"transformer_engine: {engine}" if uses_te else "local: modules of torch and megatron-core",
+        "attention": f"{engine}, which chooses {kernels}" if uses_te else "torch's own kernels",
         "collectives": f"NCCL {machine['nccl']}" if cuda else "gloo",
     }
 
 
-def _of_packages(machine: dict[str, Any]) -> str:
+def _replaced() -> list[dict[str, str]]:
+    """Return the functions of other libraries that this package replaces in a process, and under which condition."""
+    from qwen3vl_bridge.upstream.replacements import replaced
+
+    return [{"name": one.name, "when": one.when} for one in sorted(replaced(), key=lambda one: (one.when, one.name))]
+
+
+def _describe_replaced(replaced: list[dict[str, str]]) -> str:
+    """Return the replaced functions as text, grouped by the condition under which they are replaced.
+
+    Without CUDA, `torch` is replaced in hundreds of Megatron's modules.
+    """
+    lines = dict[str, list[str]]()
+    for one in replaced:
+        module, _, name = one["name"].rpartition(".")
+        shared = module.startswith("megatron.") and name in ("torch", "dist")
+        line = f"{name} in every module of Megatron" if shared else one["name"]
+        if line not in (names := lines.setdefault(one["when"], [])):
+            names.append(line)
+    return "".join(f"\n{when}:" + "".join(f"\n  {name}" for name in names) for when, names in lines.items())
+
+
+def _describe_packages(machine: dict[str, Any]) -> str:
     lines = [f"{_PACKAGE} {importlib.metadata.version(_PACKAGE)}, Python {machine['python']}\n"]
     for one in machine["packages"]:
         state = "" if one["fits"] else "  needed" if one["needed"] else f"  for {one['purpose']}"
@@ -232,7 +267,7 @@ def _of_packages(machine: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _of_machine(machine: dict[str, Any]) -> str:
+def _describe_hardware(machine: dict[str, Any]) -> str:
     lines = {
         "GPUs": "; ".join(f"{one['name']}, {one['memory'] / GIB:.1f} GiB" for one in machine["gpus"]) or "none",
         "CUDA, NCCL": f"{machine['cuda'] or 'none'}, {machine['nccl'] or 'none'}",
@@ -247,6 +282,8 @@ def _of_machine(machine: dict[str, Any]) -> str:
 def _print_result(found: dict[str, Any]) -> None:
     if found["used"]:
         show("\nUsed:" + "".join(f"\n{name:12} {text}" for name, text in found["used"].items()))
+    if found["replaced"]:
+        show("\nReplaced functions of other libraries:" + _describe_replaced(found["replaced"]))
     if found["missing"]:
         show("\nMissing:\n" + "\n".join(f"- {one['what']}\n  {one['get']}" for one in found["missing"]))
     works = found["works"]

@@ -14,23 +14,23 @@ from qwen3vl_bridge.terminal import CommandParser, at_least, run, show
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> int:
-    """Print the answer to one question; exit status 2 for bad input, 130 if interrupted."""
+    """Print the answer to one question; return exit code 0, 2 for invalid input, or 130 if interrupted."""
     options = _parse(prog, arguments)
     return run(lambda: _generate(options), ValueError, OSError)  # a CheckpointError is a ValueError
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from qwen3vl_bridge.compat.library_logs import quiet
+    from qwen3vl_bridge.upstream.library_logs import quiet
 
     quiet()
     logging.getLogger("qwen3vl_bridge").setLevel(logging.WARNING)  # nothing is trained here
-    with contextlib.redirect_stdout(sys.stderr):  # Megatron-Bridge reports there what it loads
+    with contextlib.redirect_stdout(sys.stderr):  # Megatron-Bridge prints what it loads
         answer = _answer(options)
     if answer is not None:
         found = {"question": options.question, "images": options.image, "answer": answer}
         show(json.dumps(found, indent=2) if options.json else answer)
         if not answer.strip():
-            show("the answer is empty: the model generated nothing but tokens that end it or are not text", error=True)
+            show("the answer is empty: the model generated only end tokens or tokens without text", error=True)
     return 0
 
 
@@ -44,7 +44,11 @@ def _parse(prog: str | None, arguments: Sequence[str] | None) -> argparse.Namesp
     add("question")
     add("--hf-model", required=True, metavar="MODEL", help="Hugging Face folder or hub id with "
     "configuration and processor, and the weights unless --megatron-path is given")  # fmt: skip
-    add("--megatron-path", metavar="FOLDER", help="weights: a Megatron checkpoint in either format, or a run's folder")
+    add(
+        "--megatron-path",
+        metavar="FOLDER",
+        help="weights: a Megatron checkpoint of either format, or a run's folder",
+    )
     add("--image", action="append", default=[], metavar="FILE", help="image to show; may be given several times")
     add("--max-new-tokens", type=at_least(1), default=128, metavar="N",
         help="maximum length of the answer in tokens (default: %(default)s)")  # fmt: skip
@@ -56,25 +60,25 @@ def _parse(prog: str | None, arguments: Sequence[str] | None) -> argparse.Namesp
 
 
 def _answer(options: argparse.Namespace) -> str | None:
-    """The answer's text on the first of several processes, which all decode; None on the others."""
+    """Return the answer on rank 0 and None on the other ranks. All ranks decode."""
     from qwen3vl_bridge.checkpoint.formats.huggingface import HFWeights, find_model
     from qwen3vl_bridge.checkpoint.formats.megatron import find_iteration
     from qwen3vl_bridge.checkpoint.stored_models import ModelConfig
-    from qwen3vl_bridge.peft.stored_adapters import refuse_adapters_alone
+    from qwen3vl_bridge.peft.stored_adapters import check_complete_model
 
-    # Refuse bad input before the slow import. Transformers would request each missing file from the hub again, and
-    # Megatron-Bridge would blame the network for a folder without a model.
+    # Check the input before the slow imports. For a folder without a model, transformers would request each missing
+    # file from the hub, and Megatron-Bridge would report a network error.
     if options.megatron_path is not None:
-        refuse_adapters_alone(find_iteration(Path(options.megatron_path)))
+        check_complete_model(find_iteration(Path(options.megatron_path)))
     hf_folder = find_model(options.hf_model, weights=options.megatron_path is None)
     ModelConfig(hf_folder)
     if options.megatron_path is None:
         HFWeights(hf_folder)
-    from qwen3vl_bridge.data.media.images import load_image
+    from qwen3vl_bridge.data.media import load_image
 
-    pictures = [{"type": "image", "image": load_image(Path(path), "--image")} for path in options.image]
+    images = [{"type": "image", "image": load_image(Path(path), "--image")} for path in options.image]
+    from qwen3vl_bridge.core.collectives import is_rank_zero
     from qwen3vl_bridge.inference.generation import end_token_ids, generate
-    from qwen3vl_bridge.parallel.collectives import is_first
     from qwen3vl_bridge.training.process_groups import shutdown
     from qwen3vl_bridge.training.weight_loading import load_model
 
@@ -83,13 +87,13 @@ def _answer(options: argparse.Namespace) -> str | None:
     try:
         model = load_model(hf_folder, options.megatron_path)
         processor = AutoProcessor.from_pretrained(hf_folder, trust_remote_code=False)
-        asked = [{"role": "user", "content": [*pictures, {"type": "text", "text": options.question}]}]
+        asked = [{"role": "user", "content": [*images, {"type": "text", "text": options.question}]}]
         inputs = processor.apply_chat_template(
             asked, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
         ).to(next(model[0].parameters()).device)
         ends = end_token_ids([*model], processor.tokenizer, hf_folder)
         answer = generate([*model], **inputs, max_new_tokens=options.max_new_tokens, eos_token_id=ends)
         new = answer[:, inputs["input_ids"].shape[1] :]
-        return processor.batch_decode(new, skip_special_tokens=True)[0] if is_first() else None
+        return processor.batch_decode(new, skip_special_tokens=True)[0] if is_rank_zero() else None
     finally:
         shutdown()

@@ -1,4 +1,4 @@
-"""`qwen3vl`: one program for all commands.
+"""`qwen3vl`: one program with all commands.
 
 qwen3vl convert import --hf-model HF_FOLDER --megatron-path MEGATRON
 torchrun --nproc_per_node 8 --no-python qwen3vl train --recipe qwen3_vl_8b_sft_config --data-path DATA --save RUN
@@ -13,32 +13,35 @@ from collections.abc import Sequence
 
 from qwen3vl_bridge.terminal import BAD_INPUT, CommandParser, show
 
-# Each is a function of the arguments after its name and of the program's name, which returns the exit status. Training
-# is in the recipes: they depend on this package, which knows them only by this name, and may be missing.
+# Command: (function, summary). A function takes the arguments after the command's name and the program's name, and
+# returns the exit code. `train` is in the recipes, a separate package that may be missing.
 COMMANDS = {
     "convert": ("qwen3vl_bridge.cli.convert:main", "import, export, reformat, verify or inspect a checkpoint"),
     "adapters": ("qwen3vl_bridge.cli.convert:adapters", "export or merge the adapters that a run trained"),
     "train": ("qwen3vl_recipes.cli:train", "train with a recipe, from given weights or from scratch"),
     "data": ("qwen3vl_bridge.cli.data:main", "inspect or pack conversations, or download their media, before training"),
-    "plan": ("qwen3vl_bridge.cli.plan:main", "estimate the memory of a run on each GPU, and propose ways to split it"),
+    "plan": ("qwen3vl_bridge.cli.plan:main", "estimate the memory of a run on each GPU, and propose parallel layouts"),
     "generate": ("qwen3vl_bridge.cli.generate:main", "ask a checkpoint a question without exporting it"),
-    "doctor": ("qwen3vl_bridge.cli.doctor:main", "show what this machine has, what will be used, and what is missing"),
+    "doctor": ("qwen3vl_bridge.cli.doctor:main", "check this machine: hardware, packages, and missing requirements"),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command, with the words of the process if none are given.
+    """Run one command.
+
+    Args:
+        arguments: the command line; None for the arguments of the process.
 
     Returns:
-        Exit status: 0; 1 if a comparison found differences, nothing fits, samples are bad or something is missing; 2
-        for bad input; 130 if interrupted.
+        Exit code: 0 for success; 1 if checkpoints differ, no parallel layout fits, samples are bad or a requirement is
+        missing; 2 for invalid input; 130 if interrupted.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = CommandParser(
         prog="qwen3vl",
         description="Train Qwen3-VL and Qwen3.5-VL with NVIDIA's Megatron-Bridge: convert checkpoints, inspect and "
         "pack data, plan the memory of a run, train, and ask the result.",
-        epilog="`qwen3vl COMMAND --help` shows its options; docs/command_line.md has examples.",
+        epilog="`qwen3vl COMMAND --help` shows its options; docs/settings.md has examples.",
     )
     parser.add_argument("--version", action="store_true", help="show the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -60,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         package = (error.name or "").partition(".")[0]
         if not package or importlib.util.find_spec(package) is not None:
             raise
-        get = "requirements/README.md has what to install"
+        get = "requirements/README.md lists what to install"
         if package == module.partition(".")[0]:
-            get = "it comes with qwen3vl-bridge's wheel, and with `pip install --no-deps -e .` from a clone"
+            get = "install qwen3vl-bridge from its wheel, or run `pip install --no-deps -e .` in a clone"
         show(f"error: {options.command} needs the package {package}, which is not installed; {get}", error=True)
         return BAD_INPUT

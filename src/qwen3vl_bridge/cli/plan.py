@@ -1,4 +1,4 @@
-"""`qwen3vl plan`: the memory of a run on each GPU, and proposals for splitting it."""
+"""`qwen3vl plan`: estimate the memory of a run on each GPU, and propose parallel layouts."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from qwen3vl_bridge.checkpoint.formats.huggingface import find_model
 from qwen3vl_bridge.checkpoint.stored_models import ModelConfig
 from qwen3vl_bridge.planning import plan_reports
 from qwen3vl_bridge.planning.estimate import estimate
-from qwen3vl_bridge.planning.hardware import GIB, GPUS, gpu_of
+from qwen3vl_bridge.planning.hardware import GIB, GPUS, find_gpu
+from qwen3vl_bridge.planning.parallel_layout import ParallelLayout
 from qwen3vl_bridge.planning.proposals import propose
-from qwen3vl_bridge.planning.split import ModelSplit
 from qwen3vl_bridge.planning.training_settings import (
     BF16,
-    EIGHT_BITS,
+    FP8_PRECISIONS,
     PRECISIONS,
-    TEXT_MODULES,
-    VISION_MODULES,
+    TEXT_RECOMPUTE_MODULES,
+    VISION_RECOMPUTE_MODULES,
     LoraSettings,
     Recompute,
     Sharding,
@@ -29,7 +29,7 @@ from qwen3vl_bridge.planning.training_settings import (
 )
 from qwen3vl_bridge.registry import dimensions_of, preset, preset_sizes
 from qwen3vl_bridge.terminal import CommandParser, at_least, run
-from qwen3vl_bridge.weights.rows import Part
+from qwen3vl_bridge.weights.rows import Component
 
 _NO_FIT = 1
 _POSITIVE = at_least(1)
@@ -44,7 +44,7 @@ _SIZES = {
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl plan") -> int:
-    """Estimate the given split, or propose some; exit status 1 if it does not fit, 2 for bad input."""
+    """Print the memory of a parallel layout, or proposed layouts; return 1 if none fits, 2 for invalid input."""
     options = _parser(prog).parse_args(arguments)
     return run(lambda: _plan(options), ValueError, OSError)
 
@@ -53,7 +53,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser = CommandParser(
         prog=prog,
         description="Estimate the memory of each GPU while a model trains. Without any parallel size, or with "
-        "--propose, propose ways to split the model that fit. docs/memory.md says what is counted and what is assumed.",
+        "--propose, propose parallel layouts that fit. docs/scaling.md lists what is counted and what is assumed.",
     )
     add = parser.add_argument
     add("--model", required=True, metavar="MODEL",
@@ -69,17 +69,17 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--kind", choices=("sft", "pretrain", "peft"), default="sft",
         help="sft and pretrain train everything not frozen, peft only LoRA (default: %(default)s)")  # fmt: skip
     add("--lora-rank", type=_POSITIVE, default=32, metavar="N", help="with --kind peft (default: %(default)s)")
-    add("--freeze", nargs="+", default=[], choices=[part.value for part in Part], metavar="PART",
-        help=f"parts that are not trained: {', '.join(part.value for part in Part)}")  # fmt: skip
+    add("--freeze", nargs="+", default=[], choices=[component.value for component in Component], metavar="COMPONENT",
+        help=f"components that are not trained: {', '.join(component.value for component in Component)}")  # fmt: skip
     add("--mtp", action="store_true", help="train multi-token prediction, as with mtp_loss_scaling_factor above 0")
-    add("--precision", choices=(*PRECISIONS, *EIGHT_BITS), default="bf16",
+    add("--precision", choices=(*PRECISIONS, *FP8_PRECISIONS), default="bf16",
         help="bf16 is mixed precision, fp8_cs and fp8_mx the same in 8 bits (default: %(default)s)")  # fmt: skip
     for name, words in _SIZES.items():
         add(f"--{name}", type=_POSITIVE, metavar="N", help=words)
     add("--sequence-parallel", action=argparse.BooleanOptionalAction, help="(default: with --tp above 1)")
     add("--fsdp", action="store_true", help="Megatron-FSDP (optim_grads_params) instead of the distributed optimizer")
     add("--no-distributed-optimizer", action="store_true", help="the complete optimizer state on every rank")
-    for prefix, modules in (("", TEXT_MODULES), ("vision-", VISION_MODULES)):
+    for prefix, modules in (("", TEXT_RECOMPUTE_MODULES), ("vision-", VISION_RECOMPUTE_MODULES)):
         add(f"--{prefix}recompute", choices=("none", "selective", "full"), default="none",
             help=f"recompute_granularity of the {'tower' if prefix else 'language model'} (default: none)")  # fmt: skip
         add(f"--{prefix}recompute-modules", nargs="+", choices=sorted(modules), metavar="NAME",
@@ -90,28 +90,28 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--expert-load", type=float, default=1.0, metavar="X",
         help="most tokens on a rank, divided by the mean over expert-parallel ranks (default: 1)")  # fmt: skip
     add("--vision-gpus", type=_POSITIVE, metavar="N",
-        help="place the vision tower on separate ranks, so many of --gpus (dist-train)")  # fmt: skip
+        help="number of GPUs, out of --gpus, that hold only the vision tower (dist-train)")  # fmt: skip
     add("--vision-tp", type=_POSITIVE, metavar="N", help="with --vision-gpus: the tower's tensor parallelism")
-    add("--propose", action="store_true", help="propose splits; sizes that are given are kept")
+    add("--propose", action="store_true", help="propose parallel layouts; sizes that are given are kept")
     add("--json", action="store_true", help="print JSON, in bytes")
     return parser
 
 
 def _plan(options: argparse.Namespace) -> int:
     dims, training = dimensions_of(_load_config(options.model)), _training(options)
-    gpu = gpu_of(options.gpu)
+    gpu = find_gpu(options.gpu)
     if options.gpu_memory is not None:
         gpu = replace(gpu, memory_bytes=round(options.gpu_memory * GIB))
     memory = gpu.memory_bytes
     sizes = {name: size for name in _SIZES if (size := getattr(options, name)) is not None}
-    vision_split, language_gpus = None, options.gpus
+    vision_layout, language_gpus = None, options.gpus
     if options.vision_gpus is not None:
-        vision_split = ModelSplit(options.vision_gpus, tp=options.vision_tp or 1)
+        vision_layout = ParallelLayout(options.vision_gpus, tp=options.vision_tp or 1)
         language_gpus -= options.vision_gpus
         if language_gpus < 1:
             raise ValueError(f"--vision-gpus is {options.vision_gpus}, expected fewer than --gpus, {options.gpus}")
     elif options.vision_tp is not None:
-        raise ValueError("--vision-tp without --vision-gpus, expected both or neither")
+        raise ValueError("--vision-tp is given without --vision-gpus, expected both or neither")
     if options.propose or not (sizes or options.fsdp or options.no_distributed_optimizer):
         recomputed = training.recompute.granularity or training.vision_recompute.granularity
         if recomputed or options.sequence_parallel is False:
@@ -120,7 +120,7 @@ def _plan(options: argparse.Namespace) -> int:
             )
         if wrong := sizes.keys() & {"vpp", "etp"}:
             raise ValueError(f"--propose does not try {', '.join(sorted(wrong))}; leave it out")
-        proposals, least = propose(dims, options.gpus, gpu, training, fixed=sizes, vision_split=vision_split)
+        proposals, least = propose(dims, options.gpus, gpu, training, fixed=sizes, vision_layout=vision_layout)
         if options.json:
             print(json.dumps([plan_reports.dump_estimate(proposal, memory) for proposal in proposals], indent=2))
         elif proposals:
@@ -129,8 +129,8 @@ def _plan(options: argparse.Namespace) -> int:
             plan_reports.print_no_fit(least, memory)
         return 0 if proposals else _NO_FIT
     sharded = sizes.get("tp", 1) > 1 if options.sequence_parallel is None else options.sequence_parallel
-    split = ModelSplit(language_gpus, **sizes, sequence_parallel=sharded)
-    plan = estimate(dims, split, training, vision_split)
+    layout = ParallelLayout(language_gpus, **sizes, sequence_parallel=sharded)
+    plan = estimate(dims, layout, training, vision_layout)
     if options.json:
         print(json.dumps(plan_reports.dump_estimate(plan, memory), indent=2))
     else:
@@ -139,7 +139,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _load_config(model: str) -> Mapping[str, Any]:
-    """The `config.json` of a folder, of a preset, or of another model of the hub."""
+    """Return the `config.json` of a folder, a preset, or a model on the hub."""
     if not (Path(model) / "config.json").is_file():
         try:
             return preset(model)
@@ -151,10 +151,10 @@ def _load_config(model: str) -> Mapping[str, Any]:
 
 def _training(options: argparse.Namespace) -> TrainingSettings:
     if options.fsdp and options.no_distributed_optimizer:
-        raise ValueError("--fsdp and --no-distributed-optimizer, expected one of them")
+        raise ValueError("--fsdp and --no-distributed-optimizer are both given, expected only one of them")
     sharding = Sharding.NONE if options.no_distributed_optimizer else Sharding.OPTIMIZER
     precision = PRECISIONS.get(options.precision, BF16)
-    if options.fsdp:  # which has main weights of float32 parameters too
+    if options.fsdp:  # Megatron-FSDP keeps main weights for float32 parameters too
         sharding, precision = Sharding.ALL, replace(precision, main=4)
     return TrainingSettings(
         seq_length=options.seq_length,
@@ -162,11 +162,11 @@ def _training(options: argparse.Namespace) -> TrainingSettings:
         global_batch_size=options.global_batch_size,
         max_patches=options.max_patches,
         precision=precision,
-        eight_bits=EIGHT_BITS.get(options.precision),
+        fp8=FP8_PRECISIONS.get(options.precision),
         sharding=sharding,
         recompute=_recompute(options, ""),
         vision_recompute=_recompute(options, "vision_"),
-        frozen=frozenset(map(Part, options.freeze)),
+        frozen=frozenset(map(Component, options.freeze)),
         lora=LoraSettings(options.lora_rank) if options.kind == "peft" else None,
         fused_activation=not options.no_fused_activation,
         expert_load=options.expert_load,

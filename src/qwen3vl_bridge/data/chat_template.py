@@ -1,15 +1,14 @@
-"""Renders conversations with a checkpoint's chat template, locates their answers, and refuses what it would leave out.
+"""Render conversations with the chat template of a checkpoint, locate the answers, and reject text that it would drop.
 
-Trained text is located by rendering, not by searching, nor by knowing a release's template: the whole conversation is
-rendered once more with markers in place of an answer and its reasoning, and what surrounds them surrounds the answer.
-(A prefix of a conversation may render differently by itself: some templates write reasoning only after the last
-question.) What precedes an answer has to end as the prompt to generate it does.
+Trained text is located by rendering, not by searching or by knowledge of released templates. The conversation is
+rendered once more with markers in place of an answer and its reasoning; the text around the markers is the text around
+the answer. (A prefix of a conversation may render differently by itself: some templates write reasoning only after the
+last user message.) The text before an answer must end like the prompt to generate it.
 
-Whether prompts ask for thinking follows from the sample: they do if an answer that is trained on has reasoning. Some
-templates write another system prompt then.
+Prompts ask for thinking if an answer that is trained on has reasoning. Some templates then write another system prompt.
 
-A template does not report what it does not read: reasoning, tools, a system prompt after the first message. Nor does it
-report text that it drops, as templates with thinking do where they split an answer at its think tags.
+A template does not report what it ignores: reasoning, tools, a system prompt after the first message. It also does not
+report text that it drops, for example when it splits an answer at its think tags.
 """
 
 from __future__ import annotations
@@ -21,18 +20,22 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
+from qwen3vl_bridge.data.conversations import Conversation
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.schemas.conversations import Conversation
+
+from jinja2 import Environment, TemplateError, meta
 
 EmptyThinking = Literal["prompt", "train"]
 Span = tuple[int, int]
 
-# What to do about a template in which answers cannot be located, by the text that fails: the whole conversation, or
-# an answer that is followed by others; and about thinking within an answer.
-_ANOTHER = "give the checkpoint another chat template, which reads 'reasoning_content' if it writes thinking"
-_WHOLE = f"mend the sample, leave it out with on_bad='drop', or {_ANOTHER}"
-_EARLIER = f"train on only the last answer with answers='last', leave this one out with \"loss\": false, or {_ANOTHER}"
-_REASONING = (
+# Advice for templates in which answers cannot be located: for the full conversation, for an answer that is followed by
+# others, and for thinking within an answer.
+_TEMPLATE_ADVICE = "give the checkpoint another chat template, which reads 'reasoning_content' if it writes thinking"
+_SAMPLE_ADVICE = f"fix the sample, set dataset.on_bad=drop, or {_TEMPLATE_ADVICE}"
+_EARLIER_ANSWER_ADVICE = (
+    f"train on only the last answer with answers='last', leave this one out with \"loss\": false, or {_TEMPLATE_ADVICE}"
+)
+_REASONING_ADVICE = (
     "put reasoning under 'reasoning_content' and only the answer into the text; with an empty 'reasoning_content' the "
     "text is trained on as it is, with its think tags"
 )
@@ -40,239 +43,285 @@ _BLOCK = re.compile(r"<think>\s*(</think>\s*)?\Z")  # at the end of a prompt, op
 _EMPTY_BLOCK = re.compile(r"\A\s*<think>\s*</think>")
 _MEDIUM = "\0"  # for an image or a video, or no text
 
-_MARKER = "unwritten0marker"  # letters that no template filter changes
+# Names in a template that are not variables of a record, and the tag of transformers around answers.
+_TRANSFORMERS_NAMES = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now")
+_GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+_MOST_PROMPTS = 64
+
+_MARKER = "unwritten0marker"  # text that no template filter changes
 _ASK, _ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 
 
-def _tool(name: str) -> dict[str, Any]:
+def _example_tool(name: str) -> dict[str, Any]:
     parameters = {"type": "object", "properties": {"c": {"type": "string", "description": "d"}}, "required": ["c"]}
     return {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
 
 
-def _call(name: str) -> dict[str, Any]:
+def _example_call(name: str) -> dict[str, Any]:
     called = {"type": "function", "id": "0", "function": {"name": name, "arguments": {"c": "d"}}}
     return {"role": "assistant", "content": "", "tool_calls": [called]}
 
 
 _SYSTEM = {"role": "system", "content": _MARKER}
-_OTHER = "give the checkpoint a chat template that writes it"
-_TAKEN_OUT = f"take it out of the record, or {_OTHER}"
-# Fields that a template may ignore, by their names in messages: a conversation with the field, its tools, and what to
-# do if it is ignored.
+_TEMPLATE_WRITES_ADVICE = "give the checkpoint a chat template that writes it"
+_REMOVE_ADVICE = f"take it out of the record, or {_TEMPLATE_WRITES_ADVICE}"
+# Fields that a template may ignore, by the name in error messages: a conversation with the field, its tools, and
+# advice if the field is ignored.
 _FIELDS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None, str]] = {
-    "tools": ([_ASK, _ANSWER], [_tool(_MARKER)], f"leave them out (columns.ignore=[tools]), or {_OTHER}"),
-    "a system prompt": ([_SYSTEM, _ASK, _ANSWER], None, _TAKEN_OUT),
+    "tools": (
+        [_ASK, _ANSWER],
+        [_example_tool(_MARKER)],
+        f"leave them out (columns.ignore=[tools]), or {_TEMPLATE_WRITES_ADVICE}",
+    ),
+    "a system prompt": ([_SYSTEM, _ASK, _ANSWER], None, _REMOVE_ADVICE),
     "a system prompt after the first message": (
         [_ASK, _ANSWER, _SYSTEM, _ASK, _ANSWER],
         None,
-        f"join it to the first message's or to the question after it, or {_OTHER}",
+        f"join it to the first message's or to the question after it, or {_TEMPLATE_WRITES_ADVICE}",
     ),
-    "reasoning_content": ([_ASK, {**_ANSWER, "reasoning_content": _MARKER}], None, _TAKEN_OUT),
-    "tool_calls": ([_ASK, _call(_MARKER)], [_tool("e")], _TAKEN_OUT),
+    "reasoning_content": ([_ASK, {**_ANSWER, "reasoning_content": _MARKER}], None, _REMOVE_ADVICE),
+    "tool_calls": ([_ASK, _example_call(_MARKER)], [_example_tool("e")], _REMOVE_ADVICE),
     "a tool's answer": (
-        [_ASK, _call("e"), {"role": "tool", "content": _MARKER, "name": "e", "tool_call_id": "0"}, _ANSWER],
-        [_tool("e")],
-        _TAKEN_OUT,
+        [_ASK, _example_call("e"), {"role": "tool", "content": _MARKER, "name": "e", "tool_call_id": "0"}, _ANSWER],
+        [_example_tool("e")],
+        _REMOVE_ADVICE,
     ),
 }
 
 
 def texts_of(content: str | list[dict[str, Any]]) -> list[str]:
-    """The texts of a content, one of each part; empty for images and videos."""
+    """Return the text of each part of a message's content; an empty string for each image and video."""
     return [content] if isinstance(content, str) else [part.get("text", "") for part in content]
 
 
 class ChatTemplate:
-    """One processor's chat template. Picklable, for data-loading workers."""
+    """The chat template of a processor. Picklable, for data-loading workers."""
 
     def __init__(self, processor: Any, empty_thinking: EmptyThinking = "prompt", **settings: Any) -> None:
-        """Keep a processor; arguments and errors as for `Encoder`. `settings`: variables of the template, by name."""
+        """Store the processor and read its template. Arguments and errors are those of `Encoder`.
+
+        `settings` has values of template variables by name; None keeps the template's default.
+        """
         self._processor = processor
         self._empty: EmptyThinking = empty_thinking
         self._reads_reasoning = "reasoning_content" in str(processor.chat_template)
         self._special = tuple(processor.tokenizer.all_special_tokens)
         self._ignored: dict[str, bool] = {}  # by field
-        self._prompts: dict[bool, str] = {}  # by whether they ask for thinking
+        self._prompts: dict[str, str] = {}  # by the template's variables
+        self._variables = _variables_in_template(str(processor.chat_template))
         self.settings = {name: value for name, value in settings.items() if value is not None}
         if empty_thinking != "prompt" and not self._reads_reasoning:
             raise ValueError(
-                f"empty_thinking is {empty_thinking!r}, but the chat template reads no 'reasoning_content' and writes "
-                "no thinking; expected 'prompt'"
+                f"empty_thinking is {empty_thinking!r}, but the chat template does not read 'reasoning_content'; "
+                "expected 'prompt'"
             )
         for name, value in self.settings.items():
-            if name not in str(processor.chat_template):
-                raise ValueError(f"{name} is {value!r}, but the chat template does not read it; expected None")
+            if name not in self._variables:
+                raise ValueError(f"{name} is {value!r}, but the chat template ignores it; expected None")
         if self.settings:
             try:
                 self._apply([_ASK, _ANSWER], enable_thinking=True)
-            except Exception as error:  # a template is a program, and may refuse a value
+            except Exception as error:  # a template is a program, and may raise for a value
                 given = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
-                raise ValueError(f"the chat template refuses {given}: {error}") from error
+                raise ValueError(f"the chat template fails with {given}: {error}") from error
 
     def _apply(self, messages: Sequence[dict[str, Any]], tools: Any = None, **variables: Any) -> str:
-        """Messages as text."""
-        # transformers changes messages in place, and warns each time about variables that a template does not read.
+        """Return the text that the template renders for the messages."""
+        # Copies, because transformers changes messages in place; it also warns about variables that a template
+        # does not read.
         copies, tools = copy.deepcopy((list(messages), tools))
-        template = str(self._processor.chat_template)
-        known = {name: value for name, value in (variables | self.settings).items() if name in template}
+        given = self.settings | variables
+        known = {name: value for name, value in given.items() if name in {*self._variables, "add_generation_prompt"}}
         return self._processor.apply_chat_template(copies, tools=tools, tokenize=False, **known)
 
     def _render(self, conversation: Conversation, messages: Sequence[dict[str, Any]], thinking: bool) -> str:
         try:
-            return self._apply(messages, conversation.tools, enable_thinking=thinking)
+            return self._apply(messages, conversation.tools, **_template_variables(conversation, thinking))
         except Exception as error:  # a template is a program, and runs on arbitrary records
-            raise DataError(conversation.sample_id, f"the chat template refuses it: {error}; {_WHOLE}") from error
+            raise DataError(conversation.sample_id, f"the chat template fails: {error}; {_SAMPLE_ADVICE}") from error
 
     def check_fields(self, conversation: Conversation) -> None:
-        """Refuse a conversation with fields that the template ignores."""
-        for field, where in _fields_of(conversation):
+        """Raise DataError if the template ignores a field or a `chat_template_kwargs` entry of a conversation."""
+        if unread := [name for name in conversation.template_kwargs if name not in self._variables]:
+            raise DataError(
+                conversation.sample_id,
+                f"found {unread[0]!r} under 'chat_template_kwargs', which the chat template ignores, expected "
+                f"some of {', '.join(sorted(self._variables)) or 'no variables'}; remove it from the record, or "
+                "ignore all of them (columns.ignore=[chat_template_kwargs])",
+            )
+        for field, where in _optional_fields(conversation):
             messages, tools, remedy = _FIELDS[field]
             if field not in self._ignored:
                 try:
                     self._ignored[field] = _MARKER not in self._apply(messages, tools)
-                except Exception:  # what a template refuses, it also refuses in the sample
+                except Exception:  # the sample raises the same error
                     self._ignored[field] = False
             if self._ignored[field]:
                 raise DataError(
                     where,
-                    f"found {field}, which the chat template does not write: the sample would be trained on without; "
+                    f"found {field}, which the chat template ignores: the sample would be trained on without it; "
                     f"{remedy}",
                 )
 
-    def is_plain(self, messages: Sequence[dict[str, Any]]) -> bool:
-        """Whether answers have the same tokens without regard to their positions, and no think tags that split them."""
-        # A tokenizer joins the newline that ends a prompt only with white space after it.
-        if self._empty == "train" or not self._prompt(True).endswith("\n"):
+    def is_plain(self, conversation: Conversation, numbers: Sequence[int]) -> bool:
+        """Return whether the full text, tokenized at once, has the same tokens as answers tokenized separately.
+
+        `numbers` are the indices of the answers among the messages. The tokens may differ if an answer begins with
+        white space or contains "</think>".
+        """
+        # A tokenizer joins the newline at the end of a prompt only with white space after it.
+        if self._trains_empty_thinking(conversation) or not self._prompt(conversation, True).endswith("\n"):
             return False
-        for message in messages:
+        for message in (conversation.messages[number] for number in numbers):
             text, reasoning = "".join(texts_of(message["content"])), message.get("reasoning_content") or "."
             if not text[:1].strip() or not reasoning[:1].strip() or "</think>" in text:
                 return False
         return True
 
     @cached_property
-    def _splits(self) -> bool:
-        """Whether reasoning inside an answer is taken out of it."""
+    def _splits_reasoning(self) -> bool:
+        """Return whether the template splits the text of an answer at "</think>" instead of writing it unchanged."""
         inside = f"{_MARKER}</think>b"
         try:
             return inside not in self._apply([_ASK, {"role": "assistant", "content": inside}])
-        except Exception:  # what a template refuses, it also refuses in the sample
+        except Exception:  # the sample raises the same error
             return False
 
-    def _prompt(self, thinking: bool) -> str:
-        """What follows the messages in a prompt to generate an answer; empty if that cannot be told."""
-        if thinking not in self._prompts:
+    def _prompt(self, conversation: Conversation, thinking: bool) -> str:
+        """Return the text that add_generation_prompt appends to a user message; empty if it cannot be determined."""
+        given = _template_variables(conversation, thinking)
+        if (key := repr(given)) not in self._prompts:
+            if len(self._prompts) >= _MOST_PROMPTS:  # each record may have its own variables
+                self._prompts.clear()
             try:
-                asked, prompt = (
-                    self._apply([_ASK], enable_thinking=thinking, add_generation_prompt=asks) for asks in (False, True)
-                )
-                self._prompts[thinking] = prompt.removeprefix(asked) if prompt.startswith(asked) else ""
-            except Exception:  # what a template refuses, it also refuses in the sample
-                self._prompts[thinking] = ""
-        return self._prompts[thinking]
+                asked, prompt = (self._apply([_ASK], add_generation_prompt=asks, **given) for asks in (False, True))
+                self._prompts[key] = prompt.removeprefix(asked) if prompt.startswith(asked) else ""
+            except Exception:  # the sample raises the same error
+                self._prompts[key] = ""
+        return self._prompts[key]
 
-    def _reasons(self, message: dict[str, Any]) -> bool:
-        """Whether a message has reasoning, next to its text or, if the template reads that, in it."""
-        beside = message.get("reasoning_content")
-        if isinstance(beside, str):
-            return bool(beside.strip())
+    def _has_reasoning(self, message: dict[str, Any]) -> bool:
+        """Return whether a message has reasoning, as `reasoning_content` or in a text that the template splits."""
+        separate = message.get("reasoning_content")
+        if isinstance(separate, str):
+            return bool(separate.strip())
         inside, closed, _ = "".join(texts_of(message["content"])).partition("</think>")
-        return bool(closed and inside.rpartition("<think>")[2].strip()) and self._splits
+        return bool(closed and inside.rpartition("<think>")[2].strip()) and self._splits_reasoning
 
-    def _asks(self, conversation: Conversation, numbers: Sequence[int]) -> bool:
-        return self._empty == "train" or any(self._reasons(conversation.messages[number]) for number in numbers)
+    def _trains_empty_thinking(self, conversation: Conversation) -> bool:
+        """Return whether empty thinking blocks are trained on; every prompt then asks for thinking."""
+        return bool(conversation.template_kwargs.get("enable_thinking", self._empty == "train"))
 
-    def text(self, conversation: Conversation, numbers: Sequence[int]) -> str:
-        """The whole text, in which the messages of these numbers are trained on."""
-        return self._render(conversation, conversation.messages, self._asks(conversation, numbers))
+    def _asks_for_thinking(self, conversation: Conversation, numbers: Sequence[int]) -> bool:
+        reasons = any(self._has_reasoning(conversation.messages[number]) for number in numbers)
+        if reasons and not conversation.template_kwargs.get("enable_thinking", True):
+            raise DataError(
+                conversation.sample_id,
+                "found enable_thinking false under 'chat_template_kwargs', but an answer that is trained on has "
+                "reasoning; remove one of them",
+            )
+        return reasons or self._trains_empty_thinking(conversation)
 
-    def answers(self, conversation: Conversation, numbers: Sequence[int]) -> tuple[str, list[Span]]:
-        """The whole text, and the spans in it of the messages of these numbers, each with its reasoning and its end
-        token; a `DataError` if one cannot be located, or the template drops text of it.
+    def render(self, conversation: Conversation, numbers: Sequence[int]) -> str:
+        """Return the rendered text of a conversation. `numbers` are the indices of the messages that are trained on."""
+        return self._render(conversation, conversation.messages, self._asks_for_thinking(conversation, numbers))
+
+    def render_with_answers(self, conversation: Conversation, numbers: Sequence[int]) -> tuple[str, list[Span]]:
+        """Return the rendered text, and the character span of each message in `numbers`.
+
+        A span includes the reasoning and the end token of its message.
+
+        Raises:
+            DataError: an answer cannot be located, or the template drops a part of it.
         """
-        text, thinking = self.text(conversation, numbers), self._asks(conversation, numbers)
+        text, thinking = self.render(conversation, numbers), self._asks_for_thinking(conversation, numbers)
         return text, [self._span(conversation, text, number, thinking) for number in numbers]
 
     def _span(self, conversation: Conversation, text: str, number: int, thinking: bool) -> Span:
-        """The characters of an answer."""
+        """Return the character span of one answer in the rendered text; raise DataError if it cannot be located."""
         message, where = conversation.messages[number], f"{conversation.sample_id}: message {number + 1}"
         is_last = number + 1 == len(conversation.messages)
 
-        def refused(part: str, expected: str) -> DataError:
+        def make_error(part: str, expected: str) -> DataError:
             return DataError(
                 where,
-                f"the chat template renders {part} as {expected!r}, and not so in the whole conversation; expected "
-                f"text around an answer that does not depend on it: {_ANOTHER if is_last else _EARLIER}",
+                f"the chat template renders {part} as {expected!r}, but differently in the full conversation; "
+                "expected text around an answer that does not depend on the answer: "
+                f"{_TEMPLATE_ADVICE if is_last else _EARLIER_ANSWER_ADVICE}",
             )
 
-        before, is_written, after = self._around(conversation, text, number, thinking, where)
+        before, is_written, after = self._find_surroundings(conversation, text, number, thinking, where)
         if not text.startswith(before) or len(before) + len(after) > len(text):
-            raise refused("what precedes the answer", before[-40:])
+            raise make_error("the text before the answer", before[-40:])
         if not text.endswith(after):
-            raise refused("what follows the answer", after[:40])
-        if not (prompt := self._prompt(thinking)):
+            raise make_error("the text after the answer", after[:40])
+        if not (prompt := self._prompt(conversation, thinking)):
             raise DataError(
                 where,
-                "the chat template, given a user's message alone, writes no beginning of an answer behind it where "
-                "add_generation_prompt asks for that; give the checkpoint another chat template, which does",
+                "add_generation_prompt does not append a prompt to a user message alone; give the checkpoint another "
+                "chat template that does",
             )
         special = [token for token in self._special if after.lstrip().startswith(token)]
         if not special or prompt.lstrip().startswith(special[0]):  # that begins the next turn
             raise DataError(where, f"the answer is followed by {after[:20]!r}, expected a token that closes the turn")
         end = len(text) - len(after) + after.index(special[0]) + len(special[0])
-        # Both may end in a thinking block, open or empty.
+        # Both may end with a thinking block, open or empty.
         header, asks = (_BLOCK.sub("", words) for words in (before, prompt))
         block = prompt.removeprefix(asks)
         # Templates that write reasoning write no block before earlier answers.
-        needs_block = block and (is_last or not (self._reads_reasoning or self._splits))
+        needs_block = block and (is_last or not (self._reads_reasoning or self._splits_reasoning))
         if not header.endswith(asks) or (needs_block and header == before):
-            raise refused(f"the prompt to generate it, with enable_thinking {thinking},", prompt)
+            raise make_error(f"the prompt to generate it, with enable_thinking {thinking},", prompt)
         start = len(before)
-        if is_written or self._empty == "train":
+        if is_written or self._trains_empty_thinking(conversation):
             start = len(header) + (len(block) if before.startswith(block, len(header)) else 0)
-        remedy = _REASONING if self._reads_reasoning else _ANOTHER
-        is_dropped = self._reasons(message) and not is_written and not is_last
-        _check_answer(message, text[:start], text[start:end], where, remedy, is_dropped)
+        remedy = _REASONING_ADVICE if self._reads_reasoning else _TEMPLATE_ADVICE
+        is_dropped = self._has_reasoning(message) and not is_written and not is_last
+        _check_answer_is_complete(message, text[:start], text[start:end], where, remedy, is_dropped)
         return start, end
 
-    def _around(
+    def _find_surroundings(
         self, conversation: Conversation, text: str, number: int, thinking: bool, where: str
     ) -> tuple[str, bool, str]:
-        """What precedes an answer, or its reasoning if that is written; whether it is; and what follows the answer."""
-        # Words that the text does not contain.
+        """Return (text before the answer, whether the template writes its reasoning, text after the answer).
+
+        If the reasoning is written, the text before ends where the reasoning begins.
+        """
+        # Markers that the text does not contain.
         answer, reasoning = (
             next(word for n in itertools.count() if (word := f"{name}-{n}-marked") not in text)
             for name in ("answer", "reasoning")
         )
-        messages, content, beside = conversation.messages, answer, {}
-        if self._reasons(messages[number]):
+        messages, content, separate = conversation.messages, answer, {}
+        if self._has_reasoning(messages[number]):
             if isinstance(messages[number].get("reasoning_content"), str):
-                beside = {"reasoning_content": reasoning}
+                separate = {"reasoning_content": reasoning}
             else:
                 content = f"<think>\n{reasoning}\n</think>\n\n{answer}"
         parts = content if isinstance(messages[number]["content"], str) else [{"type": "text", "text": content}]
-        other = {"role": "assistant", "content": parts, **beside}
+        other = {"role": "assistant", "content": parts, **separate}
         marked = self._render(conversation, [*messages[:number], other, *messages[number + 1 :]], thinking)
         if (count := marked.count(answer)) != 1:
             problem = f"the chat template writes the answer {count} times, expected once"
-            remedy = "leave it out with answers='last' or \"loss\": false, or give another template"
+            remedy = "exclude it with answers='last' or \"loss\": false, or use another template"
             raise DataError(where, f"{problem}; {remedy}")
         head, after = marked.split(answer)
         before, is_written, _ = head.partition(reasoning)
         return before, bool(is_written), after
 
 
-def _check_answer(
+def _check_answer_is_complete(
     message: dict[str, Any], prompt: str, answer: str, where: str, remedy: str, drops_reasoning: bool
 ) -> None:
-    """Refuse an assistant's message of which the template writes only a part: `answer` after `prompt`.
+    """Raise DataError if the rendered `answer` lacks text or reasoning of its assistant message.
 
-    `drops_reasoning`: the template omits reasoning from this turn, as from those before the last question.
+    `prompt` is the rendered text before `answer`. `drops_reasoning`: the template omits reasoning from this turn, as in
+    turns before the last user message.
     """
     texts, reasoning = texts_of(message["content"]), message.get("reasoning_content")
     before, _, rest = "".join(text or _MEDIUM for text in texts).partition("<think>")
     inside, closed, behind = rest.partition("</think>")
-    # If reasoning is given separately, tags in the text are text.
+    # If reasoning is given separately, tags in the text are literal.
     is_inline = closed and not before.strip() and not isinstance(reasoning, str)
     if is_inline:
         block = _BLOCK.search(prompt)
@@ -289,14 +338,30 @@ def _check_answer(
         if found < 0 or (is_inline and _MEDIUM not in rest and answer[at:found].strip()):
             raise DataError(
                 where,
-                f"found {text[:60]!r} in the answer, of which the chat template writes {answer[:60]!r}, expected it "
-                f"whole; {remedy}",
+                f"found {text[:60]!r} in the answer, but the chat template writes only {answer[:60]!r}; {remedy}",
             )
         at = found + len(text)
 
 
-def _fields_of(conversation: Conversation) -> Iterator[tuple[str, str]]:
-    """Fields of a conversation that a template may ignore, with their position."""
+def _template_variables(conversation: Conversation, thinking: bool) -> dict[str, Any]:
+    """Return the template variables that a conversation sets, with `enable_thinking`."""
+    return {**conversation.template_kwargs, "enable_thinking": thinking}
+
+
+def _variables_in_template(template: str) -> frozenset[str]:
+    """Return the variables that a chat template reads, except those that transformers always provides."""
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        names = meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", template)))
+    except TemplateError:  # raised by transformers when the template is first used
+        return frozenset()
+    return frozenset(
+        name for name in names - {*environment.globals, *_TRANSFORMERS_NAMES} if not name.endswith("_token")
+    )
+
+
+def _optional_fields(conversation: Conversation) -> Iterator[tuple[str, str]]:
+    """Yield (key of `_FIELDS`, location for messages) for each field of a conversation that a template may ignore."""
     if conversation.tools:
         yield "tools", conversation.sample_id
     for number, message in enumerate(conversation.messages):

@@ -1,24 +1,29 @@
-"""Conversations as a Megatron-Bridge dataset: one configuration for Megatron-Bridge's loop and for loops of ours."""
+"""Conversations as a Megatron-Bridge dataset: one configuration for Megatron-Bridge's loop and for custom loops."""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from qwen3vl_bridge.batch import TokenBatch
-from qwen3vl_bridge.batch.token_layout import segment_multiple
+from qwen3vl_bridge.config.flops import TowerCosts, tower_costs
+from qwen3vl_bridge.core.batch import TokenBatch
+from qwen3vl_bridge.core.collectives import gather_objects
+from qwen3vl_bridge.core.layout import segment_multiple
+from qwen3vl_bridge.core.vision_inputs import VisionSettings
 from qwen3vl_bridge.data.chat_template import EmptyThinking
-from qwen3vl_bridge.data.collation import Collator, VisionSettings, pad_token_id
-from qwen3vl_bridge.data.encoding import Answers, Encoder, VisionLimits, load_processor
-from qwen3vl_bridge.data.errors import Changed, DataError, Unreachable, check_choice
-from qwen3vl_bridge.data.media.media_access import MediaAccess, UrlCache
-from qwen3vl_bridge.data.packing.row_plan import PackedRows
-from qwen3vl_bridge.data.packing.sample_sizes import Sizes, notes_of_job, sizes_of_job
-from qwen3vl_bridge.data.row_loading import (
+from qwen3vl_bridge.data.collation import Collator, pad_token_id, read_vision_settings
+from qwen3vl_bridge.data.conversations import Columns, find_schema
+from qwen3vl_bridge.data.data_paths import HUB, check_data_paths, splits_in
+from qwen3vl_bridge.data.encoding import Answers, Encoder, VisionLimits, check_choice, load_processor
+from qwen3vl_bridge.data.errors import DataError, DataUnavailable, SampleSizeChanged, group_errors
+from qwen3vl_bridge.data.hub import HubName, StreamedDataset
+from qwen3vl_bridge.data.loading import (
     Balance,
     BatchStream,
     Epoch,
@@ -29,20 +34,32 @@ from qwen3vl_bridge.data.row_loading import (
     check_position,
     one_pass,
 )
-from qwen3vl_bridge.data.samples import OnBad, OnLong, SampleFilter, Samples
-from qwen3vl_bridge.data.schemas.record_schemas import Columns, schema_of
-from qwen3vl_bridge.data.sources import HUB, expect_data
-from qwen3vl_bridge.data.sources.hub import HubName, StreamedDataset
-from qwen3vl_bridge.data.sources.mixture import MixedSet, Mixture, mixed_sets, open_mixture
-from qwen3vl_bridge.data.sources.opening import ConversationSource, open_source, splits_in
-from qwen3vl_bridge.models.flops import TowerCosts, tower_costs
-from qwen3vl_bridge.parallel.collectives import gather_objects
+from qwen3vl_bridge.data.media import MediaAccess, UrlCache, image_size
+from qwen3vl_bridge.data.mixture import MixedSet, Mixture, open_mixture, read_mixture
+from qwen3vl_bridge.data.packing import PackedRows
+from qwen3vl_bridge.data.samples import (
+    ON_BAD_ADVICE,
+    OnBad,
+    OnLong,
+    SampleFilter,
+    Samples,
+    Sizes,
+    make_drop_counter,
+    open_shared_sizes,
+)
+from qwen3vl_bridge.data.sources import ConversationSource, open_source
 
 import torch
 from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
+from megatron.bridge.utils.common_utils import get_rank_safe
 from transformers import AutoConfig
 
+logger = logging.getLogger(__name__)
+
 SPLITS = ("train", "valid", "test")
+# Records of a split that are read before a run: blocks of consecutive records, because Parquet is read by row group.
+_BLOCKS, _BLOCK_RECORDS, _CHECK_SECONDS = 8, 250, 5.0
+_MOST_KINDS = 10  # of errors in a message
 
 
 @dataclass(kw_only=True)
@@ -66,21 +83,22 @@ class ConversationRows(DatasetProvider):
             answer without reasoning is part of the "prompt" or is trained on ("train").
         reasoning_effort: for chat templates that read it, as Qwen3.8's: what the prompt asks for where it asks for
             thinking; None for the template's default.
-        preserve_thinking: for chat templates that read it, as those of Qwen3.6 and 3.8: whether reasoning of answers
+        preserve_thinking: for chat templates that read it, such as in Qwen3.6 and 3.8: whether reasoning of answers
             before the last question is written, and trained on with them; None for the template's default.
         vision: limits for images and videos, where they differ from the checkpoint's processor.
-        pixel_dtype: dtype of the pixel values in a batch.
+        pixel_dtype: dtype of the pixel values in a batch; None for `params_dtype`.
+        params_dtype: dtype of the model's parameters, set by `Qwen3VLConfigContainer`; None for float32.
         ignored_signal: number of a signal that data-loading processes ignore; set by `Qwen3VLConfigContainer`.
         rows_of_evaluation: number of rows per evaluation, always the first ones of the split; rows beyond its end have
             no loss. None: each evaluation continues after the previous one. Set by `Qwen3VLConfigContainer`.
     """
 
-    # Settings of Megatron-Bridge that have no effect here, with the value that means "not set".
-    unheard: ClassVar[dict[str, Any]] = {"data_sharding": True, "drop_last": True, "trust_remote_code": None}
-    # Not settings: a run's checkpoints store it, and a resumed run is checked against it.
+    # Settings of Megatron-Bridge that are ignored here, with their default.
+    ignored_settings: ClassVar[dict[str, Any]] = {"data_sharding": True, "drop_last": True, "trust_remote_code": None}
+    # Not a setting: the position that checkpoints store, and that a resumed run is checked against.
     position: ClassVar[Mapping[str, Any] | None] = None
     _expected: ClassVar[tuple[Mapping[str, Any], int] | None] = None
-    # Nor this: the first epoch of training, when its rows have been built; None if it is not known.
+    # Not a setting: the first epoch of training, after its rows were built; None if it is not known.
     epoch: ClassVar[Epoch | None] = None
 
     hf_processor_path: str
@@ -95,29 +113,34 @@ class ConversationRows(DatasetProvider):
     reasoning_effort: str | None = None
     preserve_thinking: bool | None = None
     vision: VisionLimits = field(default_factory=VisionLimits)
-    pixel_dtype: torch.dtype = torch.float32
+    pixel_dtype: torch.dtype | None = None
+    params_dtype: torch.dtype | None = None
     ignored_signal: int | None = None
     rows_of_evaluation: int | None = None
 
     def finalize(self) -> None:
-        """Check what can be checked without reading data; a ValueError for an invalid value."""
+        """Check everything that can be checked without reading data; raise ValueError for an invalid value."""
         super().finalize()
         choices = {"on_long": OnLong, "on_bad": OnBad, "answers": Answers, "empty_thinking": EmptyThinking}
         for name, kind in choices.items():
             check_choice(name, getattr(self, name), kind)
-        self.check_least(seq_length=1, pad_to_multiple_of=1, max_patches=1, num_workers=0)
-        for name, silent in self.unheard.items():
+        self.check_minimum(seq_length=1, pad_to_multiple_of=1, max_patches=1, num_workers=0)
+        for name, silent in self.ignored_settings.items():
             if (found := getattr(self, name)) != silent:
-                raise ValueError(f"{name} is {found!r}, expected {silent!r}: this data set has no such setting")
+                raise ValueError(
+                    f"dataset.{name} is {found!r}, expected {silent!r}: {type(self).__name__} ignores this setting"
+                )
         if not self.pack and self.multiple != 1:
-            raise ValueError(f"pad_to_multiple_of is {self.pad_to_multiple_of}, but pack is off; it is for packed rows")
+            raise ValueError(
+                f"pad_to_multiple_of is {self.pad_to_multiple_of}, but pack is off; remove it, or turn pack on"
+            )
         if self.seq_length % self.multiple:
             raise ValueError(
                 f"seq_length is {self.seq_length}, expected a multiple of pad_to_multiple_of, {self.pad_to_multiple_of}"
             )
 
-    def check_least(self, **least: int) -> None:
-        """Refuse values of settings below their minimum; None is skipped."""
+    def check_minimum(self, **least: int) -> None:
+        """Raise ValueError if a setting is below its minimum, given as name=minimum. None is skipped."""
         for name, fewest in least.items():
             found = getattr(self, name)
             if found is not None and found < fewest:
@@ -125,11 +148,15 @@ class ConversationRows(DatasetProvider):
 
     @property
     def multiple(self) -> int:
-        """The multiple to which each conversation is padded."""
+        """Return `pad_to_multiple_of`, or 1 if it is None."""
         return self.pad_to_multiple_of or 1
 
-    def shared_by(self, cp_size: int) -> Self:
-        """These settings for rows that context-parallel ranks share (ValueError if they cannot)."""
+    def for_context_parallel(self, cp_size: int) -> Self:
+        """Return these settings with the padding that context parallelism requires.
+
+        Raises:
+            ValueError: `seq_length` or `pad_to_multiple_of` does not fit the number of context-parallel ranks.
+        """
         need = segment_multiple(cp_size)
         if self.seq_length % need:
             raise ValueError(
@@ -146,42 +173,48 @@ class ConversationRows(DatasetProvider):
         return replace(self, pad_to_multiple_of=self.pad_to_multiple_of or need)
 
     def expect_position(self, position: Mapping[str, Any], row: int) -> None:
-        """When training rows are built, refuse others than those of the run that stored this position, at a row."""
+        """Set the position that a resumed run continues from, so that `record_position` can check the training rows.
+
+        `position` is the value that the checkpoint stores, and `row` the number of the next row.
+        """
         vars(self)["_expected"] = (position, row)
 
-    def note_position(self, data: Mapping[str, Any], assignment: tuple[int, int] = (1, 1)) -> None:
-        """Record the fingerprint of the rows that are built for training, and how they are assigned to ranks; a
-        `ValueError` if they differ from the expected rows.
+    def record_position(self, data: Mapping[str, Any], assignment: tuple[int, int] = (1, 1)) -> None:
+        """Store the fingerprint of the training rows, and how they are assigned to ranks.
+
+        Raises:
+            ValueError: the rows or their assignment differ from those of the run that is resumed (`expect_position`).
         """
-        vars(self)["position"] = {"data": dict(data), "dealt": list(assignment)}
+        vars(self)["position"] = {"data": dict(data), "assigned": list(assignment)}
         if self._expected is None:
             return
         expected, row = self._expected
         vars(self)["_expected"] = None
         check_position(data, expected["data"])
-        check_assignment(row, tuple(expected["dealt"]), assignment)
+        check_assignment(row, tuple(expected["assigned"]), assignment)
 
     def checkpoint(self) -> CheckpointSettings:
-        """Processor and settings read from the checkpoint; a `DataError` if they are missing or unsuitable."""
+        """Return the settings that a checkpoint determines; raise DataError if files are missing or unsuitable."""
         template = (self.empty_thinking, self.reasoning_effort, self.preserve_thinking)
-        return _of_checkpoint(self.hf_processor_path, self.vision, self.answers, *template)
+        return _load_checkpoint_settings(self.hf_processor_path, self.vision, self.answers, *template)
 
     def sample_filter(self) -> SampleFilter:
-        """Decides which conversations become samples; raises like `checkpoint`."""
+        """Return the filter that decides which conversations become samples. Raises the errors of `checkpoint`."""
         encoder = self.checkpoint().encoder
         return SampleFilter(
             encoder, limit=self.seq_length, most_patches=self.max_patches, on_long=self.on_long, on_bad=self.on_bad
         )
 
     def collator(self) -> Collator:
-        """Lays out samples in rows; raises like `checkpoint`."""
+        """Return the collator that builds batches from samples. Raises the errors of `checkpoint`."""
         checkpoint = self.checkpoint()
-        return Collator(checkpoint.vision, checkpoint.pad_id, self.seq_length, self.multiple, self.pixel_dtype)
+        dtype = self.pixel_dtype or self.params_dtype or torch.float32
+        return Collator(checkpoint.vision, checkpoint.pad_id, self.seq_length, self.multiple, dtype)
 
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """What a checkpoint determines about encoding, layout and assignment to ranks."""
+    """Settings that a checkpoint determines: encoding, layout, and the costs for assigning rows to ranks."""
 
     encoder: Encoder
     vision: VisionSettings
@@ -190,12 +223,15 @@ class CheckpointSettings:
 
 
 @cache
-def _of_checkpoint(path: str, limits: VisionLimits, *encoding: Any) -> CheckpointSettings:
-    """Cached: read once per process. `encoding`: what an `Encoder` is given beside the processor."""
+def _load_checkpoint_settings(path: str, limits: VisionLimits, *encoding: Any) -> CheckpointSettings:
+    """Read the settings of a checkpoint once per process.
+
+    `encoding` has the arguments of `Encoder` after the processor.
+    """
     processor: Any = load_processor(path, limits)
     return CheckpointSettings(
         Encoder(processor, *encoding),
-        VisionSettings.of_checkpoint(path, processor),
+        read_vision_settings(path, processor),
         pad_token_id(processor.tokenizer),
         tower_costs(AutoConfig.from_pretrained(path, trust_remote_code=False).to_dict()),
     )
@@ -224,7 +260,7 @@ class Qwen3VLConversationProvider(ConversationRows):
             rank reads its own part (some of the files) and packs its own rows; a resumed run rereads the current epoch
             of its parts from the start.
         stream_parts: number of parts of a stream, a multiple of data-parallel ranks x data-loading processes (at least
-            1) x rows per microbatch; None for that product. Rows are the same for all whose product divides it.
+            1) x rows per microbatch; None for that product. Rows are the same for every product that divides it.
         train_packing: folder with training rows packed by `qwen3vl data pack` with the same settings. None: every
             machine measures every conversation during training, which is too slow for millions of them.
         balance_over: the global batch size, to assign its rows to data-parallel ranks by their cost in both towers;
@@ -254,19 +290,19 @@ class Qwen3VLConversationProvider(ConversationRows):
     rows_of_microbatch: int | None = None
 
     def finalize(self) -> None:
-        """Check what can be checked without reading data; a ValueError for an invalid value."""
+        """Check everything that can be checked without reading data; raise ValueError for an invalid value."""
         super().finalize()
         if self.dataloader_type != "single":
             raise ValueError(
-                f"dataloader_type is {self.dataloader_type!r}, expected 'single': rows are in order already"
+                f"dataloader_type is {self.dataloader_type!r}, expected 'single': the data set orders its rows itself"
             )
-        self.check_least(balance_over=1, window_size=1, stream_parts=1, **({"seed": 0} if self.streaming else {}))
-        self._expect_paths()
+        self.check_minimum(balance_over=1, window_size=1, stream_parts=1, **({"seed": 0} if self.streaming else {}))
+        self._check_paths_are_set()
         for split in SPLITS:
             given = {
                 "dataset.path": None if self.path is None else splits_in(self.path).get(split),
                 f"dataset.{split}_path": getattr(self, f"{split}_path"),
-                "dataset.mixture": tuple(one.path for one in self.mixed(split)),
+                "dataset.mixture": tuple(one.path for one in self.mixture_sets(split)),
             }
             given = {name: found for name, found in given.items() if found}
             if len(set(given.values())) > 1:
@@ -276,24 +312,24 @@ class Qwen3VLConversationProvider(ConversationRows):
         if not self.pack:
             wrong |= dict.fromkeys(("train_packing", "balance_over"), "pack is off")
         if self.streaming:
-            needed = "streaming is on; it needs samples by number"
+            needed = "streaming is on; it needs a data set with random access"
             wrong |= dict.fromkeys(("train_packing", "balance_over", "mixture"), needed)
         else:
             wrong["stream_parts"] = "streaming is off"
         if self.train_packing is not None and self.window_size != type(self).window_size:
-            wrong["window_size"] = "train_packing has its rows already"
+            wrong["window_size"] = "train_packing sets the rows"
         for name, problem in wrong.items():
             if (found := getattr(self, name)) is not None:
                 raise ValueError(f"{name} is {found!r}, but {problem}")
-        for path in (path for split in SPLITS for path in self._paths(split)):
+        for path in (path for split in SPLITS for path in self.paths_of(split)):
             if path.startswith(HUB):
-                HubName.of(path)
+                HubName.parse(path)
             elif self.streaming:
                 raise ValueError(f"streaming is on, but {path} is not on the hub, expected {HUB}owner/name#split")
-        MediaAccess.of(self.media_root)
-        schema_of(self.schema_adapter, self.columns)
+        MediaAccess.from_settings(self.media_root)
+        find_schema(self.schema_adapter, self.columns)
 
-    def _expect_paths(self) -> None:
+    def _check_paths_are_set(self) -> None:
         if self.path is None and self.train_path is None and self.mixture is None:
             raise ValueError(
                 "dataset.path is None, expected a folder with train.jsonl, or dataset.train_path with a file of "
@@ -302,55 +338,53 @@ class Qwen3VLConversationProvider(ConversationRows):
             )
 
     def check_paths(self) -> None:
-        """Refuse data that are not there (ValueError), before anything is built, which takes a while."""
-        self._expect_paths()
+        """Raise ValueError if a data path does not exist. Called before anything slow is built."""
+        self._check_paths_are_set()
         names = (
             {"dataset.path (--data-path)": self.path}
             if self.path
             else {f"dataset.{split}_path": self.path_of(split) for split in SPLITS}
         )
-        names |= {f"the path of {one.name} in dataset.mixture": one.path for one in self.mixed("train")}
-        for name, path in names.items():
-            if path:
-                expect_data(name, path)
+        names |= {f"the path of {one.name} in dataset.mixture": one.path for one in self.mixture_sets("train")}
+        check_data_paths({name: path for name, path in names.items() if path})
 
-    def downloaded(self) -> UrlCache:
-        """Access to the files that were downloaded before training."""
+    def make_url_cache(self) -> UrlCache:
+        """Return the `UrlCache` of the files that were downloaded before training."""
         return UrlCache(None if self.url_cache is None else Path(self.url_cache))
 
     def path_of(self, split: str) -> str | None:
-        """Path of a split's conversations, or None if it has none."""
+        """Return the path of the conversations of a split; None if no path is set, as for a mixture."""
         own = getattr(self, f"{split}_path", None)
         return own if self.path is None else splits_in(self.path).get(split, own)
 
-    def mixed(self, split: str) -> tuple[MixedSet, ...]:
-        """The data sets of the mixture that have the given split; a ValueError for an invalid mixture."""
+    def mixture_sets(self, split: str) -> tuple[MixedSet, ...]:
+        """Return the data sets of the mixture that have the given split; raise ValueError for an invalid mixture."""
         if self.mixture is None:
             return ()
-        sets = mixed_sets(self.mixture, self.media_root, self.schema_adapter, self.columns)
+        sets = read_mixture(self.mixture, self.media_root, self.schema_adapter, self.columns)
         return tuple(one for one in sets if one.path_of(split) is not None)
 
-    def _paths(self, split: str) -> list[str]:
-        """Paths of a split's data sets; of several in a mixture."""
+    def paths_of(self, split: str) -> list[str]:
+        """Return the paths of the data sets of a split: several for a mixture, none if the split has no data."""
         path = self.path_of(split)
-        return [path] if path is not None else [str(one.path_of(split)) for one in self.mixed(split)]
+        return [path] if path is not None else [str(one.path_of(split)) for one in self.mixture_sets(split)]
 
     def build_datasets(
         self, context: DatasetBuildContext
     ) -> tuple[RowDataset | None, RowDataset | None, RowDataset | None]:
-        """Rows of each split for Megatron-Bridge's loop, of the requested lengths.
+        """Return the rows of each split for Megatron-Bridge's loop, with the requested lengths.
 
         Raises:
             DataError: files are missing or unreadable, or a stream has fewer files than parts.
-            ValueError: rows or stream parts that cannot be divided over the ranks, or rows that differ from those that
-                the run has trained on, that were packed, or that other processes have.
+            ValueError: rows or stream parts cannot be divided over the ranks; or rows differ from the rows that the run
+                was trained on, from packed rows, or from the rows of other processes.
         """
         groups = context.pg_collection
-        rows, ranks = (self, 1) if groups is None else (self.shared_by(groups.cp.size()), groups.dp.size())
+        rows, ranks = (self, 1) if groups is None else (self.for_context_parallel(groups.cp.size()), groups.dp.size())
         wanted = (context.train_samples, context.valid_samples, context.test_samples)
         train, valid, test = (
-            rows._in_parts(rows.rows(split, length=length, ranks=ranks), ranks, groups=groups)
-            if length and self._paths(split)
+            rows._divide_stream(rows.rows(split, length=length, ranks=ranks), ranks, groups=groups)
+            if length and self.paths_of(split)
             else None
             for split, length in zip(SPLITS, wanted, strict=True)
         )
@@ -361,18 +395,18 @@ class Qwen3VLConversationProvider(ConversationRows):
                 if other is not None:
                     raise ValueError(
                         f"the data of the split {split!r} differ among the processes: found {found[other]} on rank "
-                        f"{other}, expected {found[0]} as on rank 0. Every machine needs the same files, and the same "
-                        "downloads: copy the folder url_cache, records and all"
+                        f"{other}, expected {found[0]} as on rank 0. Every machine needs the same files and the same "
+                        "downloads: copy the complete folder url_cache"
                     )
         if train is not None:
-            self.note_position(train.fingerprint(), train.assignment())
+            self.record_position(train.fingerprint(), train.assignment())
             vars(self)["epoch"] = self.epoch or train.epoch()
         return train, valid, test
 
     def stream(self, split: str, *, dp_rank: int = 0, dp_size: int = 1, micro_batch_size: int = 1) -> BatchStream:
-        """Endless microbatches of a split, for a custom training loop. Its `state_dict` belongs in the checkpoint."""
+        """Return endless microbatches of a split for a custom loop. Save the `state_dict` with each checkpoint."""
         return BatchStream(
-            self._in_parts(self.rows(split, ranks=dp_size), dp_size, micro_batch_size),
+            self._divide_stream(self.rows(split, ranks=dp_size), dp_size, micro_batch_size),
             dp_rank=dp_rank,
             dp_size=dp_size,
             micro_batch_size=micro_batch_size,
@@ -383,23 +417,24 @@ class Qwen3VLConversationProvider(ConversationRows):
     def evaluation(
         self, split: str, *, dp_rank: int = 0, dp_size: int = 1, micro_batch_size: int = 1
     ) -> Iterator[TokenBatch]:
-        """Every row of a split once, in the file's order; arguments as for `stream`.
+        """Yield every row of a split once, in microbatches, in the order of the file. Arguments are those of `stream`.
 
-        Every rank reads all parts of a stream: ranks need equally many microbatches, a number known only at the end.
+        Every rank reads all parts of a stream: ranks need the same number of microbatches, which is known only at the
+        end.
         """
         rows = self.rows(split, shuffle=False)
         return one_pass(rows, dp_rank=dp_rank, dp_size=dp_size, micro_batch_size=micro_batch_size)
 
     def count_epoch(self, cp_size: int = 1) -> Epoch:
-        """Count the rows of the first epoch, for which this process measures every sample that is not packed.
+        """Count the rows of the first epoch. Unless rows were packed before, this process measures every sample.
 
         Raises:
-            ValueError: a stream.
+            ValueError: the data set is streamed.
             DataError: files are missing, or samples are bad or too long and may not be dropped.
         """
         if self.streaming:
-            raise ValueError("streaming is on: the rows of an epoch are not known before they are read")
-        rows = self.shared_by(cp_size).rows("train", alone=True)
+            raise ValueError("streaming is on: the number of rows is known only after reading them")
+        rows = self.for_context_parallel(cp_size).rows("train", alone=True)
         epoch = rows.epoch(counted=True)
         assert epoch is not None  # it is no stream
         vars(self)["epoch"] = epoch
@@ -408,12 +443,17 @@ class Qwen3VLConversationProvider(ConversationRows):
     def rows(
         self, split: str, *, length: int = 0, shuffle: bool | None = None, ranks: int = 1, alone: bool = False
     ) -> RowDataset:
-        """Rows of a split ("train", "valid" or "test"), for data-parallel ranks; a ValueError if it has no path.
+        """Return the rows of a split for data-parallel ranks; raise ValueError if the split has no path.
 
-        Their `len` is `length`. By default only the training split is shuffled; others are not assigned by cost. If
-        `alone`, sizes of samples are not shared with other processes, nor is what is dropped logged.
+        Args:
+            split: "train", "valid" or "test".
+            length: the `len` of the rows.
+            shuffle: shuffle the samples; None to shuffle only the training split. Only shuffled rows are assigned by
+                cost.
+            ranks: number of data-parallel ranks.
+            alone: do not share the sizes of samples with other processes, and do not log dropped samples.
         """
-        if not (paths := self._paths(split)):
+        if not (paths := self.paths_of(split)):
             raise ValueError(f"the split {split!r} has no {split}_path; splits are {', '.join(SPLITS)}")
         shuffled = split == "train" if shuffle is None else shuffle
         seed = self.seed if shuffled else None
@@ -421,51 +461,113 @@ class Qwen3VLConversationProvider(ConversationRows):
         over = shuffled and self.balance_over
         balance = Balance(over, self.checkpoint().costs) if over else None
         settings = RowSettings(self.collator(), self.pack, seed, self.window_size, packed, balance)
-        source = self._source(split, seed)
-        sample_filter, sizes = self.sample_filter(), packed
+        source = self.open_split(split, seed)
+        sample_filter, sizes = self.sample_filter(), None if packed is None else Sizes(known=packed.size)
         if sizes is None and not isinstance(source, StreamedDataset):
-            roots = [one.media_root for one in self.mixed(split)] or [self.media_root]
+            roots = [one.media_root for one in self.mixture_sets(split)] or [self.media_root]
             place = {"path": list(map(os.path.abspath, paths)), "media_root": roots}
             rules = {**place, "data": source.fingerprint(), **sample_filter.fingerprint()}
-            sizes = Sizes(len(source)) if alone else sizes_of_job(len(source), rules)
+            sizes = Sizes(len(source)) if alone else open_shared_sizes(len(source), rules)
         repeat = None if split == "train" else self.rows_of_evaluation
         samples = Samples(source, sample_filter, sizes, (lambda kind: 0) if alone else None)
         return RowDataset(samples, settings, length=length, ranks=ranks, repeat=repeat)
 
-    def check_samples(self, cp_size: int = 1) -> None:
-        """Refuse training data that cannot be trained on, before a model is built for them.
+    def check_samples(self, cp_size: int = 1, evaluated: Mapping[str, int] | None = None) -> None:
+        """Raise DataError on rank 0 if the data cannot be used. Called before a model is built.
 
-        They must exist, and fit rows that were packed before training. Otherwise, where samples may be dropped, those
-        of the first window are measured until one is valid, usually the first. Data of the hub are not checked.
+        Files must exist. Rows that were packed before training must fit the files. Without such rows, read up to 2,000
+        records of each split and name all bad ones: in the error, or in a warning if they are dropped. At least one
+        training record of the first window must be valid. Data on the hub are not checked.
+
+        Args:
+            cp_size: number of context-parallel ranks.
+            evaluated: number of rows that an evaluation reads from the splits "valid" and "test"; None for all.
         """
-        if any(path.startswith(HUB) for path in self._paths("train")):
+        # Only rank 0 reads, so that a thousand processes do not open the same images. The other ranks wait for it when
+        # they create the process group, and torchrun ends them when rank 0 fails. `build_datasets` finds files that
+        # differ on another machine.
+        if get_rank_safe() != 0:
             return
-        if self.train_packing is not None:
-            self.shared_by(cp_size).rows("train")
+        for split in SPLITS:
+            paths, rows = self.paths_of(split), None if evaluated is None else evaluated.get(split)
+            if rows == 0 or not paths or any(path.startswith(HUB) for path in paths):
+                continue
+            if split == "train" and self.train_packing is not None:
+                self.for_context_parallel(cp_size).rows("train")
+                continue
+            source = self.open_split(split, self.seed)
+            assert isinstance(source, Sized)  # only data of the hub are streamed
+            # Packing measures all records of a window, and a row has at least one.
+            first = None if rows is None else max(rows, self.window_size) if self.pack else rows
+            self._read_records(split, source, first)
+            if split == "train" and "drop" in (self.on_bad, self.on_long):
+                self._check_first_window(source)
+
+    def _read_records(self, split: str, source: Any, first: int | None) -> None:
+        """Read some records of a split; if some cannot be used, raise DataError, or warn if `on_bad` drops them.
+
+        Blocks of records are spread over the first `first` records of the split; None for all records.
+        """
+        length = len(source)
+        total = min(length, first or length)
+        in_order = (
+            source.order(None).sample_numbers(0, 0, total) if first and isinstance(source, Mixture) else range(total)
+        )
+        errors, read, begun = list[tuple[str, DataError]](), 0, time.monotonic()
+        for block in range(_BLOCKS):
+            start, end = (number * total // _BLOCKS for number in (block, block + 1))
+            for number in in_order[start : min(end, start + _BLOCK_RECORDS)]:
+                if time.monotonic() - begun > _CHECK_SECONDS * (block + 1) / _BLOCKS:
+                    break  # reading is slow: read fewer records of each block
+                name, read = source.sample_id(number), read + 1
+                try:
+                    for image in source[number].images:
+                        image_size(image, name)
+                except DataError as error:
+                    errors.append((name, error))
+        stopping = [one for one in errors if self.on_bad == "error" or isinstance(one[1], DataUnavailable)]
+        if not (found := stopping or errors):
             return
-        source = self._source("train", self.seed)
-        if "drop" not in (self.on_bad, self.on_long):
-            return
+        lines = group_errors([(name, str(error), error.problem) for name, error in found], _MOST_KINDS)
+        records = f"{len(found):,} of {read:,} records" + (f", of {length:,} in all," if read < length else "")
+        if stopping:
+            are_droppable = any(not isinstance(error, DataUnavailable) for _, error in stopping)
+            advice = ON_BAD_ADVICE if are_droppable else ""
+            raise DataError(
+                f"{split} data", f"{records} cannot be used{advice}:" + "".join(map("\n  {}".format, lines))
+            )
+        words = f"{split} data: {records} cannot be used and are left out (dataset.on_bad is 'drop'):\n  %s"
+        logger.warning(words, "\n  ".join(lines))
+
+    def _check_first_window(self, source: Any) -> None:
+        """Raise DataError if no sample of the first training window is valid. Stop at the first valid sample."""
         strict = replace(self, on_bad="error", on_long="truncate" if self.on_long == "truncate" else "error")
         samples = Samples(source, strict.sample_filter())
-        numbers = RowDataset(samples, RowSettings(self.collator())).order(self.seed).numbers(0, 0, self.window_size)
+        numbers = (
+            RowDataset(samples, RowSettings(self.collator())).order(self.seed).sample_numbers(0, 0, self.window_size)
+        )
         problems = list[str]()
         for number in numbers:
             try:
                 samples.size(number)
                 return
-            except (Changed, Unreachable):
+            except (SampleSizeChanged, DataUnavailable):
                 raise
             except DataError as error:
-                problems.append(str(error))
+                problems.append(str(error).removesuffix(ON_BAD_ADVICE))
         raise DataError(
             "the training data",
-            f"found {len(numbers)} samples, all of which would be dropped as bad or too long, expected at least one "
-            f"that can be trained on. The first: {'; '.join(problems[:3])}. `qwen3vl data inspect` shows the others",
+            f"all of the first {len(numbers)} samples would be dropped as bad or too long, expected at least one "
+            f"that can be trained on. The first errors: {'; '.join(problems[:3])}. `qwen3vl data inspect` shows the "
+            f"others",
         )
 
-    def _in_parts(self, rows: RowDataset, ranks: int, micro_batch_size: int = 1, groups: Any = None) -> RowDataset:
-        """The source divided into stream parts, if it is a stream."""
+    def _divide_stream(self, rows: RowDataset, ranks: int, micro_batch_size: int = 1, groups: Any = None) -> RowDataset:
+        """Return the rows, divided into stream parts if the data set is streamed.
+
+        Raises:
+            ValueError: `stream_parts` is not a multiple of the number of readers.
+        """
         if not self.streaming:
             return rows
         workers, micro = max(1, self.num_workers), self.rows_of_microbatch or micro_batch_size
@@ -476,21 +578,23 @@ class Qwen3VLConversationProvider(ConversationRows):
                 f"dataset.stream_parts is {parts}, expected a multiple of {readers}: {ranks} data-parallel ranks x "
                 f"{workers} data-loading processes x {micro} rows of a microbatch"
             )
-        return StreamedRows(rows, parts, notes_of_job({"stream": rows.samples.file.fingerprint()}, groups))
+        return StreamedRows(rows, parts, make_drop_counter({"stream": rows.samples.file.fingerprint()}, groups))
 
-    def _source(self, split: str, seed: int | None) -> ConversationSource | Mixture | StreamedDataset:
-        path, addresses, schema_adapter = self.path_of(split), self.downloaded(), self.schema_adapter
+    def open_split(self, split: str, seed: int | None) -> ConversationSource | Mixture | StreamedDataset:
+        """Open the conversations of a split. `seed` is the seed of the shuffle of a stream; None for no shuffle."""
+        path, url_cache, schema_adapter = self.path_of(split), self.make_url_cache(), self.schema_adapter
         if path is None:
-            return open_mixture(self.mixed(split), split, addresses)
+            return open_mixture(self.mixture_sets(split), split, url_cache)
         if not self.streaming:
             return open_source(
-                path, self.media_root, addresses=addresses, schema_adapter=schema_adapter, columns=self.columns
+                path, self.media_root, url_cache=url_cache, schema_adapter=schema_adapter, columns=self.columns
             )
-        return StreamedDataset.named(
+        return StreamedDataset.from_hub(
             path,
-            media_root=MediaAccess.of(self.media_root, addresses),
+            media_root=MediaAccess.from_settings(self.media_root, url_cache),
             seed=seed,
-            # A row's samples are nearly always in its window or the previous one, and the plan is one window ahead.
+            # The samples of a row are nearly always in its window or the previous one, and the plan is one
+            # window ahead.
             keep=4 * self.window_size,
-            schema=schema_of(schema_adapter, self.columns),
+            schema=find_schema(schema_adapter, self.columns),
         )

@@ -1,7 +1,7 @@
-"""Downloading the URLs in conversations before training.
+"""Download the URLs in conversations before training.
 
-A download can be stopped at any time and run again; existing files are not downloaded again. A completed one writes a
-record of the URLs of each data set (`DownloadRecord`).
+A download can be stopped at any time and run again; existing files are not downloaded again. A completed download
+writes a record of the URLs of each data set (`DownloadRecord`).
 """
 
 from __future__ import annotations
@@ -20,26 +20,28 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from urllib.parse import unquote
 
-from qwen3vl_bridge.data.errors import DataError, Unreachable
-from qwen3vl_bridge.data.media.images import is_picture
-from qwen3vl_bridge.data.media.media_access import (
+from qwen3vl_bridge.core.atomic import replace_file
+from qwen3vl_bridge.data.errors import DataError, DataUnavailable
+from qwen3vl_bridge.data.media import (
     DownloadRecord,
     UrlCache,
     address_file,
-    digest_of,
-    read_url,
-    shown_url,
+    is_image_file,
+    parse_url,
+    quote_url,
+    url_digest,
 )
-from qwen3vl_bridge.data.sources.opening import ConversationSource
-from qwen3vl_bridge.io.atomic import replace_file
+from qwen3vl_bridge.data.sources import ConversationSource
 
 import httpx
 
 MOST_BYTES = 2**30
 MOST_REDIRECTS = 5
-MOST_DOWN = 3  # URLs of a server in a row that fail, after which no more are requested
+MOST_DOWN = 3  # consecutive failed URLs of a server after which no more are requested
+FIRST_ATTEMPTS = 2  # attempts for a server that has not responded yet
 WAITS = (1.0, 2.0, 4.0, 8.0, 16.0)  # seconds between attempts
-TIMEOUT, LONGEST = 15.0, 900.0  # seconds without a byte; seconds for a body
+CONNECT_TIMEOUT, TIMEOUT, LONGEST = 5.0, 15.0, 900.0  # seconds to connect; without receiving data; for a complete body
+RECONNECT = 10.0  # seconds after the last URL until hosts that could not be connected to are retried once
 _OLD = 3600  # seconds since the last write, after which an unfinished file is abandoned
 _BUSY = (408, 425, 429)
 _PORTS = {"http": 80, "https": 443}
@@ -54,26 +56,26 @@ _VIDEO = re.compile(
 
 
 @dataclass(frozen=True)
-class AddressBook(UrlCache):
-    """Notes the URLs that are requested from it, with their places in the data, in place of finding their files."""
+class UrlCollector(UrlCache):
+    """A `UrlCache` that collects the requested URLs and their locations in the data, instead of finding files."""
 
-    noted: list[tuple[str, str]] = field(default_factory=list)
+    collected: list[tuple[str, str]] = field(default_factory=list)
 
-    def of_data(self, data: str) -> AddressBook:
-        """Itself: what was recorded does not matter."""
+    def for_data(self, data: str) -> UrlCollector:
+        """Return this collector: records of earlier downloads do not matter here."""
         return self
 
     def __call__(self, address: str, place: str) -> Path:
-        """Note a URL; returns a path that is not read."""
-        self.noted.append((address, place))
+        """Collect a URL and its location; return a placeholder path that is never opened."""
+        self.collected.append((address, place))
         return Path(address)
 
 
 @dataclass(frozen=True)
 class FailedDownload:
-    """A URL without a file, with the first sample that contains it.
+    """A URL that could not be downloaded, with the first sample that contains it.
 
-    If it is `final`, the URL was given up: training treats samples with it as bad. Otherwise training stops there.
+    If it is `final`, later downloads do not request the URL again.
     """
 
     address: str
@@ -84,7 +86,7 @@ class FailedDownload:
 
 @dataclass
 class DownloadReport:
-    """Numbers of new files and of those that already existed, URLs without a file, and errors of unreadable samples."""
+    """Result of a download: numbers of new and existing files, failed URLs, and errors of unreadable samples."""
 
     downloaded: int = 0
     present: int = 0
@@ -94,7 +96,7 @@ class DownloadReport:
 
 def download(
     sources: Sequence[ConversationSource],
-    book: AddressBook,
+    book: UrlCollector,
     fetch: Downloader,
     manifest: Path,
     *,
@@ -103,17 +105,17 @@ def download(
     give_up: bool = False,
     progress: Callable[[Sequence[int]], Iterable[int]] = iter,
 ) -> DownloadReport:
-    """Download the URLs in conversations. Memory: about 100 bytes per URL, and the failures.
+    """Download the URLs in conversations. The memory used is about 100 bytes per URL, and the list of failures.
 
     Args:
-        sources: opened with `book` as their `MediaAccess.addresses`.
-        book: notes the URLs of a sample.
+        sources: opened with `book` as their `MediaAccess.url_cache`.
+        book: collects the URLs of a sample.
         fetch: downloads one URL into its cache, which also gets a record of each data set.
         manifest: file of failures as JSON lines, written at the end. Until then failures are appended to
-            MANIFEST.unfinished as soon as they are known, after those of earlier downloads that were stopped.
+            MANIFEST.unfinished immediately, after the failures of earlier downloads that were stopped.
         workers: number of parallel downloads.
-        retry: retry URLs that were given up in an earlier run.
-        give_up: also give up URLs that did not respond or are not allowed.
+        retry: retry URLs that failed permanently in an earlier run.
+        give_up: also mark URLs as final that did not respond or are not allowed.
         progress: wraps the numbers of all samples.
     """
     cache, report = fetch.cache, DownloadReport()
@@ -121,67 +123,83 @@ def download(
     unfinished = manifest.with_name(f"{manifest.name}.unfinished")
     manifest.parent.mkdir(parents=True, exist_ok=True)
 
+    unconnected, reconnects = set[str](), True  # URLs to request once more; whether this is still to be done
+
     def attempt(address: str, place: str) -> FailedDownload | bool:
-        """A failure, or whether the file is new."""
+        """Download one URL; return the failure, or True if the file is new and False if it existed."""
         if cache.path_of(address).is_file():
             return False
-        problem, final = cache.problem_of(address), True
+        problem, final = cache.failure_reason(address), True
         if problem is None or retry:
-            cache.problem_file(address).unlink(missing_ok=True)
+            cache.failure_file(address).unlink(missing_ok=True)
             try:
                 fetch(address, place)
                 return True
             except DataError as error:
                 problem = str(error).removeprefix(f"{place}: ")
-                final = not isinstance(error, Unreachable) or (give_up and not fetch.stopped.is_set())
+                final = not isinstance(error, DataUnavailable) or (give_up and not fetch.stopped.is_set())
+                if reconnects and isinstance(error, _NoConnection):
+                    unconnected.add(address)
+                    final = False
             if final:
-                path = cache.problem_file(address)
+                path = cache.failure_file(address)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 replace_file(path, problem.encode())
         failure = FailedDownload(address, place, problem, final)
-        log.write(_line(failure))  # append mode writes at the end of the file
+        log.write(_to_json_line(failure))  # append mode writes at the end of the file
         log.flush()
         return failure
 
+    def attempt_all(urls: Iterable[tuple[str, str]]) -> tuple[int, list[FailedDownload]]:
+        """Download URLs in the thread pool; return the number of URLs, and the failures."""
+        num_urls, failures = 0, list[FailedDownload]()
+        for result in _in_parallel(pool, attempt, urls, 4 * workers):
+            num_urls += 1
+            if isinstance(result, FailedDownload):
+                failures.append(result)
+            else:
+                report.downloaded += result
+                report.present += not result
+        return num_urls, failures
+
     with unfinished.open("ab+") as log:
         log.seek(max(log.tell() - 1, 0))
-        if log.read() not in (b"", b"\n"):  # a process was killed in the middle of a line
+        if log.read() not in (b"", b"\n"):  # a process was killed while it wrote a line
             log.write(b"\n")
         pool = ThreadPoolExecutor(workers)
         try:
-            # Set by set, so that a URL in two of them is requested once.
-            for source in sources:
-                num_urls, num_before = 0, len(report.failures)
-                for result in _in_parallel(pool, attempt, _urls_of(source, book, report.unread, steps), 4 * workers):
-                    num_urls += 1
-                    if isinstance(result, FailedDownload):
-                        report.failures.append(result)
-                    else:
-                        report.downloaded += result
-                        report.present += not result
-                failures = report.failures[num_before:]
-                given_up = frozenset(digest_of(failure.address) for failure in failures if failure.final)
+            # One source after the other, so that a URL in two sources is requested once.
+            found = [attempt_all(_collect_urls(source, book, report.unread, steps)) for source in sources]
+            if unconnected:  # perhaps only for a few seconds, for example without a name server
+                time.sleep(RECONNECT)
+                fetch.allow_reconnecting()
+            reconnects = False
+            for source, (num_urls, failures) in zip(sources, found, strict=True):
+                again = [(one.address, one.place) for one in failures if one.address in unconnected]
+                failures = [one for one in failures if one.address not in unconnected] + attempt_all(again)[1]
+                report.failures += failures
                 if num_urls:
-                    record = DownloadRecord(num_urls, len(failures) - len(given_up), given_up)
-                    record.write(cache.root, source.recorded_as)
+                    failed = frozenset(url_digest(failure.address) for failure in failures)
+                    num_retryable = sum(not failure.final for failure in failures)
+                    DownloadRecord(num_urls, failed, num_retryable).write(cache.root, source.download_key)
         except BaseException:
             fetch.stopped.set()
             raise
         finally:
             pool.shutdown(cancel_futures=True)
-    replace_file(manifest, b"".join(map(_line, report.failures)))
+    replace_file(manifest, b"".join(map(_to_json_line, report.failures)))
     unfinished.unlink(missing_ok=True)
     return report
 
 
-def _line(failure: FailedDownload) -> bytes:
+def _to_json_line(failure: FailedDownload) -> bytes:
     return json.dumps(asdict(failure)).encode() + b"\n"
 
 
 def _in_parallel[Result](
     pool: ThreadPoolExecutor, work: Callable[..., Result], items: Iterable[tuple[str, str]], most: int
 ) -> Iterator[Result]:
-    """Results of work on each item as they come, with at most so many items under way."""
+    """Yield the results of `work` for each item as they are completed, with at most `most` items running."""
     running = set[Future[Result]]()
     for item in items:
         running.add(pool.submit(work, *item))
@@ -191,104 +209,148 @@ def _in_parallel[Result](
     yield from (future.result() for future in as_completed(running))
 
 
-def _urls_of(
-    source: ConversationSource, book: AddressBook, unread: list[str], steps: Iterator[int]
+def _collect_urls(
+    source: ConversationSource, book: UrlCollector, unread: list[str], steps: Iterator[int]
 ) -> Iterator[tuple[str, str]]:
-    """Each URL of a source once, with its place. Advances `steps` by one for each sample."""
+    """Yield each URL of a source once, with its location. Advance `steps` once for each sample that is read."""
     seen = set[bytes]()
     for number, _ in zip(range(len(source)), steps, strict=False):
-        book.noted.clear()
+        book.collected.clear()
         try:
             source[number]
         except DataError as error:
             unread.append(str(error))
             continue
-        for address, place in book.noted:
-            digest = digest_of(address)
+        for address, place in book.collected:
+            digest = url_digest(address)
             if digest not in seen:
                 seen.add(digest)
                 yield address, place
 
 
-class _Again(Exception):
-    """An attempt failed, and another may succeed: the problem, and the server if it gave no response, or a 5xx."""
+class _RetryableError(Exception):
+    """An attempt failed, and another may succeed.
+
+    Arguments: the problem; the server if it did not respond or sent status 5xx, otherwise None; and the number of
+    failed URLs that this failure counts as, if the server has never responded.
+    """
+
+
+class _NoConnection(DataUnavailable):
+    """No connection to the host of a URL.
+
+    The attempt failed, or was skipped because another URL of the host failed.
+    """
 
 
 class Downloader:
-    """Downloads URLs into a cache; any number of threads may use one.
+    """Download URLs into a cache; any number of threads may use one downloader.
 
-    A response that a URL is gone or forbidden (404, 410, 403, any other status except 200 and those of a busy server),
-    or whose contents are neither an image nor a video, is permanent: a `DataError`. No response, an interrupted one, or
-    that of a busy or failing server (408, 425, 429, 5xx) is `Unreachable` after several attempts. If all attempts fail
-    without a response or with 5xx for a few URLs of a server in a row, it gets no more requests, so that not every URL
-    waits for a timeout.
+    A response is a permanent failure, and raises DataError, if its status is neither 200 nor one of a busy server
+    (for example 404, 410, 403), or if its contents are neither an image nor a video. No response, an interrupted
+    response, and responses of a busy or failing server (408, 425, 429, 5xx) raise DataUnavailable after several
+    attempts.
+
+    If all attempts fail without a response or with 5xx for a few consecutive URLs of a server, it gets no more
+    requests, so that not every URL waits for a timeout. A server that cannot be connected to gets no requests after its
+    first URL, unless it has responded before; see `allow_reconnecting`.
     """
 
     def __init__(self, cache: UrlCache, allowed_urls: Sequence[str]) -> None:
-        """Set the target folder and the allowed prefixes of URLs, including those of redirects (see `check_prefix`)."""
+        """Set the cache to download into, and the URL prefixes that may be requested (see `check_url_prefix`).
+
+        Redirects must have an allowed prefix too.
+        """
         for prefix in allowed_urls:
-            check_prefix(prefix)
+            check_url_prefix(prefix)
         self.cache, self._allowed = cache, tuple(allowed_urls)
         self.stopped = threading.Event()  # set: running downloads fail as unreachable, without further attempts
         self._failed = Counter[str]()  # URLs in a row, by server
+        self._responded = set[str]()  # servers
+        self._unconnected = set[str]()  # servers that could not be connected to when their latest URL failed
         self._unfinished = cache.root / "unfinished"
         for path in self._unfinished.glob("*"):  # of killed downloads; running ones write continuously
             with suppress(OSError):  # the download has completed, or is another user's
                 if time.time() - path.stat().st_mtime > _OLD:
                     path.unlink()
-        # Images and videos are already compressed, and a small compressed response may expand to a large one.
+        # Images and videos are already compressed, and a small compressed response may expand to a large file.
         headers = {"User-Agent": "qwen3vl-bridge", "Accept-Encoding": "identity"}
-        self._client = httpx.Client(timeout=TIMEOUT, headers=headers, limits=httpx.Limits(max_connections=None))
+        timeout = httpx.Timeout(TIMEOUT, connect=min(CONNECT_TIMEOUT, TIMEOUT))
+        self._client = httpx.Client(timeout=timeout, headers=headers, limits=httpx.Limits(max_connections=None))
+
+    def allow_reconnecting(self) -> None:
+        """Forget failed connections, so that their servers are requested again as if they were new."""
+        for server in self._unconnected:
+            self._failed.pop(server, None)
+        self._responded -= self._unconnected
+        self._unconnected.clear()
 
     def __call__(self, address: str, place: str) -> None:
-        """Download a URL, which stands at `place`; errors as in the class, and `Unreachable` for one not allowed."""
-        url = allowed_url(address, self._allowed, place)
+        """Download a URL that was found at `place`.
+
+        Raises the errors that the class describes, and DataUnavailable for a URL that is not allowed.
+        """
+        url, begun = check_allowed_url(address, self._allowed, place), time.monotonic()
         for attempt, pause in enumerate((*WAITS, None), start=1):
-            down = None
+            down, weight = None, 1
             try:
                 return self._attempt(url, self.cache.path_of(address), place)
-            except _Again as error:
-                problem, down = error.args
+            except _RetryableError as error:
+                problem, down, weight = error.args
             except httpx.TransportError as error:
                 problem = f"{type(error).__name__}: {error}"
             except httpx.DecodingError as error:
                 raise DataError(place, f"found {str(url)!r} damaged ({error}), expected an image or a video") from error
+            is_unconnected = weight == MOST_DOWN
+            if down is not None and down not in self._responded:
+                if attempt == FIRST_ATTEMPTS or time.monotonic() - begun > CONNECT_TIMEOUT:
+                    pause = None
+            else:
+                weight = 1
             # Random, so that the threads do not retry at the same time.
             if pause is None or self.stopped.wait(pause * (0.5 + random.random())):
                 if down is not None and not self.stopped.is_set():
-                    self._failed[down] += 1
-                raise Unreachable(
-                    place, f"found {str(url)!r} out of reach after {attempt} attempts ({problem}), expected an answer"
-                )
+                    (self._unconnected.add if is_unconnected else self._unconnected.discard)(down)
+                    self._failed[down] += weight
+                attempts = f"{attempt} attempt{'s' * (attempt > 1)} ({problem})"
+                kind = _NoConnection if is_unconnected else DataUnavailable
+                raise kind(place, f"found {str(url)!r} unreachable after {attempts}; run the download again")
         return None
 
     def _attempt(self, url: httpx.URL, path: Path, place: str) -> None:
-        """Store a URL's contents. Redirects are followed here, not by the library, so that each address is checked."""
+        """Request a URL once, and store the contents at `path`.
+
+        Redirects are followed here instead of by httpx, so that every URL is checked.
+        """
         asked = url
         for _ in range(MOST_REDIRECTS + 1):
             server = asked.netloc.decode("ascii")
             if self._failed[server] >= MOST_DOWN:
-                raise Unreachable(
+                kind = _NoConnection if server in self._unconnected else DataUnavailable
+                raise kind(
                     place,
-                    f"found {str(asked)!r} not requested, because {MOST_DOWN} URLs of {server} in a row failed, "
-                    "expected a server that responds",
+                    f"found {str(asked)!r}, which was not requested because earlier URLs of {server} failed; run the "
+                    "download again when the server responds",
                 )
             try:
                 response = self._client.send(self._client.build_request("GET", asked), stream=True)
-            except (httpx.TimeoutException, httpx.NetworkError, httpx.ProxyError) as error:
-                raise _Again(f"{type(error).__name__}: {error}", server) from error
-            except (httpx.InvalidURL, ValueError) as error:  # some of the redirects to something other than a URL
-                problem = f"found {str(asked)!r} redirected to no address ({error})"
+            except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError) as error:
+                raise _RetryableError(f"{type(error).__name__}: {error}", server, MOST_DOWN) from error
+            except (httpx.TimeoutException, httpx.NetworkError) as error:
+                raise _RetryableError(f"{type(error).__name__}: {error}", server, 1) from error
+            except (httpx.InvalidURL, ValueError) as error:  # some redirects to something other than a URL
+                problem = f"found {str(asked)!r} redirected to an invalid URL ({error})"
                 raise DataError(place, f"{problem}, expected an image or a video") from error
             with closing(response):
+                self._responded.add(server)
                 if response.status_code >= 500:
-                    raise _Again(f"status {response.status_code}", server)
+                    raise _RetryableError(f"status {response.status_code}", server, 1)
                 self._failed.pop(server, None)
                 if response.next_request is None:
                     if response.status_code in _BUSY:
-                        raise _Again(f"status {response.status_code}", None)
+                        raise _RetryableError(f"status {response.status_code}", None, 1)
                     return self._store(response, url, path, place)
-            asked = allowed_url(str(response.next_request.url), self._allowed, f"{place}: {url} leads elsewhere")
+            asked = check_allowed_url(str(response.next_request.url), self._allowed, f"{place}: {url} leads elsewhere")
         raise DataError(
             place, f"found {str(url)!r} redirected over {MOST_REDIRECTS} times, expected an image or a video"
         )
@@ -306,7 +368,8 @@ class Downloader:
         for folder in (path.parent, self._unfinished):
             folder.mkdir(parents=True, exist_ok=True)
         try:
-            # The library's limit restarts with each byte: a server that sends single bytes slowly would block a thread.
+            # The timeout of the library restarts with each byte: a server that sends single bytes slowly
+            # would block a thread.
             end = time.monotonic() + LONGEST
             with unfinished.open("xb") as file:
                 for chunk in response.iter_bytes():
@@ -318,9 +381,9 @@ class Downloader:
                 start = file.read(512)
             if not start:
                 raise DataError(where, f"found 0 bytes, {wanted}")
-            # There are many video formats, so a server's type of a video is accepted unchecked.
+            # There are many video formats, so a video type sent by the server is not checked.
             is_video = kind.startswith("video/") or (not kind.startswith("image/") and _VIDEO.match(start))
-            if not is_video and not is_picture(unfinished):
+            if not is_video and not is_image_file(unfinished):
                 raise DataError(where, f"found contents that begin {start[:16]!r} ({kind or 'no type'}), {wanted}")
             address_file(path).write_text(str(url), "utf-8")
             unfinished.replace(path)
@@ -333,33 +396,42 @@ def _check_size(found: int, where: str) -> None:
         raise DataError(where, f"found at least {found:,} bytes, expected at most {MOST_BYTES:,}")
 
 
-def check_prefix(prefix: str) -> None:
-    """Refuse prefixes that cannot begin a URL, or would allow more than they seem to (ValueError)."""
+def check_url_prefix(prefix: str) -> None:
+    """Raise ValueError for a prefix that cannot begin a URL, or allows more URLs than a reader would expect."""
     if _is_scheme(prefix):
         return
-    url = read_url(prefix)
-    if url is None or url.scheme not in _PORTS or not url.host or re.search(r"[@?#*\\\s]", prefix) or _climbs(url):
+    url = parse_url(prefix)
+    if (
+        url is None
+        or url.scheme not in _PORTS
+        or not url.host
+        or re.search(r"[@?#*\\\s]", prefix)
+        or _escapes_folder(url)
+    ):
         raise ValueError(
-            f"allowed_urls has {prefix!r}, expected a scheme and a host, and a path if need be, such as "
+            f"allowed_urls has {prefix!r}, expected a scheme and a host, and optionally a path, such as "
             "'https://images.example.org/' or 'https://images.example.org/public/'; 'https://' allows every URL "
             "of that scheme"
         )
 
 
-def allowed_url(address: str, prefixes: Sequence[str], place: str) -> httpx.URL:
-    """The URL of a record or a redirect, as it will be requested.
+def check_allowed_url(address: str, prefixes: Sequence[str], place: str) -> httpx.URL:
+    """Return the URL of a record or a redirect, as it will be requested.
 
-    Scheme, host and port are compared whole, paths by whole segments: "https://example.org/a" allows
-    "https://example.org/a/1.png", but neither "https://example.org/ab" nor "https://example.org.evil.com/a". A
-    `DataError` for what is no URL, `Unreachable` for one that the current prefixes do not allow.
+    Scheme, host and port must be equal, and paths are compared by complete segments: "https://example.org/a" allows
+    "https://example.org/a/1.png", but neither "https://example.org/ab" nor "https://example.org.evil.com/a".
+
+    Raises:
+        DataError: not a URL.
+        DataUnavailable: a URL that the current prefixes do not allow.
     """
-    url = read_url(address)
+    url = parse_url(address)
     if url is None or not url.host:
-        raise DataError(place, f"found {shown_url(address)}, expected the URL of an image or a video")
-    if url.userinfo or _climbs(url) or not any(_begins(url, prefix) for prefix in prefixes):
-        raise Unreachable(
+        raise DataError(place, f"found {quote_url(address)}, expected the URL of an image or a video")
+    if url.userinfo or _escapes_folder(url) or not any(_has_prefix(url, prefix) for prefix in prefixes):
+        raise DataUnavailable(
             place,
-            f"found the URL {shown_url(address)}, expected one that begins with {' or '.join(prefixes)} "
+            f"found the URL {quote_url(address)}, expected one that begins with {' or '.join(prefixes)} "
             "(--allowed-urls)",
         )
     return url.copy_with(fragment=None)
@@ -369,24 +441,27 @@ def _is_scheme(prefix: str) -> bool:
     return prefix.lower() in [f"{scheme}://" for scheme in _PORTS]
 
 
-def _begins(url: httpx.URL, prefix: str) -> bool:
+def _has_prefix(url: httpx.URL, prefix: str) -> bool:
     if _is_scheme(prefix):
         return prefix.lower() == f"{url.scheme}://"
     start = httpx.URL(prefix)
     server, allowed = ((one.scheme, one.raw_host, one.port or _PORTS.get(one.scheme)) for one in (url, start))
-    folder = _path(start).rstrip("/")
-    inside = _path(url).startswith(f"{folder}/") or (_path(url) == folder == _path(start))
+    folder = _raw_path(start).rstrip("/")
+    inside = _raw_path(url).startswith(f"{folder}/") or (_raw_path(url) == folder == _raw_path(start))
     return server == allowed and inside
 
 
-def _path(url: httpx.URL) -> str:
-    """The path as it is sent, with its percent signs."""
+def _raw_path(url: httpx.URL) -> str:
+    """Return the path of a URL as it is sent to the server: percent-encoded, without the query."""
     return url.raw_path.decode("ascii").partition("?")[0]
 
 
-def _climbs(url: httpx.URL) -> bool:
-    """Whether a server could take the path for another one: plain '..' is resolved here, encoded ones are not."""
-    path = _path(url)
+def _escapes_folder(url: httpx.URL) -> bool:
+    """Return whether a server could read a path outside the URL's folder, because of encoded '.' or '..' segments.
+
+    httpx resolves segments that are not encoded.
+    """
+    path = _raw_path(url)
     for _ in range(_MOST_ENCODINGS):
         path = unquote(path)
     segments = (segment.partition(";")[0] for segment in re.split(r"[/\\]", path))

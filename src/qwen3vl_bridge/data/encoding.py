@@ -1,8 +1,8 @@
-"""Encodes a conversation as tokens, labels and pixels, with the checkpoint's own processor and chat template.
+"""Encode conversations as tokens, labels and pixels, with the processor and the chat template of a checkpoint.
 
-At generation a prompt is tokenized without its answer, so an answer is tokenized apart from what precedes it: otherwise
-white space at its beginning is joined with the newline that ends the prompt, and is not trained on. An image has one
-token until the end, so that samples can be measured from the headers of their images alone.
+At generation a prompt is tokenized without its answer, so here an answer is tokenized separately from the text before
+it. Otherwise white space at its beginning would be joined with the newline at the end of the prompt, and not be trained
+on. An image has one token until the end, so that samples can be measured from the headers of their images.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from functools import cached_property
 from math import prod
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
+from qwen3vl_bridge.data import videos as video
 from qwen3vl_bridge.data.chat_template import ChatTemplate, EmptyThinking, Span, texts_of
-from qwen3vl_bridge.data.errors import DataError, check_choice
-from qwen3vl_bridge.data.media import videos as video
-from qwen3vl_bridge.data.media.images import image_size, load_image
-from qwen3vl_bridge.data.media.videos import Sampled
-from qwen3vl_bridge.data.packing.sample_sizes import Size
-from qwen3vl_bridge.data.schemas.conversations import Conversation, PixelLimits
+from qwen3vl_bridge.data.conversations import Conversation, PixelLimits
+from qwen3vl_bridge.data.errors import DataError
+from qwen3vl_bridge.data.media import image_size, load_image
+from qwen3vl_bridge.data.packing import Size
+from qwen3vl_bridge.data.videos import SampledFrames
 
 import torch
 from tokenizers import Encoding
@@ -35,6 +35,13 @@ from torch import Tensor
 from transformers import AutoProcessor
 
 Answers = Literal["all", "last"]
+
+
+def check_choice(name: str, found: object, kind: Any) -> None:
+    """Raise ValueError if the value `found` of the setting `name` is not a value of `kind`, a `Literal`."""
+    allowed = get_args(kind)
+    if found not in allowed:
+        raise ValueError(f"{name} is {found!r}, expected {' or '.join(map(repr, allowed))}")
 
 
 @dataclass(unsafe_hash=True)  # not frozen, because Megatron-Bridge's launcher sets overridden fields
@@ -49,8 +56,8 @@ class VisionLimits:
     video_min_frames: int | None = None  # sampled frames; fewer if the video has fewer
     video_max_frames: int | None = None  # sampled frames
 
-    def put_on(self, processor: Any) -> None:
-        """Apply these limits to a processor; `ValueError` for an invalid one, or a minimum above its maximum."""
+    def apply_to(self, processor: Any) -> None:
+        """Set these limits in a processor; raise ValueError for an invalid limit, or a minimum above its maximum."""
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None and not 0 < value < math.inf:
@@ -75,24 +82,26 @@ class VisionLimits:
 
 
 def load_processor(path: str | Path, limits: VisionLimits | None = None) -> Any:
-    """The processor of a checkpoint, a local folder or a hub name, with `limits` where they differ from its own; a
-    `DataError` if there is none, or of another family.
+    """Load the processor of a checkpoint, a local folder or a hub name, and apply `limits`.
+
+    Raises:
+        DataError: there is no processor, or one of another model family.
     """
     try:
         processor = AutoProcessor.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        from qwen3vl_bridge.checkpoint.formats.huggingface import contents_of  # for this message alone
+        from qwen3vl_bridge.checkpoint.formats.huggingface import describe_contents  # for this message alone
 
-        what = f"; {contents_of(Path(path))}" if Path(path).exists() else ""
+        what = f"; {describe_contents(Path(path))}" if Path(path).exists() else ""
         raise DataError(str(path), f"found no processor{what} ({error})") from error
     check_processor(processor, str(path))
     if limits is not None:
-        limits.put_on(processor)
+        limits.apply_to(processor)
     return processor
 
 
 def check_processor(processor: Any, place: str) -> None:
-    """Refuse a processor that lacks something that `Encoder` needs."""
+    """Raise DataError if a processor lacks a fast tokenizer, an image or video processor, or a chat template."""
     tokenizer: Any = getattr(processor, "tokenizer", None)
     images = getattr(processor, "image_processor", None)
     if not getattr(tokenizer, "is_fast", False) or not hasattr(images, "get_number_of_image_patches"):
@@ -110,7 +119,7 @@ def check_processor(processor: Any, place: str) -> None:
 
 @dataclass(frozen=True)
 class EncodedSample:
-    """One encoded sample. L tokens, N patches; None without images, and without videos."""
+    """One encoded sample with L tokens and N patches. Image or video fields are None if it has no images or videos."""
 
     input_ids: Tensor  # [L] int64
     labels: Tensor  # [L] int64, the next token; the last label is the token itself, and never trained on
@@ -126,19 +135,19 @@ class EncodedSample:
 
     @property
     def is_blank(self) -> bool:
-        """Whether this replaces a sample that could not be read (`SampleFilter.blank`)."""
+        """Return whether this is the blank token for an unreadable sample (`SampleFilter.encode_or_blank`)."""
         return len(self) == 1  # no template renders a conversation as one token
 
 
 class _Headers(NamedTuple):
-    """Number of tokens of each image, and sampled frames of each video, from their headers."""
+    """Number of tokens of each image and sampled frames of each video, as read from the headers of the files."""
 
     image_tokens: tuple[int, ...]
-    videos: tuple[Sampled, ...]
+    videos: tuple[SampledFrames, ...]
 
 
 class _Tokens(NamedTuple):
-    """Tokens of a sample; an image or a frame has one token, which stands for `counts` tokens."""
+    """Tokens of a sample. An image or a frame has one token, which stands for `counts` tokens."""
 
     ids: Tensor  # [n] int64
     trained: Tensor  # [n] bool, whether each is trained on
@@ -151,7 +160,7 @@ class _Tokens(NamedTuple):
         return int(self.counts.sum())
 
     def cut(self, limit: int) -> _Tokens:
-        """At most `limit` tokens from the beginning, without images and videos that are not complete."""
+        """Return the first tokens, at most `limit`. End before an image or video that would not be complete."""
         keep = int((self.counts.cumsum(0) <= limit).sum())
         keep = min([keep, *(first for first, last in (*self.images, *self.videos) if first < keep <= last)])
         images, videos = (tuple(one for one in spans if one[1] < keep) for spans in (self.images, self.videos))
@@ -159,7 +168,7 @@ class _Tokens(NamedTuple):
 
 
 class Encoder:
-    """Encodes conversations as `EncodedSample`s. Picklable, so that data-loading workers can have one each."""
+    """Encode conversations as `EncodedSample`s. Picklable, so that each data-loading worker can have one."""
 
     def __init__(
         self,
@@ -169,16 +178,16 @@ class Encoder:
         reasoning_effort: str | None = None,
         preserve_thinking: bool | None = None,
     ) -> None:
-        """Keep a processor from `load_processor`; a `ValueError` for a setting that the template does not read, or
-        refuses.
+        """Store a processor from `load_processor`; raise ValueError for a setting that the template ignores or rejects.
 
         Args:
             processor: the processor.
-            answers: train on "all" answers of an assistant, or only on the "last", unless messages say otherwise.
+            answers: train on "all" assistant messages, or only on the "last", unless messages have their own setting.
             empty_thinking: whether the empty thinking block that the template renders before an answer without
                 reasoning is part of the "prompt", or is trained on ("train").
-            reasoning_effort: given to the template, as Qwen3.8's reads it; None for the template's own default.
-            preserve_thinking: the same: whether reasoning of answers before the last question is written.
+            reasoning_effort: variable of the template, as in Qwen3.8; None for the default of the template.
+            preserve_thinking: variable of the template: whether reasoning of answers before the last user message is
+                written; None for the default of the template.
         """
         check_choice("answers", answers, Answers)
         check_choice("empty_thinking", empty_thinking, EmptyThinking)
@@ -189,8 +198,9 @@ class Encoder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Whatever must be equal for a sample to have the same tokens: the template, the tokenizer, resolution limits,
-        and what is trained on.
+        """Return a text that changes if a sample may get other tokens.
+
+        It covers the chat template, the tokenizer, the resolution limits, and the answers that are trained on.
         """
         images, clips = self.processor.image_processor, self.processor.video_processor
         sizes = [reader.size[edge] for reader in (images, clips) for edge in ("shortest_edge", "longest_edge")]
@@ -204,16 +214,21 @@ class Encoder:
         return repr((*sizes, clips.fps, clips.min_frames, clips.max_frames, self._only, *asked, digest))
 
     def size(self, conversation: Conversation, limit: int | None = None) -> Size:
-        """Space that the sample takes in a row, truncated to `limit` tokens, but never within an image. Only headers of
-        images are read. A `DataError` for a conversation that cannot be encoded, or has no answer before the limit.
+        """Return the tokens and patches of a sample, truncated to `limit` tokens, but never within an image.
+
+        Only headers of images are read.
+
+        Raises:
+            DataError: the conversation cannot be encoded, or has no answer before the limit.
         """
         headers = self._headers(conversation)
         self._check_text(conversation)
-        trained = self._trained(conversation)
+        trained = self._trained_messages(conversation)
         tokens = None
-        if self.template.is_plain([conversation.messages[number] for number in trained]):
-            # The positions of answers matter only to truncation.
-            tokens = self._tokenize(conversation, self.template.text(conversation, trained), (), headers)
+        if self.template.is_plain(conversation, trained):
+            # The positions of answers matter only for truncation. Locating them takes as long as tokenizing, so these
+            # tokens are not kept for encoding; most samples are encoded in another process than they are measured in.
+            tokens = self._tokenize(conversation, self.template.render(conversation, trained), (), headers)
         if tokens is None or (limit is not None and tokens.total > limit):
             tokens = self._tokens(conversation, trained, headers, limit)
         merge = self.processor.image_processor.merge_size**2
@@ -222,15 +237,14 @@ class Encoder:
         return Size(tokens.total, sum(t * n for t, n in frames), sum(t * n**2 for t, n in frames))
 
     def __call__(self, conversation: Conversation, limit: int | None = None) -> EncodedSample:
-        """Encode one conversation; arguments as for `size`.
+        """Return the tokens, labels and pixels of one conversation. Arguments are those of `size`.
 
         Raises:
-            DataError: images that do not decode or do not match their placeholders in the text, or a template in which
-                an answer cannot be located.
+            DataError: images do not decode or do not match their placeholders, or an answer cannot be located.
         """
         headers = self._headers(conversation)
         self._check_text(conversation)
-        tokens = self._tokens(conversation, self._trained(conversation), headers, limit)
+        tokens = self._tokens(conversation, self._trained_messages(conversation), headers, limit)
         headers = _Headers(headers.image_tokens[: len(tokens.images)], headers.videos[: len(tokens.videos)])
         pixels = self._pixels(conversation, headers)
         ids, trained = (part.repeat_interleave(tokens.counts) for part in (tokens.ids, tokens.trained))
@@ -243,14 +257,14 @@ class Encoder:
         )
 
     def has_empty_answer(self, conversation: Conversation) -> bool:
-        """Whether an answer that is trained on has neither text nor reasoning nor tool calls: only its end is."""
-        answers = [conversation.messages[number] for number in self._trained(conversation)]
+        """Return whether an answer that is trained on has neither text nor reasoning nor tool calls."""
+        answers = [conversation.messages[number] for number in self._trained_messages(conversation)]
         texts = ([*texts_of(answer["content"]), answer.get("reasoning_content") or ""] for answer in answers)
         said = (any(map(str.strip, words)) for words in texts)
         return any(not (text or answer.get("tool_calls")) for text, answer in zip(said, answers, strict=True))
 
     def _check_text(self, conversation: Conversation) -> None:
-        """Refuse text that would be read as a placeholder, and fields that the template would ignore."""
+        """Raise DataError if a text contains a vision token, or the template ignores a field of the conversation."""
         self.template.check_fields(conversation)
         for number, message in enumerate(conversation.messages, start=1):
             texts = texts_of(message["content"])
@@ -260,34 +274,34 @@ class Encoder:
                     place = f"{conversation.sample_id}: message {number}"
                     raise DataError(place, f"found {token!r} in the text, which is reserved for images and videos")
 
-    def _trained(self, conversation: Conversation) -> list[int]:
-        """Indices of the messages that are trained on, at least one."""
+    def _trained_messages(self, conversation: Conversation) -> list[int]:
+        """Return the indices of the messages that are trained on; raise DataError if there are none."""
         answers = [number for number, message in enumerate(conversation.messages) if message["role"] == "assistant"]
         chosen = answers if self._only == "all" else answers[-1:]
         trained = [number for number in answers if conversation.losses.get(number, number in chosen)]
         if not trained:
             problem = f"found no answer to train on with answers={self._only!r}"
             raise DataError(
-                conversation.sample_id, f"{problem}: the messages' own 'loss' or 'weight' exclude every answer"
+                conversation.sample_id, f"{problem}: the keys 'loss' or 'weight' of its messages exclude every answer"
             )
         return trained
 
     def _headers(self, conversation: Conversation) -> _Headers:
-        """Sizes of a conversation's images and videos, from their headers."""
+        """Read the sizes of a conversation's images and videos from the headers of the files."""
         place, images = conversation.sample_id, self.processor.image_processor
         sizes = [image_size(image, place) for image in conversation.images]
-        limits = [limit._asdict() for limit in self._limits(conversation)]
+        limits = [limit._asdict() for limit in self._pixel_limits(conversation)]
         try:
             patches = [
                 images.get_number_of_image_patches(*size, limit) for size, limit in zip(sizes, limits, strict=True)
             ]
         except ValueError as error:
-            raise DataError(place, f"the processor refuses it: {error}") from error
-        videos = (video.sample(clip, self.processor.video_processor, place) for clip in conversation.videos)
+            raise DataError(place, f"the processor rejects an image or video: {error}") from error
+        videos = (video.sample_frames(clip, self.processor.video_processor, place) for clip in conversation.videos)
         return _Headers(tuple(number // images.merge_size**2 for number in patches), tuple(videos))
 
-    def _limits(self, conversation: Conversation) -> list[PixelLimits]:
-        """Minimum and maximum pixels of each image: its own limits, or the processor's."""
+    def _pixel_limits(self, conversation: Conversation) -> list[PixelLimits]:
+        """Return the minimum and maximum pixels of each image: its own limits, or the limits of the processor."""
         reader = self.processor.image_processor
         found, token = [], (reader.patch_size * reader.merge_size) ** 2
         for number in range(len(conversation.images)):
@@ -300,32 +314,35 @@ class Encoder:
             if own != PixelLimits() and least > most:
                 raise DataError(
                     where,
-                    f"found 'min_pixels' {least} beyond 'max_pixels' {most}, expected it up to that; where the image "
-                    "has only one of them, the other is the processor's",
+                    f"found 'min_pixels' {least} above 'max_pixels' {most}; if an image has only one of them, the "
+                    "other is the limit of the processor",
                 )
             found.append(PixelLimits(least, most))
         return found
 
     def _pixels(self, conversation: Conversation, headers: _Headers) -> dict[str, Tensor | None]:
-        """Pixels and grids of a conversation's images and videos, as many as `headers`."""
+        """Return pixels and grids of the images and videos in `headers`.
+
+        If the sample was truncated, `headers` has only the first ones of the conversation.
+        """
         place, reader = conversation.sample_id, self.processor.video_processor
-        pictures = [load_image(image, place) for image in conversation.images[: len(headers.image_tokens)]]
+        loaded = [load_image(image, place) for image in conversation.images[: len(headers.image_tokens)]]
         pairs = zip(conversation.videos, headers.videos, strict=False)  # a truncated sample has fewer
-        clips = [video.load(clip, sampled, reader, place) for clip, sampled in pairs]
+        clips = [video.load_frames(clip, sampled, reader, place) for clip, sampled in pairs]
         made_images, made_videos = [], []
         try:
             # One call for all images of the same limits.
-            pairs = zip(self._limits(conversation), pictures, strict=False)
+            pairs = zip(self._pixel_limits(conversation), loaded, strict=False)
             for limit, run in itertools.groupby(pairs, key=itemgetter(0)):
-                images = [picture for _, picture in run]
+                images = [image for _, image in run]
                 made_images.append(
                     self.processor.image_processor(images=images, **limit._asdict(), return_tensors="pt")
                 )
-            # They are already sampled and resized.
+            # Frames are already sampled and resized.
             settings = {"do_sample_frames": False, "do_resize": False, "return_tensors": "pt"}
             made_videos += [reader(videos=[clip], **settings) for clip in clips]
         except (ValueError, RuntimeError) as error:
-            raise DataError(place, f"the processor refuses it: {error}") from error
+            raise DataError(place, f"the processor rejects an image or video: {error}") from error
         merge = self.processor.image_processor.merge_size**2
         found = [prod(grid) // merge for made in made_images for grid in made["image_grid_thw"].tolist()]
         found += [tuple(made["video_grid_thw"][0].tolist()) for made in made_videos]
@@ -344,18 +361,20 @@ class Encoder:
     def _tokens(
         self, conversation: Conversation, trained: Sequence[int], headers: _Headers, limit: int | None
     ) -> _Tokens:
-        text, answers = self.template.answers(conversation, trained)
+        text, answers = self.template.render_with_answers(conversation, trained)
         tokens = self._tokenize(conversation, text, answers, headers)
         if limit is None or tokens.total <= limit:
             return tokens
         cut = tokens.cut(limit)
         if not cut.trained[1:].any():
-            problem = f"found {tokens.total} tokens, and no answer among the first {cut.total} that remain of it"
-            raise DataError(conversation.sample_id, f"{problem}, expected one within {limit}")
+            problem = (
+                f"found {tokens.total} tokens, and no answer among the first {cut.total} that remain after truncation"
+            )
+            raise DataError(conversation.sample_id, f"{problem}, expected an answer within {limit} tokens")
         return cut
 
     def _tokenize(self, conversation: Conversation, text: str, answers: Sequence[Span], headers: _Headers) -> _Tokens:
-        """The tokens of a text, in which each image and each video has one placeholder token."""
+        """Tokenize a text in which each image and each video has one placeholder token."""
         place, processor, tokenizer = conversation.sample_id, self.processor, self.processor.tokenizer
         try:
             text.encode()
@@ -367,13 +386,14 @@ class Encoder:
         ):
             if (found := text.count(token)) != expected:
                 raise DataError(place, f"the chat template made {found} placeholders for {kind}, expected {expected}")
-        text, answers, videos = _with_frames(processor, text, answers, headers.videos)
-        pieces, starts = [], []  # every second piece is an answer; first characters of tokens, if there are videos
+        text, answers, videos = _insert_video_frames(processor, text, answers, headers.videos)
+        # every second piece is an answer; `starts` are first characters of tokens, if there are videos
+        pieces, starts = [], []
         for first, end in itertools.pairwise([0, *itertools.chain.from_iterable(answers), len(text)]):
-            encoding = encoded(tokenizer, text[first:end], begins=first == 0, offsets=bool(videos))
+            encoding = tokenize(tokenizer, text[first:end], begins=first == 0, offsets=bool(videos))
             pieces.append(torch.tensor(encoding.ids, dtype=torch.int64))
             starts += [first + start for start, _ in encoding.offsets] if videos else []
-        _check_prompts(tokenizer, text, answers, pieces, place)
+        _check_prompt_tokens(tokenizer, text, answers, pieces, place)
         ids, is_answer = torch.cat(pieces), torch.arange(len(pieces)) % 2 == 1
         trained = is_answer.repeat_interleave(torch.tensor([len(piece) for piece in pieces]))
         merge = processor.video_processor.merge_size**2
@@ -387,7 +407,7 @@ class Encoder:
         never = torch.isin(ids, torch.tensor([number for number in vision if number is not None]))
 
         def with_ends(first: int, last: int) -> Span:
-            """A range of tokens, including the vision start and end tokens around it."""
+            """Return a token range, extended by the vision start and end tokens next to it."""
             before = first > 0 and ids[first - 1] == start
             after = last + 1 < len(ids) and ids[last + 1] == end
             return first - int(before), last + int(after)
@@ -395,17 +415,18 @@ class Encoder:
         clips = tuple((bisect_right(starts, first) - 1, bisect_left(starts, end) - 1) for first, end in videos)
         for first, last in clips:
             trained[first : last + 1] = False  # also the timestamps of its frames
-        pictures = tuple(with_ends(at, at) for at in image.nonzero().squeeze(-1).tolist())
-        return _Tokens(ids, trained & ~never, counts, pictures, clips)
+        images = tuple(with_ends(at, at) for at in image.nonzero().squeeze(-1).tolist())
+        return _Tokens(ids, trained & ~never, counts, images, clips)
 
 
-def _with_frames(
-    processor: Any, text: str, spans: Sequence[Span], videos: Sequence[Sampled]
+def _insert_video_frames(
+    processor: Any, text: str, spans: Sequence[Span], videos: Sequence[SampledFrames]
 ) -> tuple[str, list[Span], list[Span]]:
-    """A text in which each frame of a video has its own placeholder; the answers' spans there, and those of the videos.
+    """Replace each video placeholder in a text by one placeholder per frame.
 
-    As Qwen3-VL was trained, the frames replace the template's vision start, video and vision end tokens. transformers
-    5.12 leaves the start and end tokens around them; 4.57 did not.
+    Return the new text, and the spans of the answers and of the videos in it. As in the training of Qwen3-VL, the
+    frames replace the template's vision start, video and vision end tokens. transformers 5.12 leaves the start and end
+    tokens around them; 4.57 did not.
     """
     bare = processor.video_token
     frame = f"{processor.vision_start_token}{bare}{processor.vision_end_token}"
@@ -424,11 +445,16 @@ def _with_frames(
     return "".join([*parts, text[last:]]), [(shifted(start), shifted(end)) for start, end in spans], found
 
 
-def _check_prompts(tokenizer: Any, text: str, answers: Sequence[Span], pieces: Sequence[Tensor], place: str) -> None:
-    """Refuse an answer that has other tokens in the prompt of a later answer, which is tokenized in one piece."""
+def _check_prompt_tokens(
+    tokenizer: Any, text: str, answers: Sequence[Span], pieces: Sequence[Tensor], place: str
+) -> None:
+    """Raise DataError if an earlier answer has other tokens when it is part of the prompt of the last trained answer.
+
+    At generation the whole prompt is tokenized at once; in training each answer is tokenized separately.
+    """
     if len(answers) < 2:
         return
-    prompt = torch.tensor(encoded(tokenizer, text[: answers[-1][0]]).ids, dtype=torch.int64)
+    prompt = torch.tensor(tokenize(tokenizer, text[: answers[-1][0]]).ids, dtype=torch.int64)
     separate = torch.cat(list(pieces[:-2]))
     if torch.equal(prompt, separate):
         return
@@ -437,18 +463,19 @@ def _check_prompts(tokenizer: Any, text: str, answers: Sequence[Span], pieces: S
     start = next(start for (start, _), end in zip(answers, ends, strict=True) if common < end)
     raise DataError(
         place,
-        f"the tokenizer joins the beginning of the answer {text[start : start + 20]!r}... with what precedes it where "
-        "it is part of a later answer's prompt, so its tokens differ there; take out white space at its beginning, "
-        "train on only the last answer with answers='last', leave this one out with \"loss\": false, or, for an empty "
+        f"the tokenizer joins the beginning of the answer {text[start : start + 20]!r}... with the text before it in "
+        f"the "
+        "prompt of a later answer, so its tokens differ there; remove white space at its beginning, train on only the "
+        "last answer with answers='last', exclude this one with \"loss\": false, or, for an empty "
         "thinking block, set empty_thinking='prompt'",
     )
 
 
-def encoded(tokenizer: Any, text: str, *, begins: bool = True, offsets: bool = False) -> Encoding:
-    """A text as tokens, by a fast tokenizer's backend, set as transformers sets it; the wrapper around it takes longer.
+def tokenize(tokenizer: Any, text: str, *, begins: bool = True, offsets: bool = False) -> Encoding:
+    """Tokenize a text with the `tokenizers` backend of a fast tokenizer, which is faster than the transformers class.
 
-    `begins` says whether a conversation begins with the text, for tokenizers that mark the beginning. Without offsets,
-    encoding takes less time.
+    The backend gets the settings that transformers would give it. `begins` says whether a conversation begins with the
+    text, for tokenizers that mark the beginning. Encoding without offsets is faster.
     """
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()

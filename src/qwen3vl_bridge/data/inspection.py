@@ -1,7 +1,7 @@
-"""Inspection of a file of conversations: samples as tokens and images, lengths, how full rows are, errors.
+"""Inspect a file of conversations: samples as tokens and images, lengths, fill of the rows, errors.
 
 The report is text for a terminal, JSON, or one HTML file that needs no network. Text of samples is not trusted: control
-characters are escaped, and the page allows neither scripts nor anything from elsewhere.
+characters are escaped, and the page allows neither scripts nor external resources.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from qwen3vl_bridge.core.atomic import replace_file
 from qwen3vl_bridge.data.encoding import EncodedSample
-from qwen3vl_bridge.data.errors import DataError, Unreachable
-from qwen3vl_bridge.data.packing.row_plan import NumberedOrder, RowPlan
-from qwen3vl_bridge.data.packing.sample_sizes import Size
-from qwen3vl_bridge.data.samples import Samples
-from qwen3vl_bridge.io.atomic import replace_file
+from qwen3vl_bridge.data.errors import DataError, group_errors, name_records
+from qwen3vl_bridge.data.media import FrameList, load_image
+from qwen3vl_bridge.data.packing import NumberedOrder, RowPlan, Size
+from qwen3vl_bridge.data.samples import ON_BAD_ADVICE, Samples
 from qwen3vl_bridge.terminal import visible
 
 import torch
@@ -34,21 +34,20 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
-# A run of more tokens without the end of a character is decoded as a whole: decoding it again with each token would
-# take quadratic time.
+# A longer run of tokens without the end of a character is decoded once: decoding it again with each token would take
+# quadratic time.
 _MOST_HELD = 64
 _MOST_ERRORS, _MOST_PAGE_ERRORS = 10, 100
-_MOST_PLACES = 5  # samples that are named together
 _TRAINED, _VISION, _TITLE, _ERROR = "bold green", "dim cyan", "bold", "red"
 _MOST_FRAMES = 16
 _MOST_PNG_PIXELS = 2**16  # larger images take far less space as JPEG
-_MOST_OPEN = 1500  # pieces of a sample that is not folded
-_BINS = 24  # of a histogram
+_MOST_OPEN = 1500  # maximum number of pieces of a sample that is shown unfolded
+_MOST_BINS = 24  # of a histogram
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens that form whole characters together, mostly one token; or a run of one vision token, with its text."""
+    """The fewest tokens that form complete characters, usually one token; or a run of one vision token."""
 
     ids: tuple[int, ...]
     text: str
@@ -57,8 +56,8 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Picture:
-    """An image or a video as the processor returned it."""
+class VisionView:
+    """One image or video as the processor returned it: its size, its tokens, and optionally its pixels."""
 
     kind: str  # "image" or "video"
     grid: tuple[int, int, int]  # patches in time, height and width
@@ -70,26 +69,26 @@ class Picture:
 
 @dataclass(frozen=True)
 class SampleView:
-    """One sample to show."""
+    """One sample as a report shows it: its tokens with their text, and its images and videos."""
 
     sample_id: str
     pieces: tuple[Piece, ...]
-    pictures: tuple[Picture, ...]
+    media: tuple[VisionView, ...]
 
     @property
     def num_tokens(self) -> int:
-        """All tokens."""
+        """Return the number of tokens of the sample."""
         return sum(len(piece.ids) for piece in self.pieces)
 
     @property
     def num_trained(self) -> int:
-        """Number of trained tokens."""
+        """Return the number of tokens of the sample that are trained on."""
         return sum(len(piece.ids) for piece in self.pieces if piece.trained)
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """Results of an inspection."""
+    """The result of `inspect_samples`."""
 
     num_samples: int  # in the file
     seq_length: int
@@ -98,17 +97,17 @@ class Inspection:
     lengths: tuple[int, ...]  # tokens of each sample that was measured
     too_long: tuple[str, ...]  # measured samples that are longer than a row
     empty_answers: tuple[str, ...]  # measured samples with an empty answer that is trained on
-    row_fills: tuple[float, ...]  # fraction of real tokens in each row of the measured samples without too long ones
-    errors: tuple[tuple[str, str, str], ...]  # sample, message, and its problem alone, in the file's order
+    row_fills: tuple[float, ...]  # fraction of real tokens in each row, without samples that are too long
+    errors: tuple[tuple[str, str, str], ...]  # sample, message, and problem, in the order of the file
 
     @property
     def trained_share(self) -> float:
-        """Fraction of trained tokens in the samples shown."""
+        """Return the fraction of tokens that are trained on, over the samples shown."""
         return sum(view.num_trained for view in self.samples) / max(sum(view.num_tokens for view in self.samples), 1)
 
     @property
     def fill(self) -> float:
-        """Fraction of real tokens in all rows."""
+        """Return the fraction of tokens that are not padding, over all rows."""
         return sum(self.row_fills) / max(len(self.row_fills), 1)
 
 
@@ -120,14 +119,14 @@ def inspect_samples(
     show: int = 2,  # samples to show, from number `start` on, or a random choice with `seed`
     start: int = 0,
     seed: int | None = None,
-    lengths: int = 2000,  # samples to measure, spread over the whole file; 0 for only those shown
+    lengths: int = 2000,  # samples to measure, spread over the file; 0 for only those shown
     pack: bool = True,
-    pictures: bool = False,  # keep images to show
+    images: bool = False,  # keep images to show
     progress: Callable[[Sequence[int]], Iterable[int]] = iter,  # wraps numbers of samples
 ) -> Inspection:
-    """Inspect some samples closely, and the lengths of more; a `DataError` for a start after the last sample.
+    """Encode some samples to show, and measure the lengths of more; raise DataError if `start` is too large.
 
-    The limit of `samples` must not be exceeded by any, because long ones are counted here.
+    The filter of `samples` must have no length limit, because long samples are counted here.
     """
     assert samples.total is not None  # streams are not inspected
     total, errors = samples.total, dict[int, tuple[str, str]]()
@@ -137,19 +136,17 @@ def inspect_samples(
         shown = list(range(start, min(start + show, total)))
     else:
         raise DataError(f"start is {start}, expected less than {total}, the number of samples")
-    count = min(lengths, total)  # spread over the whole file: many files are sorted by length or kind
+    count = min(lengths, total)  # spread over the file, because many files are sorted by length or kind
     measured = [place * total // count for place in range(count)] or shown
 
     def sound[T](indices: Sequence[int], work: Callable[[int], T]) -> Iterator[T]:
-        """The result of `work` for each sample; errors are collected."""
+        """Yield the result of `work` for each sample that raises no DataError; collect the errors of the others."""
         for index in progress(indices):
             try:
                 result = work(index)
-            except Unreachable:
-                raise  # the next sample would wait for the same time, in vain
             except DataError as error:
-                errors.setdefault(index, (str(error), error.problem))
-            except Exception as error:  # a bug of ours, which could not be found without the sample
+                errors.setdefault(index, (str(error).removesuffix(ON_BAD_ADVICE), error.problem))
+            except Exception as error:  # a bug in this package, which is hard to find without the sample
                 error.add_note(f"while looking at sample {index}, counted from 0")
                 raise
             else:
@@ -158,15 +155,18 @@ def inspect_samples(
     def measure(index: int) -> tuple[str, int, bool]:
         sample_filter, name = samples.sample_filter, samples.file.sample_id(index)
         one = sample_filter.measure(lambda: samples.file[index], name)
-        assert one is not None  # a filter that drops samples would hide what is looked for
+        assert one is not None  # a filter that drops samples would hide errors
+        frames = (video.frames for video in one.conversation.videos if isinstance(video, FrameList))
+        for image in chain(one.conversation.images, *frames):
+            load_image(image, name)  # measuring reads only headers, and a file may be truncated
         return name, one.size.tokens, sample_filter.encoder.has_empty_answer(one.conversation)
 
-    views = tuple(sound(shown, lambda index: view_sample(samples.encode(index), processor, pictures=pictures)))
+    views = tuple(sound(shown, lambda index: view_sample(samples.encode(index), processor, images=images)))
     found = tuple(sound(measured, measure))
     lengths_found = tuple(length for _, length, _ in found)
     row_fills: list[float] = []
     if kept := [length for length in lengths_found if length <= seq_length]:
-        # How full each row of an epoch is, in a random order as in training.
+        # Fill of the rows of an epoch in a random order, as in training.
         order = NumberedOrder(len(kept), seed=0)
         plan = RowPlan(lambda sample: Size(kept[sample], 0, 0), order, capacity=seq_length, pack=pack)
         rows = map(plan.row, range(plan.end_of_epoch()))
@@ -184,25 +184,28 @@ def inspect_samples(
     )
 
 
-def view_sample(sample: EncodedSample, processor: Any, *, pictures: bool = False) -> SampleView:
-    """A sample to show, with its images if `pictures` is set; `processor` is the one that encoded it."""
+def view_sample(sample: EncodedSample, processor: Any, *, images: bool = False) -> SampleView:
+    """Return an encoded sample for a report, with its images if `images` is set.
+
+    `processor` is the processor that encoded the sample.
+    """
     vision = (processor.image_token_id, processor.video_token_id)
-    # A position's mask is that of its label, the next token. The first token has no position before it.
+    # The mask at a position is for its label, the next token. The first token has no position before it.
     trained = [False, *sample.loss_mask[:-1].bool().tolist()]
     return SampleView(
         sample_id=sample.sample_id,
-        pieces=tuple(_pieces(sample.input_ids.tolist(), trained, processor.tokenizer, vision)),
-        pictures=(
-            *_pictures("image", sample.image_grid_thw, sample.pixel_values, processor.image_processor, pictures),
-            *_pictures("video", sample.video_grid_thw, sample.pixel_values_videos, processor.video_processor, pictures),
+        pieces=tuple(_split_pieces(sample.input_ids.tolist(), trained, processor.tokenizer, vision)),
+        media=(
+            *_vision_views("image", sample.image_grid_thw, sample.pixel_values, processor.image_processor, images),
+            *_vision_views(
+                "video", sample.video_grid_thw, sample.pixel_values_videos, processor.video_processor, images
+            ),
         ),
     )
 
 
-def _pieces(ids: list[int], trained: list[bool], tokenizer: Any, vision: tuple[int, ...]) -> Iterator[Piece]:
-    """A run of one vision token, or the fewest consecutive tokens that form whole characters: a byte-level token may
-    end inside of one.
-    """
+def _split_pieces(ids: list[int], trained: list[bool], tokenizer: Any, vision: tuple[int, ...]) -> Iterator[Piece]:
+    """Yield the pieces of a sample: runs of one vision token, and the fewest tokens that form complete characters."""
 
     def decoded(run: list[int]) -> str:
         return tokenizer.decode(run, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -225,24 +228,26 @@ def _pieces(ids: list[int], trained: list[bool], tokenizer: Any, vision: tuple[i
             yield Piece(tuple(held), decoded(held), is_trained)
 
 
-def _pictures(kind: str, grids: Tensor | None, pixels: Tensor | None, processor: Any, keep: bool) -> Iterator[Picture]:
+def _vision_views(
+    kind: str, grids: Tensor | None, pixels: Tensor | None, processor: Any, keep: bool
+) -> Iterator[VisionView]:
     if grids is None or pixels is None:
         return
     for (time, height, width), patches in zip(grids.tolist(), pixels.split(grids.prod(-1).tolist()), strict=True):
-        frames = _unpatched(patches, (time, height, width), processor) if keep else None
-        yield Picture(
+        frames = _unpatch(patches, (time, height, width), processor) if keep else None
+        yield VisionView(
             kind=kind,
             grid=(time, height, width),
             height=height * processor.patch_size,
             width=width * processor.patch_size,
             num_tokens=time * height * width // processor.merge_size**2,
-            # An image's other frames are the same.
+            # The other frames of an image are equal.
             frames=frames[:1] if frames is not None and kind == "image" else frames,
         )
 
 
-def _unpatched(patches: Tensor, grid: tuple[int, int, int], processor: Any) -> Tensor:
-    """[frames, height, width, channels] uint8, the frames from which patches were cut, as resized by a processor.
+def _unpatch(patches: Tensor, grid: tuple[int, int, int], processor: Any) -> Tensor:
+    """Return [frames, height, width, channels] uint8: the resized frames that a processor divided into patches.
 
     `patches` are [N, channels * temporal_patch * patch * patch] in merge order, and `grid` their numbers in time,
     height and width. An image has as many equal frames as the temporal patch size.
@@ -260,7 +265,7 @@ def _unpatched(patches: Tensor, grid: tuple[int, int, int], processor: Any) -> T
 
 
 def print_text(inspection: Inspection) -> None:
-    """Print an inspection: trained tokens in colour on a terminal, in [[ ]] elsewhere."""
+    """Print an inspection: trained tokens in color on a terminal, in [[ ]] elsewhere."""
     console = Console()
     if console.is_terminal and not console.no_color:
         console.print(as_text(inspection), soft_wrap=True, highlight=False)
@@ -269,26 +274,26 @@ def print_text(inspection: Inspection) -> None:
 
 
 def as_text(inspection: Inspection, *, brackets: bool = False) -> Text:
-    """The whole inspection, trained tokens in colour, and if requested in brackets too."""
+    """Return the report as text, with trained tokens in color; with `brackets`, also in [[ ]]."""
     text = Text()
     for view in inspection.samples:
         text.append(f"{visible(view.sample_id)}\n", _TITLE)
-        lines = [_headline(view), *(_caption(number, picture) for number, picture in enumerate(view.pictures, start=1))]
+        lines = [_headline(view), *(_caption(number, medium) for number, medium in enumerate(view.media, start=1))]
         text.append("".join(f"  {line}\n" for line in lines))
         for (trained, vision), pieces in groupby(view.pieces, key=lambda piece: (piece.trained, piece.vision)):
-            words = "".join(map(_shortened, pieces))
+            words = "".join(map(_piece_text, pieces))
             style = _TRAINED if trained else _VISION if vision else ""
             text.append(f"[[{words}]]" if brackets and trained else words, style)
         text.append("\n\n")
     for name, value in _summary(inspection).items():
         text.append(f"{name:15}", _TITLE).append(f"{value}\n")
-    for message in _error_lines(inspection, _MOST_ERRORS):
+    for message in group_errors(inspection.errors, _MOST_ERRORS):
         text.append(f"  {message}\n", _ERROR)
     return text
 
 
-def _shortened(piece: Piece) -> str:
-    """A piece's text with escapes; for a run of vision tokens, one token and their number."""
+def _piece_text(piece: Piece) -> str:
+    """Return the text of a piece with escapes; for a run of vision tokens, the token and its count."""
     text = visible(piece.text)
     return f"{text} x {len(piece.ids)}" if piece.vision and len(piece.ids) > 1 else text
 
@@ -299,39 +304,21 @@ def _headline(view: SampleView) -> str:
     return f"{view.num_tokens:,} tokens, {view.num_trained:,} trained on ({share:.1%}){nothing}"
 
 
-def _caption(number: int, picture: Picture) -> str:
-    """Size and grid of an image or video."""
-    grid = " x ".join(map(str, picture.grid))
-    size = f"{picture.width} x {picture.height} pixels (width x height)"
-    tokens = f"{picture.num_tokens:,} tokens, grid {grid} (time x height x width)"
-    return f"{picture.kind} {number}: {size}, {tokens}"
-
-
-def _error_lines(inspection: Inspection, most: int) -> Iterator[str]:
-    """The message of the first sample with each problem, and the other samples with it."""
-    messages, alike = dict[str, str](), dict[str, list[str]]()
-    for sample_id, message, problem in inspection.errors:
-        messages.setdefault(problem, message)
-        alike.setdefault(problem, []).append(sample_id)
-    for problem in list(alike)[:most]:
-        yield visible(messages[problem])
-        if others := alike[problem][1:]:
-            yield f"the same in {len(others):,} more: {_places(others)}"
-    if left := sum(map(len, list(alike.values())[most:])):
-        yield f"and {left:,} more"
-
-
-def _places(sample_ids: Sequence[str]) -> str:
-    more = f" and {len(sample_ids) - _MOST_PLACES:,} more" if len(sample_ids) > _MOST_PLACES else ""
-    return visible(", ".join(sample_ids[:_MOST_PLACES])) + more
+def _caption(number: int, medium: VisionView) -> str:
+    """Return the size, the number of tokens and the patch grid of an image or video, as text."""
+    grid = " x ".join(map(str, medium.grid))
+    size = f"{medium.width} x {medium.height} pixels (width x height)"
+    tokens = f"{medium.num_tokens:,} tokens, grid {grid} (time x height x width)"
+    return f"{medium.kind} {number}: {size}, {tokens}"
 
 
 def _summary(inspection: Inspection) -> dict[str, str]:
-    """The figures, each with its name."""
-    lengths, fills, spread = inspection.lengths, inspection.row_fills, _spread(inspection.lengths)
+    """Return the statistics of an inspection as text, by the label of each line."""
+    lengths, fills, spread = inspection.lengths, inspection.row_fills, _length_summary(inspection.lengths)
     shown, total, rows = len(inspection.samples), inspection.num_samples, len(fills)
     kind = "packed" if inspection.pack else "padded, one sample each"
     long, empty = inspection.too_long, inspection.empty_answers
+    is_complete = len(lengths) + len(inspection.errors) >= total
     found = {
         "samples": f"{total:,}: {shown:,} shown, {len(lengths):,} measured",
         "tokens": "min {min:,}, median {median:,g}, mean {mean:,.1f}, max {max:,}".format(**spread)
@@ -339,22 +326,22 @@ def _summary(inspection: Inspection) -> dict[str, str]:
         else "none measured",
         "trained on": f"{inspection.trained_share:.1%} of the tokens of the samples shown",
         "too long": f"{len(long):,} of {len(lengths):,} for a row of {inspection.seq_length:,} tokens (--seq-length)"
-        + (f": {_places(long)}" if long else ""),
-        "empty answers": f"{len(empty):,} ({_places(empty)})" if empty else "",
+        + (f": {name_records(long)}" if long else ""),
+        "empty answers": f"{len(empty):,} ({name_records(empty)})" if empty else "",
         "rows": f"{rows:,} of the samples measured, {kind}: {inspection.fill:.1%} real tokens" if rows else "none",
-        "errors": f"{len(inspection.errors):,}",
+        "errors": f"{len(inspection.errors):,}" + ("" if is_complete else f" (--lengths {total} looks at all samples)"),
     }
     return {name: value for name, value in found.items() if value}
 
 
-def _spread(lengths: Sequence[int]) -> dict[str, float] | None:
+def _length_summary(lengths: Sequence[int]) -> dict[str, float] | None:
     if not lengths:
         return None
     return {"min": min(lengths), "median": median(lengths), "mean": mean(lengths), "max": max(lengths)}
 
 
 def as_json(inspection: Inspection) -> str:
-    """Everything except pixels, as one object."""
+    """Return an inspection as one JSON object, without pixels."""
 
     def piece_of(piece: Piece) -> dict[str, Any]:
         common = {"text": piece.text, "trained": piece.trained}
@@ -362,7 +349,7 @@ def as_json(inspection: Inspection) -> str:
 
     found = vars(inspection) | {
         "trained_share": inspection.trained_share,
-        "length": _spread(inspection.lengths),
+        "length": _length_summary(inspection.lengths),
         "num_too_long": len(inspection.too_long),
         "num_rows": len(inspection.row_fills),
         "fill": inspection.fill,
@@ -373,7 +360,7 @@ def as_json(inspection: Inspection) -> str:
                 "sample_id": view.sample_id,
                 "num_tokens": view.num_tokens,
                 "num_trained": view.num_trained,
-                "pictures": [{k: v for k, v in vars(one).items() if k != "frames"} for one in view.pictures],
+                "media": [{k: v for k, v in vars(one).items() if k != "frames"} for one in view.media],
                 "pieces": [piece_of(piece) for piece in view.pieces],
             }
             for view in inspection.samples
@@ -382,7 +369,7 @@ def as_json(inspection: Inspection) -> str:
     return json.dumps(found, indent=2)
 
 
-# The colours are translucent, over a light or a dark page.
+# The colors are translucent, for light and dark pages.
 _PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -411,31 +398,31 @@ img {{ flex: none; max-width: 100%; height: auto; image-rendering: pixelated }}
 
 
 def write_html(inspection: Inspection, path: Path, title: str, model: str | None = None) -> None:
-    """Write the report, which is always complete; arguments as for `html_parts`."""
+    """Write the HTML report. `path` never has an incomplete file. The other arguments are those of `html_parts`."""
     replace_file(path, "".join(html_parts(inspection, title, model)).encode("utf-8", "backslashreplace"))
 
 
 def html_parts(inspection: Inspection, title: str, model: str | None = None) -> Iterator[str]:
-    """The page's HTML in parts, for the data called `title` and the processor and template of `model`."""
+    """Yield the HTML report in parts. Its title names the data (`title`), and the model that encoded them (`model`)."""
     of_model = f" for {model}" if model else ""
     yield _PAGE.format(title=_escaped(f"{title}{of_model}, rows of {inspection.seq_length:,} tokens"))
     rows = (f"<tr><th>{name}</th><td>{_escaped(value)}</td></tr>\n" for name, value in _summary(inspection).items())
     yield f"<table>\n{''.join(rows)}</table>\n"
-    yield from (f'<p class="error">{escape(line)}</p>\n' for line in _error_lines(inspection, _MOST_PAGE_ERRORS))
+    yield from (f'<p class="error">{escape(line)}</p>\n' for line in group_errors(inspection.errors, _MOST_PAGE_ERRORS))
     yield _histogram("tokens of a sample", "samples", inspection.lengths)
-    yield _histogram("% of a row that is real tokens", "rows", [100 * fill for fill in inspection.row_fills])
+    yield _histogram("% of a row that is real tokens", "rows", [int(100 * fill) for fill in inspection.row_fills])
     for view in inspection.samples:
         yield f"<section><h2>{_escaped(view.sample_id)}</h2>\n<p>{_headline(view)}</p>\n"
         if view.num_tokens > (row := inspection.seq_length):
-            yield f'<p class="error">fits no row: {view.num_tokens:,} tokens, and a row has {row:,}</p>\n'
-        for number, picture in enumerate(view.pictures, start=1):
-            caption, frames = _caption(number, picture), () if picture.frames is None else picture.frames
-            step = -(-len(frames) // _MOST_FRAMES) or 1  # of a long video only some
-            images = (f'<img width="{picture.width}" alt="" src="{_inlined(frame)}">' for frame in frames[::step])
-            yield f"<figure><div>{''.join(images)}</div><figcaption>{caption}</figcaption></figure>\n"
+            yield f'<p class="error">does not fit into a row: {view.num_tokens:,} tokens, and a row has {row:,}</p>\n'
+        for number, medium in enumerate(view.media, start=1):
+            caption, frames = _caption(number, medium), () if medium.frames is None else medium.frames
+            step = -(-len(frames) // _MOST_FRAMES) or 1  # show only some frames of a long video
+            tags = (f'<img width="{medium.width}" alt="" src="{_data_url(frame)}">' for frame in frames[::step])
+            yield f"<figure><div>{''.join(tags)}</div><figcaption>{caption}</figcaption></figure>\n"
         is_open = " open" if len(view.pieces) <= _MOST_OPEN else ""
         yield f'<details{is_open}><summary>{view.num_tokens:,} tokens</summary><div class="text">'
-        yield from map(_span, view.pieces)
+        yield from map(_html_span, view.pieces)
         yield "</div></details></section>\n"
     yield "</body></html>\n"
 
@@ -444,32 +431,42 @@ def _escaped(text: str) -> str:
     return escape(visible(text))
 
 
-def _span(piece: Piece) -> str:
+def _html_span(piece: Piece) -> str:
     kinds = [name for name, holds in (("on", piece.trained), ("vision", piece.vision)) if holds]
     ids = f"{piece.ids[0]}, {len(piece.ids)} times" if piece.vision else " ".join(map(str, piece.ids))
     title = f"{ids}: {'trained on' if piece.trained else 'not trained on'}"
-    text = escape(_shortened(piece))
-    # A line break by itself would have nothing to hover over.
+    text = escape(_piece_text(piece))
+    # A line break alone would have nothing to point at.
     text = text.replace("\n", "↵\n") if piece.text.isspace() else text
     return f'<span class="{" ".join(kinds)}" title="{title}">{text}</span>'
 
 
-def _inlined(frame: Tensor) -> str:
+def _data_url(frame: Tensor) -> str:
     image, buffer = Image.fromarray(frame.numpy()), io.BytesIO()
     kind = "png" if image.width * image.height <= _MOST_PNG_PIXELS else "jpeg"
     image.save(buffer, format=kind, quality=90)
     return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
 
 
-def _histogram(of: str, counted: str, values: Sequence[float]) -> str:
-    """The number of values in each of several equal ranges, as a table of bars."""
+def _histogram(of: str, counted: str, values: Sequence[int]) -> str:
+    """Return an HTML table with bars: the number of values in each of several ranges of equal width.
+
+    `of` and `counted` are the column headings: the quantity, and the things that have it.
+    """
     if not values:
         return ""
-    low, step = min(values), (max(values) - min(values)) / _BINS or 1
-    counts = Counter(min(int((value - low) / step), _BINS - 1) for value in values)
+    low, high, bins = min(values), max(values), min(_MOST_BINS, len(set(values)))
+    step = -(-(high - low + 1) // bins)
+    counts = Counter((value - low) // step for value in values)
     most = max(counts.values())
+
+    def range_of(place: int) -> str:
+        first = low + place * step
+        last = min(first + step - 1, high)
+        return f"{first:,}" if first == last else f"{first:,} to {last:,}"
+
     rows = (
-        f"<tr><td>{low + place * step:,.5g} to {low + (place + 1) * step:,.5g}</td><td>{counts[place]:,}</td>"
+        f"<tr><td>{range_of(place)}</td><td>{counts[place]:,}</td>"
         f'<td><div class="bar" style="width: {30 * counts[place] / most:.1f}vw"></div></td></tr>\n'
         for place in range(max(counts) + 1)
     )

@@ -1,7 +1,7 @@
-"""Packing before training: several processes measure every sample once and write the rows to disk.
+"""Pack rows before training: several processes measure every sample once, and the rows are written to disk.
 
-When packing during training, each machine measures every sample, and every process packs all of them. This is fast for
-thousands of samples and too slow for millions.
+When rows are packed during training, each machine measures every sample, and every process packs all of them. This is
+fast for thousands of samples and too slow for millions.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from dataclasses import asdict, dataclass
 from itertools import chain, count, takewhile
 from pathlib import Path
 
-from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.packing.row_plan import FILES, MANIFEST, PackedRows, RowPlan, write_packed_rows
-from qwen3vl_bridge.data.packing.sample_sizes import Size, Sizes, sizes_of_job
-from qwen3vl_bridge.data.row_loading import RowDataset, ignoring
-from qwen3vl_bridge.data.samples import Samples
-from qwen3vl_bridge.io.atomic import atomic_directory, check_target, refuse_others
-from qwen3vl_bridge.io.files import CheckpointError
+from qwen3vl_bridge.core.atomic import atomic_directory, check_only_own_files, check_target
+from qwen3vl_bridge.core.files import CheckpointError
+from qwen3vl_bridge.data.errors import DataError, describe_lost_worker
+from qwen3vl_bridge.data.loading import RowDataset, make_worker_init
+from qwen3vl_bridge.data.packing import FILES, MANIFEST, PackedRows, RowPlan, Size, write_packed_rows
+from qwen3vl_bridge.data.samples import Samples, Sizes, open_shared_sizes
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
@@ -30,9 +29,9 @@ _WINDOW = 2**16
 
 @dataclass(frozen=True)
 class PackingReport:
-    """Numbers of a packing."""
+    """Statistics of packed rows."""
 
-    samples: int  # in the source, with dropped (bad or too long) and truncated ones
+    samples: int  # in the source, including dropped (bad or too long) and truncated samples
     dropped: int
     truncated: int
     rows: int
@@ -54,35 +53,34 @@ def pack(
     """Measure all samples, pack them into rows, and write the rows to a folder, which appears only when complete.
 
     Args:
-        rows: the samples and the settings of rows, without a packing.
+        rows: the samples and the settings of rows, not packed yet.
         folder: destination.
-        workers: processes that measure; 0 for this process.
-        overwrite: whether to replace an earlier packing.
+        workers: number of processes that measure; 0 for this process.
+        overwrite: replace earlier packed rows.
         progress: wraps the numbers of samples measured in each step.
         say: called with a line of text when the leftovers of a killed process were removed.
 
     Raises:
         ValueError: rows that cannot be packed.
-        DataError: a sample that cannot be trained on, if that is an error; no valid samples.
+        DataError: a sample cannot be trained on, and that is an error; or there are no valid samples.
         CheckpointError: the destination cannot be written to.
     """
     if not rows.settings.pack or rows.settings.packed is not None:
-        raise ValueError("found rows that are packed already, or with packing off; expected rows to pack")
-    check_target(folder, overwrite=overwrite, replaceable=_check_packing)
-    rules = rows.rules()  # first: fails if the data are incomplete
+        raise ValueError("the rows are packed already, or packing is off")
+    check_target(folder, overwrite=overwrite, check_replaceable=_check_packing)
+    rules = rows.rules()  # first, because it fails if the data are incomplete
     if rows.samples.total is None:
-        raise ValueError("found a stream, expected samples by number: a stream is packed as it is read")
+        raise ValueError("found a stream, expected samples by number: a stream is packed while it is read")
     samples, total = rows.samples, rows.samples.total
-    if workers:  # each sample is measured once, by one of them; their counts are logged together
-        counts = sizes_of_job(0, {"packing": secrets.token_hex(8)})
-        samples = Samples(samples.file, samples.sample_filter, Sizes(), counts.note)
-    sizes, truncated = _measured(samples, total, workers, progress)
+    if workers:  # each sample is measured by one worker; their drop counts are logged together
+        counts = open_shared_sizes(0, {"packing": secrets.token_hex(8)})
+        samples = Samples(samples.file, samples.sample_filter, Sizes(), counts.count_drop)
+    sizes, truncated = _measure_all(samples, total, workers, progress)
     settings, most = rows.settings, samples.sample_filter.most_patches
     capacity, multiple = settings.collator.seq_length, settings.collator.multiple
     plan = RowPlan(
         lambda sample: Size(*sizes[sample].tolist()).padded(multiple),
-        # In random order, because neighbouring samples are often similar, and similar samples do not fill each other's
-        # gaps.
+        # In random order, because neighboring samples often have similar sizes, which do not combine into full rows.
         rows.order(settings.seed or 0),
         capacity=capacity,
         window_size=_WINDOW,
@@ -103,21 +101,21 @@ def pack(
         tokens=tokens,
         patches=patches,
     )
-    with atomic_directory(folder, say, replace=_check_packing if overwrite else None) as place:
+    with atomic_directory(folder, say, check_replaceable=_check_packing if overwrite else None) as place:
         write_packed_rows(place, sizes, packed, starts, rules, asdict(report))
         PackedRows(place).check(rules)
     return report
 
 
 def _check_packing(folder: Path) -> None:
-    """Refuse to replace anything other than an earlier packing."""
+    """Raise CheckpointError if a folder contains anything other than packed rows."""
     if not (folder / MANIFEST).is_file():
         raise CheckpointError(f"{folder} does not hold packed rows, so it is not replaced; remove it yourself")
-    refuse_others(folder, FILES, "packing")
+    check_only_own_files(folder, FILES, "packing")
 
 
-class _Measured(Dataset[tuple[np.ndarray, int]]):
-    """Sizes of consecutive samples, and how many of them were truncated."""
+class _MeasuredChunks(Dataset[tuple[np.ndarray, int]]):
+    """Dataset of chunks: the sizes of consecutive samples, [n, 3], and how many of these samples were truncated."""
 
     def __init__(self, samples: Samples, total: int) -> None:
         self._samples, self._total = samples, total
@@ -132,12 +130,14 @@ class _Measured(Dataset[tuple[np.ndarray, int]]):
         return np.array(sizes, dtype=np.int64), sample_filter.num_truncated - before
 
 
-def _measured(
+def _measure_all(
     samples: Samples, total: int, workers: int, progress: Callable[[Iterable[int]], Iterable[int]]
 ) -> tuple[np.ndarray, int]:
-    """[samples, 3] sizes, and the number of truncated samples."""
+    """Return the sizes of all samples, [samples, 3], and the number of truncated samples."""
     sizes, counts = list[np.ndarray](), list[int]()
-    loader = DataLoader(_Measured(samples, total), batch_size=None, num_workers=workers, worker_init_fn=ignoring(None))
+    loader = DataLoader(
+        _MeasuredChunks(samples, total), batch_size=None, num_workers=workers, worker_init_fn=make_worker_init(None)
+    )
 
     def steps() -> Iterator[int]:
         for part, truncated in loader:
@@ -150,4 +150,8 @@ def _measured(
             pass
     except DataError as error:
         raise error.without_traceback() from None
+    except RuntimeError as error:
+        if lost := describe_lost_worker(error, "--workers"):
+            raise ChildProcessError(lost) from None
+        raise
     return np.concatenate(sizes), sum(counts)

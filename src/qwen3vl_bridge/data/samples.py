@@ -1,43 +1,255 @@
-"""The samples of a source: which conversations become samples, measured first, encoded when their row is due."""
+"""Samples of a source: decide which conversations become samples, measure them, and encode them when their row is due.
+
+When rows are packed during training, every process that plans rows needs the size of every sample: all ranks and all
+their data-loading processes. The processes of a machine share their measurements in one temporary file per job. It has
+a record for each sample, after one record with the numbers of dropped and truncated samples. A process locks a sample
+while it measures it; the kernel releases the lock if the process dies. The others measure other samples of the window,
+and wait at the end for samples that are still being measured. The file is removed after the job, so each job logs what
+it drops.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import errno
+import fcntl
+import functools
+import hashlib
 import logging
-from collections.abc import Callable, Iterable, Sized
-from typing import Literal, NamedTuple
+import os
+import secrets
+import struct
+import tempfile
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager, nullcontext
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
 
 from qwen3vl_bridge.data.collation import pad_token_id
-from qwen3vl_bridge.data.encoding import EncodedSample, Encoder
-from qwen3vl_bridge.data.errors import Changed, DataError, Unreachable, check_choice
-from qwen3vl_bridge.data.packing.sample_sizes import NOTHING, Left, Size, Sizes
-from qwen3vl_bridge.data.schemas.conversations import Conversation
-from qwen3vl_bridge.data.sources.mixture import Mixture
-from qwen3vl_bridge.data.sources.opening import Conversations
+from qwen3vl_bridge.data.conversations import Conversation
+from qwen3vl_bridge.data.encoding import EncodedSample, Encoder, check_choice
+from qwen3vl_bridge.data.errors import DataError, DataUnavailable, SampleSizeChanged
+from qwen3vl_bridge.data.mixture import Mixture
+from qwen3vl_bridge.data.packing import NOTHING, Size
+from qwen3vl_bridge.data.sources import Conversations
+from qwen3vl_bridge.upstream.stores import job_store
 
 import torch
 
 logger = logging.getLogger(__name__)
 
+# Why a sample is left out: dropped, truncated ("cut"), or unreadable when its row was due.
+DropReason = Literal["dropped", "cut", "unreadable"]
+
+# The fields of a size, and a checksum: records are read while others write them. A record that was not written is all
+# zeros, which have another checksum.
+_RECORD, _FIELDS = struct.Struct("<4q"), struct.Struct("<3q")
+_PREFIX = "qwen3vl_sizes_"
+# A byte after all samples that every process locks while it has the file open; and the age in seconds from which on
+# a file of no running process is removed.
+_IN_USE, _OLD = 1 << 62, 3600
+_NOTES = _IN_USE + 1  # locked while the first record, of the counts, is changed
+_files: dict[Path, int] = {}  # opened by this process, and never closed: that would release all its locks on a file
+
+
+class Sizes:
+    """Cache of sample sizes in this process, by sample number. It keeps the `most` latest measurements.
+
+    If `known` is given, it returns the size of every sample, and nothing is measured.
+    """
+
+    def __init__(self, most: int = 2**16, known: Callable[[int], Size] | None = None) -> None:
+        self._most, self._known, self._kept, self._noted = most, known, dict[int, Size](), Counter[DropReason]()
+
+    def get(self, sample: int) -> Size | None:
+        """Return the size of a sample; None if it has not been measured."""
+        return self._kept.get(sample) if self._known is None else self._known(sample)
+
+    def store(self, sample: int, size: Size) -> None:
+        """Store the measured size of a sample."""
+        self._kept[sample] = size
+        if len(self._kept) > self._most:
+            del self._kept[next(iter(self._kept))]
+
+    def lock(self, sample: int, *, wait: bool) -> AbstractContextManager[bool]:
+        """Lock a sample while it is measured, so that no other process measures it too.
+
+        The value of the context is whether this process holds the lock. With `wait`, wait for a process that holds it;
+        afterwards that process has measured the sample, or has died.
+        """
+        return nullcontext(True)
+
+    def count_drop(self, kind: DropReason) -> int:
+        """Count a dropped or truncated sample; return the number so far over all processes that share the sizes."""
+        self._noted[kind] += 1
+        return self._noted[kind]
+
+
+def open_shared_sizes(total: int, rules: Mapping[str, Any]) -> Sizes:
+    """Return sample sizes that all processes of this job on this machine share, in a temporary file.
+
+    If no file can be shared, the sizes are those of this process alone. `rules` has everything that must be equal for a
+    sample number to have the same size.
+    """
+    digest = hashlib.sha256(repr(sorted(rules.items())).encode()).hexdigest()[:16]
+    path = Path(tempfile.gettempdir(), f"{_PREFIX}{os.getuid()}_{_job()}_{digest}")
+    try:
+        _open_file(path)
+    except OSError as error:
+        logger.warning("%s: %s; cannot share the sizes of samples; each process measures every sample", path, error)
+        return Sizes(total)
+    return SharedSizes(path)
+
+
+def make_drop_counter(rules: Mapping[str, Any], groups: Any = None) -> Callable[[DropReason], int]:
+    """Return a function that counts dropped samples over all processes of this job on this machine.
+
+    It is for data that are divided over data-parallel ranks. Tensor-, context- and pipeline-parallel ranks read the
+    same share, so only the first of them counts; for the others the function returns 0. `rules` must be equal in
+    processes that count together. `groups` is None for a process without process groups.
+    """
+    first = groups is None or groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0
+    return open_shared_sizes(0, rules).count_drop if first else _count_nothing
+
+
+def _count_nothing(kind: DropReason) -> int:
+    return 0
+
+
+class SharedSizes(Sizes):
+    """Sample sizes in a file that all processes of a job open. Picklable, for data-loading workers."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()  # fallback for sizes that cannot be written
+        self._path = path
+
+    def get(self, sample: int) -> Size | None:
+        """See `Sizes`."""
+        fields = self._read(1 + sample)
+        return super().get(sample) if fields is None else Size(*fields)
+
+    def _read(self, index: int) -> tuple[int, ...] | None:
+        """Return the numbers in record `index` of the file; None if the record has not been written."""
+        record = os.pread(_open_file(self._path), _RECORD.size, index * _RECORD.size)
+        if len(record) < _RECORD.size:
+            return None
+        *fields, checksum = _RECORD.unpack(record)
+        return tuple(fields) if checksum == zlib.crc32(record[: _FIELDS.size]) else None
+
+    def _write(self, index: int, fields: Sequence[int]) -> None:
+        record = _RECORD.pack(*fields, zlib.crc32(_FIELDS.pack(*fields)))
+        os.pwrite(_open_file(self._path), record, index * _RECORD.size)
+
+    def store(self, sample: int, size: Size) -> None:
+        """See `Sizes`."""
+        try:
+            self._write(1 + sample, size)
+        except OSError as error:  # such as a full disk
+            if not self._kept:
+                logger.warning(
+                    "%s: %s; cannot store the size of a sample; this process keeps its measurements in memory",
+                    self._path,
+                    error,
+                )
+            super().store(sample, size)
+
+    @contextlib.contextmanager
+    def lock(self, sample: int, *, wait: bool) -> Iterator[bool]:
+        """See `Sizes`. A lock belongs to a process: its threads share it."""
+        file = _open_file(self._path)
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, sample)
+        except OSError as error:
+            # Another process has the lock; or the file system has no locks, and every process measures.
+            yield error.errno not in (errno.EACCES, errno.EAGAIN)
+            return
+        try:
+            yield True
+        finally:
+            fcntl.lockf(file, fcntl.LOCK_UN, 1, sample)
+
+    def count_drop(self, kind: DropReason) -> int:
+        """See `Sizes`. Counts are per machine."""
+        place = get_args(DropReason).index(kind)
+        try:
+            with self.lock(_NOTES, wait=True):
+                noted = list(self._read(0) or (0,) * len(get_args(DropReason)))
+                noted[place] += 1
+                self._write(0, noted)
+                return noted[place]
+        except OSError:  # such as a full disk
+            return super().count_drop(kind)
+
+
+@functools.cache
+def _job() -> str:
+    """Return a random name of this job, equal in all processes joined by torch.distributed and in their workers."""
+    name = secrets.token_hex(8)
+    if torch.distributed.is_initialized():
+        store = job_store()
+        if store.add("qwen3vl_bridge/asked for the job's name", 1) == 1:
+            store.set("qwen3vl_bridge/job", name)
+        name = store.get("qwen3vl_bridge/job").decode()
+    return name
+
+
+def _open_file(path: Path) -> int:
+    if path not in _files:
+        _remove_left_over(path.parent)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            _files[path] = os.open(path, flags | os.O_EXCL, 0o600)
+            # Only at the end of this process, also if it is not a main process.
+            Finalize(None, path.unlink, kwargs={"missing_ok": True}, exitpriority=0)
+        except FileExistsError:
+            _files[path] = os.open(path, flags, 0o600)
+        fcntl.lockf(_files[path], fcntl.LOCK_SH, 1, _IN_USE)
+    return _files[path]
+
+
+def _remove_left_over(folder: Path) -> None:
+    """Remove the files of sizes that killed jobs of this user have left in a folder."""
+    for path in folder.glob(f"{_PREFIX}{os.getuid()}_*"):
+        with contextlib.suppress(OSError):  # another process was faster, or is using it
+            if path in _files or time.time() - path.stat().st_mtime < _OLD:
+                continue
+            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _IN_USE)
+                path.unlink()
+            finally:
+                os.close(file)
+
+
 OnLong = Literal["error", "drop", "truncate"]
 OnBad = Literal["error", "drop"]
 
+ON_BAD_ADVICE = " (dataset.on_bad=drop drops such records and counts them; `qwen3vl data inspect` lists all of them)"
 _NAMED = 4
-# Ranks that share a row each read it, so their count is not the number of samples.
-_LOG_TEXTS = {"dropped": "%s: dropped, %d so far", "cut": "%s: cut, %d so far", "unreadable": "%s: left blank (%d)"}
+# Ranks that share a row each read it, so the count of unreadable samples is not a number of samples.
+_LOG_TEXTS = {
+    "dropped": "%s: dropped, %d so far",
+    "cut": "%s: truncated, %d so far",
+    "unreadable": "%s: left blank (%d)",
+}
 
 
 class MeasuredConversation(NamedTuple):
-    """A conversation that becomes a sample, and the sample's size."""
+    """A conversation that becomes a sample, and the size of the sample."""
 
     conversation: Conversation
     size: Size
 
 
 class SampleFilter:
-    """Measures and encodes conversations, and counts dropped and truncated ones. Picklable, for workers.
+    """Measure and encode conversations, and count dropped and truncated samples. Picklable, for workers.
 
-    Its own counts are per process; logged counts are shared with other processes (`noting`).
+    Its own counts are per process; the logged counts may be shared with other processes (`with_counter`).
     """
 
     def __init__(
@@ -49,30 +261,31 @@ class SampleFilter:
         on_long: OnLong = "error",
         on_bad: OnBad = "error",
     ) -> None:
-        """Set which conversations become samples.
+        """Set which conversations become samples, and what happens to the others.
 
         Args:
             encoder: the encoder.
             limit: maximum tokens of a sample.
-            most_patches: maximum patches of its images and videos; None without a limit.
-            on_long: for a longer one, and for one with too many patches, which is never truncated.
-            on_bad: for a conversation that cannot be read or encoded. Those left out or cut are logged.
+            most_patches: maximum patches of the images and videos of a sample; None for no limit.
+            on_long: what to do with a longer sample, or one with too many patches. "truncate" never truncates images.
+            on_bad: what to do with a conversation that cannot be read or encoded. Dropped and truncated samples are
+                logged.
         """
         check_choice("on_long", on_long, OnLong)
         check_choice("on_bad", on_bad, OnBad)
         self.encoder, self.limit, self.most_patches = encoder, limit, most_patches
         self.on_long, self.on_bad = on_long, on_bad
         self.num_dropped = self.num_truncated = 0
-        self._note = Sizes().note
+        self._counter = Sizes().count_drop
 
-    def noting(self, note: Callable[[Left], int]) -> SampleFilter:
-        """The same, with counts shared with others by `note`, as `Sizes.note`."""
+    def with_counter(self, counter: Callable[[DropReason], int]) -> SampleFilter:
+        """Return a copy that counts with `counter`, such as `Sizes.count_drop`, which other processes may share."""
         shared = copy.copy(self)
-        shared._note = note
+        shared._counter = counter
         return shared
 
     def fingerprint(self) -> dict[str, int | str | None]:
-        """Whatever must be equal for the same conversations to become the same samples."""
+        """Return the settings that decide which conversations become samples, and how they are encoded."""
         return {
             "seq_length": self.limit,
             "encoding": self.encoder.fingerprint,
@@ -82,8 +295,11 @@ class SampleFilter:
         }
 
     def measure(self, read: Callable[[], Conversation], place: str) -> MeasuredConversation | None:
-        """A conversation with its size, reading only headers of its images, None if it is dropped; a `DataError` with
-        `place` if it cannot be read or is too long, and that is an error.
+        """Return a conversation with its size, reading only the headers of its images; None if it is dropped.
+
+        Raises:
+            DataError: the conversation cannot be read or is too long, and the settings say that this is an error.
+                `place` names it.
         """
         try:
             conversation = read()
@@ -92,11 +308,13 @@ class SampleFilter:
             if num_tokens > self.limit and self.on_long == "truncate":
                 size = self.encoder.size(conversation, self.limit)
         except DataError as error:
-            return self.refuse(error)
+            return self.handle_error(error)
         if num_tokens > self.limit:
             problem = f"{place}: found a sample of {num_tokens} tokens, expected at most {self.limit}"
             if self.on_long == "error":
-                raise DataError(f"{problem} (the length of a row; on_long='drop' drops the sample, 'truncate' cuts it)")
+                raise DataError(
+                    f"{problem} (dataset.seq_length; dataset.on_long=drop drops the sample, truncate shortens it)"
+                )
             if self.on_long == "drop":
                 return self._drop(problem)
             self.num_truncated += 1
@@ -104,103 +322,116 @@ class SampleFilter:
         if self.most_patches is not None and size.patches > self.most_patches:
             problem = f"{place}: found images of {size.patches} patches, expected at most {self.most_patches}"
             if self.on_long == "error":
-                raise DataError(f"{problem} (the limit of a row; on_long='drop' drops the sample)")
+                raise DataError(f"{problem} (dataset.max_patches; dataset.on_long=drop drops the sample)")
             return self._drop(problem)
         return MeasuredConversation(conversation, size)
 
-    def encode(self, read: Callable[[], MeasuredConversation], kind: Left = "dropped") -> EncodedSample | None:
-        """Tokens and pixels; None for a sample that turns out to be bad only now, such as a truncated image. A
-        `DataError` if that is an error, or for another size than it was measured with.
+    def encode(self, read: Callable[[], MeasuredConversation], kind: DropReason = "dropped") -> EncodedSample | None:
+        """Return the tokens and pixels of a sample; None if it turns out to be bad only now, and is dropped.
 
-        `kind` is "unreadable" if its place in a row is kept, with a blank token.
+        For example, measuring does not detect a truncated image file. `kind` is "unreadable" if a blank token takes the
+        sample's place in a row.
+
+        Raises:
+            DataError: the sample is bad and `on_bad` is "error", or its size differs from the measured size.
         """
         try:
             conversation, size = read()
             sample = self.encoder(conversation, self.limit)
         except DataError as error:
-            return self.refuse(error, kind)
+            return self.handle_error(error, kind)
         patches = sum(len(pixels) for pixels in (sample.pixel_values, sample.pixel_values_videos) if pixels is not None)
         if (len(sample), patches) != (size.tokens, size.patches):
             found = f"found {len(sample)} tokens and {patches} patches"
             planned = f"but its row was planned for {size.tokens} and {size.patches}: the data have changed since then"
-            raise Changed(sample.sample_id, f"{found}, {planned}")
+            raise SampleSizeChanged(sample.sample_id, f"{found}, {planned}")
         return sample
 
     def encode_or_blank(self, read: Callable[[], MeasuredConversation], place: str) -> EncodedSample:
-        """As `encode`, for a sample whose place in a row is kept: a bad one is replaced by a token without loss."""
+        """Return the tokens and pixels of a sample; replace a bad sample by a single token without loss.
+
+        Errors are those of `encode`.
+        """
         if sample := self.encode(read, "unreadable"):
             return sample
         token = torch.tensor([pad_token_id(self.encoder.processor.tokenizer)])
         return EncodedSample(token, token, torch.zeros(1), None, None, place)
 
-    def refuse(self, error: DataError, kind: Left = "dropped") -> None:
-        """Raise a sample's error, or count the sample as dropped (`kind` as for `encode`)."""
-        if self.on_bad == "error" or isinstance(error, (Changed, Unreachable)):
+    def handle_error(self, error: DataError, kind: DropReason = "dropped") -> None:
+        """Raise the error of a sample, or count the sample as dropped if `on_bad` is "drop" (`kind` as in `encode`)."""
+        if isinstance(error, (SampleSizeChanged, DataUnavailable)):
             raise error
+        if self.on_bad == "error":
+            raise error.with_advice(ON_BAD_ADVICE) from error
         self._drop(str(error), kind)
 
-    def _drop(self, problem: str, kind: Left = "dropped") -> None:
+    def _drop(self, problem: str, kind: DropReason = "dropped") -> None:
         self.num_dropped += 1
         self._log(kind, problem)
 
-    def _log(self, kind: Left, problem: str) -> None:
-        """Log the first samples by name, then one whenever their number has doubled. At level DEBUG all are logged."""
-        so_far = self._note(kind)
+    def _log(self, kind: DropReason, problem: str) -> None:
+        """Log a dropped or truncated sample: the first four, then each time the count has doubled; at DEBUG, all."""
+        so_far = self._counter(kind)
         is_named = 0 < so_far <= _NAMED or so_far.bit_count() == 1
         logger.log(logging.WARNING if is_named else logging.DEBUG, _LOG_TEXTS[kind], problem, so_far)
 
 
 class Samples:
-    """Samples by number."""
+    """The samples of a source of conversations, by sample number."""
 
     def __init__(
         self,
         file: Conversations,
         sample_filter: SampleFilter,
         sizes: Sizes | None = None,
-        note: Callable[[Left], int] | None = None,
+        counter: Callable[[DropReason], int] | None = None,
     ) -> None:
-        """Samples of a source's conversations, with sizes that were measured before, if there are any; `note` counts
-        what is left out (`Sizes.note`), if not together with the sizes.
+        """Read the samples of a source of conversations.
+
+        Args:
+            file: the source.
+            sample_filter: decides which conversations become samples.
+            sizes: stores the measured sizes; None for this process alone.
+            counter: counts dropped samples; None for `sizes.count_drop`.
         """
         self.file = file
         self.total = len(file) if isinstance(file, Sized) else None  # None for a stream
         if sizes is None:
             sizes = Sizes() if self.total is None else Sizes(self.total)
         self._sizes = sizes
-        self.sample_filter = sample_filter.noting(note or self._sizes.note)
+        self.sample_filter = sample_filter.with_counter(counter or self._sizes.count_drop)
 
-    def set_of(self, index: int) -> int:
-        """Index of the data set of a mixture that a sample belongs to; 0 for other sources."""
-        return self.file.set_of(index) if isinstance(self.file, Mixture) else 0
+    def set_index(self, index: int) -> int:
+        """Return the index of the data set of a sample in a mixture; 0 for other sources."""
+        return self.file.set_index(index) if isinstance(self.file, Mixture) else 0
 
     def size(self, index: int) -> Size:
-        """Space that a sample takes in a row: none if it is dropped; raises like `SampleFilter.measure`."""
+        """Return the size of a sample; 0 tokens if it is dropped. Raises the errors of `SampleFilter.measure`."""
         size = self._measured(index, wait=True)
-        assert size is not None  # the process that was measuring it was waited for
+        assert size is not None  # `wait` is set
         return size
 
     def measure(self, indices: Iterable[int]) -> None:
-        """Measure those of several samples that no process has measured or is measuring; raises like `size`."""
+        """Measure samples, except those that some process has measured or is measuring. Raises the errors of `size`."""
         for index in indices:
             self._measured(index, wait=False)
 
     def _measured(self, index: int, *, wait: bool) -> Size | None:
-        """A sample's size; None while another process measures it, unless `wait` is set."""
+        """Return the size of a sample; None while another process measures it, unless `wait` is set."""
         if (size := self._sizes.get(index)) is not None:
             return size
-        with self._sizes.claim(index, wait=wait) as is_mine:
+        with self._sizes.lock(index, wait=wait) as is_mine:
             if not is_mine:
                 return None
             size = self._sizes.get(index)  # from the process that held the lock before
             if size is None:
                 measured = self.sample_filter.measure(lambda: self.file[index], self.file.sample_id(index))
                 size = NOTHING if measured is None else measured.size
-                self._sizes.keep(index, size)
+                self._sizes.store(index, size)
             return size
 
     def encode(self, index: int) -> EncodedSample:
-        """The sample's tokens and pixels; see `SampleFilter.encode_or_blank`."""
+        """Return the tokens and pixels of a sample. Errors are those of `SampleFilter.encode_or_blank`."""
         return self.sample_filter.encode_or_blank(
             lambda: MeasuredConversation(self.file[index], self.size(index)), self.file.sample_id(index)
         )

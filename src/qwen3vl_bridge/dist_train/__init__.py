@@ -1,1 +1,1 @@
-"""Separate vision and language ranks (dist-train): modules and payload, runs of both."""
+"""Training with separate vision and language ranks (`dist_train`)."""

@@ -1,8 +1,8 @@
-"""A run with separate vision and language ranks in Megatron-Bridge's loop: batches, gradients, norm and evaluation of
-both modules together, and checkpoints of one model.
+"""Training the vision and the language module on separate ranks, together in Megatron-Bridge's loop.
 
-Megatron-Bridge's set-up gives each module a separate optimizer. Without this file, the tower's gradients would not be
-divided by the tokens of the batch, which language ranks count, and each module would be clipped by its own norm.
+Megatron-Bridge gives each module a separate optimizer. This file divides the gradients of both by the number of tokens,
+which only language ranks count, and clips both by their joint norm. It also lets vision ranks read the batches they
+encode, joins the modules in evaluation, and saves both in the checkpoint of one model.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from qwen3vl_bridge.models.provider import VisionLanguageProvider
-from qwen3vl_bridge.models.settings import replicas_of, trains_vision
-from qwen3vl_bridge.parallel.collectives import broadcast_number, broadcast_object, gather_objects, sum_numbers
+from qwen3vl_bridge.config.fields import dist_train_replicas, trains_vision
+from qwen3vl_bridge.core.collectives import broadcast_number, broadcast_object, gather_objects, sum_number_over_ranks
+from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
+from qwen3vl_bridge.upstream.joint_evaluation import add_arguments_of_evaluation
+from qwen3vl_bridge.upstream.provider_groups import p2p_communicator, provider_groups
 
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
@@ -32,52 +34,60 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
+# Attributes of Megatron-Bridge's state, in which vision ranks keep their data.
 _STREAMS, _SPLIT = "qwen3vl_vision_batches", "qwen3vl_split"
 
 
-class Modules(Callback):
-    """Joins the two modules in Megatron-Bridge's loop."""
+class JoinModules(Callback):
+    """Callback that trains and evaluates the vision and the language module together in Megatron-Bridge's loop."""
+
+    def on_data_init_start(self, context: CallbackContext) -> None:
+        """Pass both modules' communicator and process groups to evaluations, also in a run that does not train."""
+        add_arguments_of_evaluation(evaluation_arguments)
 
     def on_train_start(self, context: CallbackContext) -> None:
-        """Before the first step, after the loop has set its own functions."""
+        """Call `join_modules` before the first step, after the loop has set its own functions."""
+        add_arguments_of_evaluation(evaluation_arguments)  # a script with its own set-up skips `on_data_init_start`
         sharded = context.state.cfg.optimizer.use_distributed_optimizer
         join_modules(get_model_config(context.model[0]), context.optimizer, sharded=sharded)
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """Count the batch's samples; right after this Megatron-Bridge adds those of its module's replicas. Raises
-        ValueError if the vision ranks sent other images or videos than expected in this step.
+        """Correct the number of consumed samples. Megatron-Bridge then adds the samples of this rank's module.
+
+        Raises:
+            ValueError: the vision ranks sent other images or videos than expected in this step.
         """
         for chunk in context.model:
             module = get_attr_wrapped_model(chunk, "pg_collection", return_model_obj=True)
             if hasattr(module, "headers"):  # on a language rank
-                module.headers.check_all()
+                module.headers.check_remaining()
         groups, train = get_attr_wrapped_model(context.model[0], "pg_collection"), context.state.cfg.train
         added = groups.dp.size() * train.micro_batch_size * get_num_microbatches()
         context.state.train_state.consumed_train_samples += get_current_running_global_batch_size() - added
 
     def on_eval_start(self, context: CallbackContext) -> None:
-        """Vision ranks read validation data from now on."""
+        """Make vision ranks read validation data."""
         setattr(context.state, _SPLIT, "valid")
 
     def on_test_start(self, context: CallbackContext) -> None:
-        """Vision ranks read rows of the test data from now on."""
+        """Make vision ranks read test data."""
         setattr(context.state, _SPLIT, "test")
 
     def on_eval_end(self, context: CallbackContext) -> None:
-        """Vision ranks read rows of the training data again."""
+        """Make vision ranks read training data again."""
         setattr(context.state, _SPLIT, "train")
 
     on_test_end = on_eval_end
 
 
 def join_modules(provider: VisionLanguageProvider, optimizer: MegatronOptimizer, *, sharded: bool) -> None:
-    """Make steps of both modules those of one model. Every rank calls it, once, with its module's optimizer.
+    """Set up joint gradients and gradient norms. Every rank calls this once, with the optimizer of its module.
 
-    Megatron-Bridge's groups of a module have none over which the norms of sharded (distributed) optimizers could be
-    summed, which to megatron-core means all ranks: those norms are of both modules already.
+    A distributed optimizer (`sharded`) needs no change: it sums its norm over all ranks, because Megatron-Bridge gives
+    a module no group for that sum.
     """
     if not trains_vision(provider):
-        for info in provider._p2p_communicator.rank_module_map.values():
+        for info in p2p_communicator(provider).rank_module_map.values():
             info.bridge_comms_as_src_module = [OneWayBridge(bridge) for bridge in info.bridge_comms_as_src_module]
             info.bridge_comms_as_dest_module = [OneWayBridge(bridge) for bridge in info.bridge_comms_as_dest_module]
     provider.finalize_model_grads_func = finalize_gradients
@@ -86,8 +96,8 @@ def join_modules(provider: VisionLanguageProvider, optimizer: MegatronOptimizer,
         optimizer.get_grad_norm = functools.partial(_joint_norm, optimizer.get_grad_norm, contributes=contributes)
 
 
-def is_split_unjoined(provider: Any) -> bool:
-    """Whether a model (of any provider) has separate vision ranks whose gradients nothing divides by the tokens."""
+def lacks_joint_gradients(provider: Any) -> bool:
+    """Return whether a provider of any model has separate vision ranks, but `join_modules` has not been called."""
     split = getattr(provider, "dist_train", None)
     return split is not None and split.use_dist_train and provider.finalize_model_grads_func is not finalize_gradients
 
@@ -95,10 +105,10 @@ def is_split_unjoined(provider: Any) -> bool:
 def finalize_gradients(
     model: list[torch.nn.Module], num_tokens: Tensor | None = None, *, force_all_reduce: bool | None = False, **_: Any
 ) -> None:
-    """Like megatron-core's `finalize_model_grads`; vision ranks divide by the tokens that language ranks count.
+    """Finalize gradients as megatron-core does. Vision ranks divide by the number of tokens on language ranks.
 
-    A function of the module, without additional arguments, because its name is saved with the run's configuration.
-    `num_tokens` is changed to those of the whole batch.
+    `num_tokens` is set to the number of tokens of the global batch. This is a module-level function without further
+    arguments, because its name is saved with the configuration of the run.
     """
     provider, groups = get_model_config(model[0]), get_attr_wrapped_model(model[0], "pg_collection")
     counted = num_tokens if provider.add_decoder else None
@@ -112,17 +122,20 @@ def finalize_gradients(
 
 
 def _joint_norm(own: Any, *, contributes: bool) -> Tensor | float:
-    """The norm of both modules' gradients, of which one rank of each contributes its module's.
+    """Return the joint norm of the gradients of both modules.
 
-    As in megatron-core, a tensor on the device if Transformer Engine clips by it, else a number.
+    Args:
+        own: returns the gradient norm of this rank's module.
+        contributes: whether this rank adds the norm of its module to the joint norm; one rank of each module does.
     """
     norm = own()
-    joint = sum_numbers(0.0 if norm is None or not contributes else norm**2).sqrt()
+    joint = sum_number_over_ranks(0.0 if norm is None or not contributes else norm**2).sqrt()
+    # As in megatron-core: a tensor on the device if Transformer Engine clips by it, else a number.
     return joint.to(norm) if isinstance(norm, Tensor) else joint.item()
 
 
 class OneWayBridge:
-    """megatron-core's bridge between modules, without sending gradients back, for a tower that is not trained."""
+    """megatron-core's bridge between modules, for a frozen vision tower: it does not send gradients back."""
 
     def __init__(self, bridge: BridgeCommunicator) -> None:
         self.src_module_name, self.dest_module_name = bridge.src_module_name, bridge.dest_module_name
@@ -131,22 +144,22 @@ class OneWayBridge:
         self.send_backward, self.recv_backward = lambda _: None, lambda: None
 
 
-def replicas_read(provider: VisionLanguageProvider, groups: ProcessGroupCollection) -> tuple[Sequence[int], int]:
-    """The data-parallel replicas whose batches this rank reads, and the number of replicas."""
+def replicas_to_read(provider: VisionLanguageProvider, groups: ProcessGroupCollection) -> tuple[Sequence[int], int]:
+    """Return the indices of the data-parallel replicas that this rank reads batches for, and the number of replicas."""
     if provider.add_encoder and provider.add_decoder:
         return (groups.dp.rank(),), groups.dp.size()
-    replicas, own = replicas_of(provider), groups.dp.rank()
+    replicas, own = dist_train_replicas(provider), groups.dp.rank()
     return ((own,) if provider.add_decoder else replicas.language_replicas_of(own)), replicas.language
 
 
 def next_vision_batch(state: GlobalState, given: Iterator[Any], groups: ProcessGroupCollection) -> tuple:
-    """The next microbatch of each language replica that a vision rank encodes for.
+    """Return the next microbatch of each language replica that this vision rank encodes for.
 
-    Megatron-Bridge's loop assigns rows by the tower's own replicas; if those are as many as the language model's, they
-    read the same rows. Otherwise its iterator is not used, and rows are read from the run's position. A script with its
-    own iterator yields tuples, with a microbatch of each replica.
+    Megatron-Bridge assigns rows by the replicas of the tower. With as many language replicas, both read the same rows.
+    Otherwise its iterator (`given`) is ignored, and this rank reads rows from the position of the run. The iterator of
+    a script yields tuples with a microbatch of each replica.
     """
-    replicas = replicas_of(state.cfg.model)
+    replicas = dist_train_replicas(state.cfg.model)
     if not isinstance(given, RerunDataIterator) or replicas.vision == replicas.language:
         batch = next(given)
         return batch if isinstance(batch, tuple) else (batch,)
@@ -159,39 +172,43 @@ def next_vision_batch(state: GlobalState, given: Iterator[Any], groups: ProcessG
 
 
 def _resumed_streams(state: GlobalState, split: str, groups: ProcessGroupCollection) -> list[Iterator[Any]]:
-    """The streams of a split, one for each replica, starting where Megatron-Bridge's loader of it does."""
-    cfg, done = state.cfg, state.train_state
-    read, size = replicas_read(cfg.model, groups)
-    rows = cfg.dataset.shared_by(1)
+    """Return a data stream for each replica that this rank encodes for, at the position of Megatron-Bridge's loader."""
+    cfg, progress = state.cfg, state.train_state
+    replicas, size = replicas_to_read(cfg.model, groups)
+    rows = cfg.dataset.for_context_parallel(1)
     micro = cfg.train.micro_batch_size if split == "train" else cfg.validation.eval_micro_batch_size
-    streams = [rows.stream(split, dp_rank=rank, dp_size=size, micro_batch_size=micro) for rank in read]
-    validated = 0 if cfg.validation.skip_train else done.consumed_valid_samples
-    row = {"train": done.consumed_train_samples, "valid": validated, "test": 0}[split]
+    streams = [rows.stream(split, dp_rank=rank, dp_size=size, micro_batch_size=micro) for rank in replicas]
+    validated = 0 if cfg.validation.skip_train else progress.consumed_valid_samples
+    row = {"train": progress.consumed_train_samples, "valid": validated, "test": 0}[split]
     for stream in streams:
         stream.load_state_dict(stream.state_dict() | {"row": row})
     return streams
 
 
-def evaluate_both_modules(evaluate: Callable[..., Any], state: GlobalState, *args: Any, **kwargs: Any) -> Any:
-    """Call Megatron-Bridge's `evaluate` with a communicator between modules, which its loop does not pass: each rank
-    would evaluate its module by itself. Unchanged for other runs.
+def evaluation_arguments(state: GlobalState) -> dict[str, Any]:
+    """Return additional arguments of Megatron-Bridge's `evaluate`; empty for a run without separate vision ranks.
+
+    They are the communicator between the modules, and the process groups of this rank's module.
     """
     provider = state.cfg.model
-    if isinstance(provider, VisionLanguageProvider) and provider.dist_train.use_dist_train:
-        groups = copy.copy(provider._pg_collection)
-        # On language ranks Megatron-Bridge asks the groups of one module for those of the language model.
-        groups.get_language_model_collection = lambda: provider._pg_collection
-        kwargs["p2p_communicator"], kwargs["pg_collection"] = provider._p2p_communicator, groups
-    return evaluate(state, *args, **kwargs)
+    if not (isinstance(provider, VisionLanguageProvider) and provider.dist_train.use_dist_train):
+        return {}
+    own = provider_groups(provider)
+    groups = copy.copy(own)
+    # On language ranks Megatron-Bridge calls this method for the groups of the language model.
+    groups.get_language_model_collection = lambda: own
+    return {"p2p_communicator": p2p_communicator(provider), "pg_collection": groups}
 
 
-def as_one_model[Context: (CheckpointSaveContext, CheckpointLoadContext)](ctx: Context) -> Context:
-    """Megatron-Bridge's context of a rank's module, whose part of a complete model's checkpoint it saves or loads.
+def merge_split_model[Context: (CheckpointSaveContext, CheckpointLoadContext)](ctx: Context) -> Context:
+    """Return Megatron-Bridge's context with which each module saves or loads its tensors of one complete model.
 
     Names of tensors are unique over both modules, so a run can continue with another number of ranks, or without
-    modules. Other state is taken from the first rank, with two exceptions. Random states are stored by a rank's index
-    in its module; the tower's get a separate name. And an optimizer without parameters, such as that of experts on
-    vision ranks, has no state dict; that of the other module is used.
+    separate vision ranks. Other state is the first rank's, with two exceptions:
+
+    - Random states are stored by the index of a rank in its module. Those of the tower get a separate name.
+    - An optimizer without parameters has no state dict, for example the optimizer of experts on vision ranks. The state
+      dict of the other module is used.
     """
     provider = ctx.state.cfg.model
     changes: dict[str, Any] = {} if provider.add_decoder else {"module_name": "vision_model"}
@@ -201,8 +218,9 @@ def as_one_model[Context: (CheckpointSaveContext, CheckpointLoadContext)](ctx: C
 
 
 class _JointOptimizer:
-    """The optimizer of one module's ranks: state dicts of the optimizers in its chain that have parameters. State other
-    than tensors, such as steps, is merged from both modules. Every rank creates this at the same time.
+    """The optimizer of one module, with state dicts of those optimizers in its chain that have parameters.
+
+    State other than tensors, such as steps, is merged from both modules. All ranks create this at the same time.
     """
 
     is_stub_optimizer = False  # Megatron-Bridge skips an optimizer without any parameters
@@ -211,34 +229,34 @@ class _JointOptimizer:
         self._optimizer = optimizer
         self._chain = getattr(optimizer, "chained_optimizers", [optimizer])
         self._first_language = provider.dist_train.vision_world_size
-        here = {i for i, part in enumerate(self._chain) if any(group["params"] for group in part.param_groups)}
-        # A rank's part of a distributed optimizer may lack parameters that its module has.
-        heard = gather_objects((provider.add_decoder, here))
-        self._own = sorted(set().union(*(there for module, there in heard if module == provider.add_decoder)))
+        local = {i for i, member in enumerate(self._chain) if any(group["params"] for group in member.param_groups)}
+        # A rank's shard of a distributed optimizer may lack parameters that its module has.
+        gathered = gather_objects((provider.add_decoder, local))
+        self._own = sorted(set().union(*(indices for module, indices in gathered if module == provider.add_decoder)))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._optimizer, name)
 
     def sharded_state_dict(self, model: ShardedStateDict, is_loading: bool = False, **kwargs: Any) -> ShardedStateDict:
-        """By index in the chain, unless it has only one optimizer; a collective call."""
+        """Return the state dicts of chained optimizers by index, or of a single optimizer. All ranks must call this."""
         own = {i: self._chain[i].sharded_state_dict(model, is_loading, **kwargs) for i in self._own}
         if not is_loading:
             _, lasting = extract_nonpersistent(own)
             sharded, common = extract_sharded_base(lasting)
-            common = _merged(broadcast_object(common), broadcast_object(common, self._first_language))
-            own = _merged(common, sharded)
+            common = _merge(broadcast_object(common), broadcast_object(common, self._first_language))
+            own = _merge(common, sharded)
         return own if len(self._chain) > 1 else own.get(0, {})
 
     def load_state_dict(self, state: dict) -> None:
-        """Load this rank's part of the whole model's state, which has the structure of `sharded_state_dict`."""
+        """Load the state of this rank from a state dict with the structure of `sharded_state_dict`."""
         for i in self._own:
             self._chain[i].load_state_dict(state[i] if len(self._chain) > 1 else state)
 
 
-def _merged(below: Any, above: Any) -> Any:
-    """Two nested structures as one; for entries in both, the value of `above` is used."""
-    if isinstance(below, list) and isinstance(above, list) and len(below) == len(above):
-        return [_merged(*both) for both in zip(below, above, strict=True)]
-    if not (isinstance(below, dict) and isinstance(above, dict)):
-        return above
-    return below | {key: _merged(below[key], value) if key in below else value for key, value in above.items()}
+def _merge(base: Any, override: Any) -> Any:
+    """Merge two nested structures. For an entry that both have, the value of `override` is used."""
+    if isinstance(base, list) and isinstance(override, list) and len(base) == len(override):
+        return [_merge(*pair) for pair in zip(base, override, strict=True)]
+    if not (isinstance(base, dict) and isinstance(override, dict)):
+        return override
+    return base | {key: _merge(base[key], value) if key in base else value for key, value in override.items()}

@@ -1,11 +1,12 @@
-"""The two modules that train on separate ranks, the vision tower and the model without it, and the tensor between them.
+"""The vision and the language module that train on separate ranks, and the tensor that they exchange.
 
-A payload is [P, 1 + R, (t + 1) * h]: for each of P shards a header row, then a row for each vision token, then rows of
-zeros up to the longest shard. A token's row has its DeepStack features first, in the order of their layers, and its
-final embedding last. megatron-core concatenates shards of several senders, and splits those of several receivers, along
-the first dimension, so images may have any size.
+The tensor, a payload, has the shape [P, 1 + R, (t + 1) * h]. Each of P shards has a header row, a row for each vision
+token, and rows of zeros up to the longest shard. The row of a token has its DeepStack features, in the order of their
+layers, and then its vision token. megatron-core concatenates shards of several senders, and splits shards for several
+receivers, along the first dimension, so images may have any size.
 
-Legend: t DeepStack features of a token, h the text model's hidden size, M vision tokens.
+Legend of shapes: P shards, R rows for vision tokens, t DeepStack features, h hidden size of the text model, M vision
+tokens.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from qwen3vl_bridge.batch import ModelInputs, VisionRankInputs, VisionShard
-from qwen3vl_bridge.batch.device_transfer import HostCopy
-from qwen3vl_bridge.models.model import VisionLanguageModel
-from qwen3vl_bridge.models.provider import VisionLanguageProvider
+from qwen3vl_bridge.config.fields import trains_vision
+from qwen3vl_bridge.core.batch import ModelInputs, VisionRankInputs
+from qwen3vl_bridge.core.device_transfer import HostCopy
+from qwen3vl_bridge.core.vision_sharding import VisionShard
+from qwen3vl_bridge.models.common.model import VisionLanguageModel
+from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
+from qwen3vl_bridge.models.common.vision_tower import QwenVLVisionModel, vision_transformer_config
 from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
-from qwen3vl_bridge.models.settings import trains_vision
-from qwen3vl_bridge.models.vision_tower import QwenVLVisionModel, vision_transformer_config
 
 import torch
 import torch.nn.functional as F
@@ -30,15 +32,15 @@ from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-# The modules' names in Megatron-Bridge's set-up: of grids, and of payloads.
+# Names of the modules in Megatron-Bridge.
 VISION, LANGUAGE = "vision_module", "language_module"
 
-# Of four numbers; each byte is exact in every floating-point dtype that models train in.
+# Four integers. Their bytes are exact in every floating-point dtype of a model.
 _HEADER = struct.Struct(">4I")
 
 
 class Qwen3VLVisionModule(MegatronModule):
-    """The vision tower as a module; the process groups are the tower's."""
+    """The vision tower as a module with its own process groups."""
 
     pre_process, post_process, vp_stage = True, False, None
     share_embeddings_and_output_weights = False
@@ -50,40 +52,44 @@ class Qwen3VLVisionModule(MegatronModule):
         self.vision_model = QwenVLVisionModel(vision_transformer_config(config), config.vision_config, pg_collection)
 
     def forward(self, inputs: VisionRankInputs) -> dict[str, Tensor]:
-        """The payload of this rank's images and videos, or of a blank image, for all language replicas it serves."""
-        pictures = inputs.vision or self.vision_model.blank_picture(next(self.parameters()).device)
-        tokens, features = self.vision_model(pictures)
-        return {VISION: pack(tokens, features, inputs.shards, inputs.most_tokens)}
+        """Return the payload of this rank's images and videos for all of its language replicas.
+
+        A rank without images encodes a blank image.
+        """
+        images = inputs.vision or self.vision_model.blank_image(next(self.parameters()).device)
+        tokens, features = self.vision_model(images)
+        return {VISION: pack(tokens, features, inputs.shards, inputs.max_tokens)}
 
     def set_input_tensor(self, input_tensor: list[dict[str, Tensor]]) -> None:
-        """Does nothing: the tower has no previous stage."""
+        """Do nothing, because the tower has no previous stage."""
 
     def shared_embedding_or_output_weight(self) -> None:
-        """Returns None: the tower has no such weight."""
+        """Return None, because the tower has no such weight."""
 
     freeze = VisionLanguageModel.freeze
 
 
 class Qwen3VLLanguageModule(Qwen3VLModel):
-    """The model without its vision tower; arguments as for `Qwen3VLModel`."""
+    """Qwen3-VL without its vision tower; arguments as for `Qwen3VLModel`."""
 
     def __init__(self, config: VisionLanguageProvider, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.payload: Tensor | None = None
         self.headers = Headers()
 
-    def add_tower(self) -> None:
-        """Does nothing: the tower is on separate ranks."""
+    def add_vision_tower(self) -> None:
+        """Do nothing, because the tower is on separate ranks."""
 
     def encode(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """Vision tokens [M, h] and DeepStack features [t, M, h], as received from the vision ranks.
+        """Return the vision tokens [M, h] and DeepStack features [t, M, h] that the vision ranks have sent.
 
-        Raises ValueError if nothing was received, or not the payload of this microbatch, or of an earlier one.
+        Raises:
+            ValueError: nothing was received, or a payload does not match its microbatch, which may be an earlier one.
         """
         if self.payload is None or inputs.vision_shards is None:
             raise ValueError(
-                "this model has no vision tower (dist_train.use_dist_train): expected a microbatch of "
-                "qwen3vl_bridge.forward_step, in the schedule that includes the vision ranks"
+                "this model has no vision tower (dist_train.use_dist_train) and has received no vision tokens. Use "
+                "qwen3vl_bridge.forward_step and the schedule that includes the vision ranks"
             )
         payload, self.payload = self.payload, None
         if not trains_vision(self.config):
@@ -96,29 +102,31 @@ class Qwen3VLLanguageModule(Qwen3VLModel):
         return tokens, features
 
     def set_input_tensor(self, input_tensor: list[dict[str, Any]]) -> None:
-        """Store what vision ranks or the previous pipeline stage sent, for the next `forward`."""
+        """Store the tensors of vision ranks and of the previous pipeline stage for the next `forward`."""
         received = input_tensor[0] or {}
         self.payload = received.get(VISION)
         super().set_input_tensor(received.get(LANGUAGE))
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | dict[str, Tensor]:
-        """Like `Qwen3VLModel.forward`; the output for the next pipeline stage is under the module's name."""
+        """Call `Qwen3VLModel.forward`. Output for the next pipeline stage is returned in a dict by module name."""
         output = super().forward(*args, **kwargs)
         return output if self.post_process else {LANGUAGE: output}
 
 
 def pack(tokens: Tensor, features: Tensor, shards: Sequence[VisionShard], rows: int) -> Tensor:
-    """Pack vision tokens [M, h], ordered by shard, and their DeepStack features [t, M, h] into a payload.
+    """Pack vision tokens and DeepStack features into a payload [P, 1 + R, (t + 1) * h].
 
-    More tokens may follow, as of a blank image. `rows`, R, is no less than any shard's tokens.
-
-    Returns:
-        [P, 1 + R, (t + 1) * h]; not a view, because the schedules could not free a view after sending it.
+    Args:
+        tokens: [M, h], ordered by shard. Tokens after the last shard, such as those of a blank image, are ignored.
+        features: [t, M, h].
+        shards: number of tokens and checksum of each shard.
+        rows: R, at least the number of tokens of each shard.
     """
-    each = torch.cat((*features, tokens), -1)
+    token_rows = torch.cat((*features, tokens), -1)
     counts = [shard.tokens for shard in shards]
-    parts = each[: sum(counts)].split(counts)
-    padded = torch.stack([F.pad(part, (0, 0, 1, rows - len(part))) for part in parts])
+    chunks = token_rows[: sum(counts)].split(counts)
+    # Not a view: the schedules could not free a view after sending it.
+    padded = torch.stack([F.pad(chunk, (0, 0, 1, rows - len(chunk))) for chunk in chunks])
     headers = [list(_HEADER.pack(*numbers)) for numbers in _header_numbers(shards, len(features), tokens.size(-1))]
     headers = F.pad(torch.tensor(headers), (0, padded.size(-1) - _HEADER.size))
     headers = (headers.pin_memory() if padded.device.type == "cuda" else headers).to(padded, non_blocking=True)
@@ -128,60 +136,66 @@ def pack(tokens: Tensor, features: Tensor, shards: Sequence[VisionShard], rows: 
 def unpack(
     payload: Tensor, shards: Sequence[VisionShard], deepstack_layers: int, hidden: int
 ) -> tuple[Tensor, Tensor, Header]:
-    """Unpack a payload [P, 1 + R, (t + 1) * h] of the expected shards, one from each sender.
+    """Unpack a payload [P, 1 + R, (t + 1) * h] with the expected shards, one from each sender.
 
     Returns:
-        Vision tokens [M, h] and DeepStack features [t, M, h]; and the header, to be compared.
+        Vision tokens [M, h], DeepStack features [t, M, h], and the header, which is still to be checked.
 
     Raises:
-        ValueError: a payload of another shape.
+        ValueError: the payload has an unexpected shape.
     """
     width, most = (deepstack_layers + 1) * hidden, max(shard.tokens for shard in shards)
     if payload.ndim != 3 or len(payload) != len(shards) or payload.size(2) != width or payload.size(1) <= most:
         raise ValueError(
-            f"the vision ranks sent {list(payload.shape)}, expected {[len(shards), f'{1 + most} or more', width]}: "
-            f"{len(shards)} shards of up to {most} vision tokens, with {deepstack_layers} DeepStack features of width "
-            f"{hidden} and their embedding each"
+            f"the vision ranks sent a tensor of shape {list(payload.shape)}, expected "
+            f"{[len(shards), f'{1 + most} or more', width]}: {len(shards)} shards with up to {most} vision tokens of "
+            f"hidden size {hidden}, each with {deepstack_layers} DeepStack features"
         )
     header = Header(HostCopy(payload[:, 0, : _HEADER.size]), _header_numbers(shards, deepstack_layers, hidden))
-    rows = torch.cat([part[1 : 1 + shard.tokens] for part, shard in zip(payload, shards, strict=True)])
-    each = rows.view(-1, deepstack_layers + 1, hidden).transpose(0, 1)
-    return each[-1], each[:-1], header
+    rows = torch.cat([rows[1 : 1 + shard.tokens] for rows, shard in zip(payload, shards, strict=True)])
+    layers = rows.view(-1, deepstack_layers + 1, hidden).transpose(0, 1)
+    return layers[-1], layers[:-1], header
 
 
 def _header_numbers(shards: Sequence[VisionShard], deepstack_layers: int, hidden: int) -> list[tuple[int, ...]]:
-    return [(shard.tokens, shard.mark, deepstack_layers, hidden) for shard in shards]
+    return [(shard.tokens, shard.checksum, deepstack_layers, hidden) for shard in shards]
 
 
 class Header(NamedTuple):
-    """The received header, and the expected one."""
+    """The header rows of a payload, and their expected contents.
 
-    received: HostCopy  # [P, bytes]
-    expected: list[tuple[int, ...]]  # (tokens, mark, DeepStack layers, width) of each of the P shards
+    Attributes:
+        received: [P, bytes].
+        expected: (tokens, checksum, DeepStack layers, hidden size) of each shard.
+    """
+
+    received: HostCopy
+    expected: list[tuple[int, ...]]
 
     def check(self) -> None:
-        """Wait for the received header; raises ValueError if the payload is of other images or videos."""
+        """Wait for the received header, and raise ValueError if the payload has other images or videos."""
         received = [_HEADER.unpack(bytes(int(byte) for byte in row)) for row in self.received.tolist()]
         if received != self.expected:
             raise ValueError(
-                f"the vision ranks sent shards of (tokens, mark, features, width) {received}, expected "
-                f"{self.expected}: both sides must read the same batches in the same order with the same configuration"
+                f"the vision ranks sent shards with (tokens, checksum, features, hidden size) {received}, expected "
+                f"{self.expected}: vision and language ranks must read the same batches in the same order with the "
+                "same configuration"
             )
 
 
 class Headers(deque[Header]):
-    """The headers of a step's payloads, compared without waiting for them: as they arrive, and all at the step's end.
+    """Headers of the payloads of a step, which are checked as they arrive, and at the end of the step.
 
-    By then the weights have changed, but nothing has been saved.
+    The forward pass does not wait for them. At the end of the step weights have changed, but nothing has been saved.
     """
 
     def add(self, header: Header) -> None:
-        """Add a header, and compare those that have arrived. Raises as `Header.check`."""
-        while self and self[0].received.is_there():
+        """Add a header, and check the earlier headers that have arrived. Raise ValueError as `Header.check` does."""
+        while self and self[0].received.is_ready():
             self.popleft().check()
         self.append(header)
 
-    def check_all(self) -> None:
-        """Compare all remaining headers. Raises as `Header.check`."""
+    def check_remaining(self) -> None:
+        """Wait for all remaining headers and check them. Raise ValueError as `Header.check` does."""
         while self:
             self.popleft().check()

@@ -1,7 +1,6 @@
-"""Greedy decoding with the Megatron model, to get answers from a checkpoint without exporting it.
+"""Greedy decoding with the Megatron model, without exporting a checkpoint. For sampling and serving, export it.
 
-For sampling and serving, export the checkpoint.
-Legend: B prompts, S tokens of a prompt with its padding, b prompts of one length n, r tokens of a row.
+Legend of shapes: B prompts, S tokens of a prompt with padding, b prompts of equal length, s tokens of a step.
 """
 
 from __future__ import annotations
@@ -12,11 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.batch import SequenceLayout, TokenBatch
-from qwen3vl_bridge.models.inputs import as_model_inputs
-from qwen3vl_bridge.models.model import VisionLanguageModel
-from qwen3vl_bridge.models.settings import token_multiple
-from qwen3vl_bridge.parallel.collectives import broadcast_in_group, gather_vocabulary
+from qwen3vl_bridge.config.fields import token_multiple
+from qwen3vl_bridge.core.batch import TokenBatch
+from qwen3vl_bridge.core.collectives import broadcast_in_group, gather_logits
+from qwen3vl_bridge.core.layout import SequenceLayout
+from qwen3vl_bridge.models.common.model import VisionLanguageModel
+from qwen3vl_bridge.models.inputs.caller_batches import as_model_inputs
+from qwen3vl_bridge.upstream.fsdp_parameters import module_parameters
 
 import torch
 import torch.nn.functional as F
@@ -42,45 +43,47 @@ def generate(
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
 ) -> Tensor:
-    """Generate what transformers' `generate(do_sample=False)` returns for the same arguments of its processor.
+    """Generate answers greedily, like `generate(do_sample=False)` of transformers with the outputs of its processor.
 
-    The vision tower runs once. Keys and values are cached, so a new token costs the work of one token. Under sequence
-    parallelism, where a single token cannot be split over the ranks, and in models with linear attention, whose state
-    megatron-core does not cache, each token costs the work of the whole sequence. Prompts of equal length are decoded
-    together, one length after the other, so that there is no padding between a prompt and its answer. Ranks that share
-    weights must be given the same prompts (`ranks_in_step`), and return the answers of the first one.
+    The vision tower runs once. Keys and values are cached, so each new token costs the compute of one token. There is
+    no cache under sequence parallelism, which cannot shard a single token, and in models with linear attention, because
+    megatron-core does not cache its state: each token then costs the compute of the full sequence. Prompts of equal
+    length are decoded together, so there is no padding between a prompt and its answer.
+
+    Ranks that share weights must get the same prompts (`ranks_in_step`). They return the answers of their first rank.
 
     Args:
-        model: a VisionLanguageModel, wrapped or not, or a list of one. It is in eval mode during the call.
-        input_ids, attention_mask: [B, S]; the mask is 0 at padding, on either side. None: no padding.
+        model: a VisionLanguageModel, wrapped or not, or a list with one. It is in eval mode during the call.
+        input_ids, attention_mask: [B, S]. The mask is 0 at padding, on either side; None without padding.
         max_new_tokens: maximum length of an answer.
-        pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw: as the processor gives them.
-        mm_token_type_ids: accepted because the processor returns it; it is redundant with `input_ids`.
-        eos_token_id: ids that end an answer, such as those from `end_token_ids`; an empty list for none, None for the
-            provider's, which may be the end of a text rather than of a turn.
-        pad_token_id: fills rows after an answer's end; None for the provider's, or the first of `eos_token_id`.
+        pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw: outputs of the processor.
+        mm_token_type_ids: ignored; the processor returns it, but `input_ids` contain the same information.
+        eos_token_id: ids that end an answer, for example from `end_token_ids`. An empty list for none; None for the
+            provider's id, which may mark the end of a text instead of a turn.
+        pad_token_id: fills rows after the end of an answer. None for the provider's id, or else the first of
+            `eos_token_id`.
 
     Returns:
-        [B, S + longest answer] int64: `input_ids` unchanged, then the answers with their end tokens.
+        [B, S + longest answer] int64: `input_ids`, then the answers with their end tokens.
 
     Raises:
-        ValueError: a model split by pipeline or context parallelism, inconsistent shapes, a prompt without tokens, or
-            images or videos that do not match the tokens.
+        ValueError: the model has pipeline or context parallelism, shapes are inconsistent, a prompt has no tokens, or
+            images or videos do not match the tokens.
     """
-    wrapped, model = model, _whole_model(model)
+    wrapped, model = model, _unwrap_single(model)
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}, expected 1 or more")
     ends = model.config.eos_token_id if eos_token_id is None else eos_token_id
     ends = [ends] if isinstance(ends, int) else list(ends)
     pad = next((i for i in (pad_token_id, model.config.pad_token_id, *ends) if i is not None), 0)
-    prompts = _prompts(input_ids, attention_mask)
-    room = _round_up(max(map(len, prompts)) + max_new_tokens, model)
-    ids = torch.stack([F.pad(prompt, (0, room - len(prompt)), value=pad) for prompt in prompts]).to(input_ids.device)
+    prompts = _remove_padding(input_ids, attention_mask)
+    size = _round_up(max(map(len, prompts)) + max_new_tokens, model)
+    ids = torch.stack([F.pad(prompt, (0, size - len(prompt)), value=pad) for prompt in prompts]).to(input_ids.device)
     inputs, _ = as_model_inputs(
         model.config,
         model.pg_collection,
         ids,
-        attention_mask=torch.ones_like(ids),  # answers too: their tokens all count as text
+        attention_mask=torch.ones_like(ids),  # tokens of answers count as text
         pixel_values=pixel_values,
         image_grid_thw=image_grid_thw,
         pixel_values_videos=pixel_values_videos,
@@ -88,75 +91,78 @@ def generate(
     )
     answers = input_ids.new_full((len(prompts), max_new_tokens), pad)
     longest, group = 0, ranks_in_step(wrapped)
-    slots = ids.new_full((ids.numel(),), -1)  # of hidden states [s, b]
+    slots = ids.new_full((ids.numel(),), -1)  # by index in hidden states, flattened from [s, b]
     slots[inputs.fuse.targets] = inputs.fuse.sources
     slots = slots.view(ids.T.shape).T
-    with _evaluating(model), callable_in_parts(_only(wrapped)):
+    with _eval_mode(model), direct_module_calls(_first(wrapped)):
         encoded = model.encode(inputs)
         for length in dict.fromkeys(map(len, prompts)):
-            same = [row for row, prompt in enumerate(prompts) if len(prompt) == length]
+            rows = [row for row, prompt in enumerate(prompts) if len(prompt) == length]
             end = _round_up(length + max_new_tokens, model)
-            rows = TokenBatch(
-                input_ids=inputs.input_ids[same, :end],  # the prompt and then padding, which the answer overwrites
-                labels=inputs.input_ids[same, :end],  # neither these nor the mask is used
-                loss_mask=torch.zeros(len(same), end, device=ids.device),
-                position_ids=inputs.position_ids[:, same, :end],
-                vision_slot=slots[same, :end],
-                layout=SequenceLayout.rows([length] * len(same), end),
+            batch = TokenBatch(
+                input_ids=inputs.input_ids[rows, :end],  # the prompt, then padding that the answer overwrites
+                labels=inputs.input_ids[rows, :end],  # required, but not used, like the mask
+                loss_mask=torch.zeros(len(rows), end, device=ids.device),
+                position_ids=inputs.position_ids[:, rows, :end],
+                vision_slot=slots[rows, :end],
+                layout=SequenceLayout.padded_rows([length] * len(rows), end),
                 vision=inputs.vision,
             )
-            decoded = _decode(model, rows, encoded, length, max_new_tokens, ends, pad, group)
-            answers[same, : decoded.shape[1]] = decoded
+            decoded = _decode(model, batch, encoded, length, max_new_tokens, ends, pad, group)
+            answers[rows, : decoded.shape[1]] = decoded
             longest = max(longest, decoded.shape[1])
     return torch.cat((input_ids, answers[:, :longest]), dim=1)
 
 
 def end_token_ids(model: nn.Module | list[nn.Module], tokenizer: Any, hf_model: str | Path | None = None) -> list[int]:
-    """Ids that end an answer, for `generate`: the provider's (a text's), and the tokenizer's (a turn's in chat models).
+    """Return the ids that end an answer, for `generate`.
 
-    No file reliably names both; `generation_config.json` of `hf_model` (folder or hub id) may name more.
+    They are the provider's id, which ends a text, and the tokenizer's, which ends a turn in chat models. No single file
+    reliably has both. `generation_config.json` of `hf_model`, a folder or hub id, may add more.
     """
-    ends = [_whole_model(model).config.eos_token_id, tokenizer.eos_token_id]
+    ends = [_unwrap_single(model).config.eos_token_id, tokenizer.eos_token_id]
     if hf_model is not None:
-        with contextlib.suppress(OSError):  # it has none
+        with contextlib.suppress(OSError):  # the model has no such file
             named = GenerationConfig.from_pretrained(str(hf_model)).eos_token_id
             ends += named if isinstance(named, list) else [named]
     return [end for end in dict.fromkeys(ends) if end is not None]
 
 
 def ranks_in_step(model: nn.Module | list[nn.Module]) -> ProcessGroup | None:
-    """The ranks that must be given the same prompts because a forward pass of one needs all of them, if there are any.
+    """Return the ranks that compute a forward pass together, and so must get the same prompts; None if there are none.
 
-    Beside tensor-parallel ranks these are ranks over which Megatron-FSDP shards parameters, or with other experts.
+    In addition to tensor-parallel ranks, these are the ranks that Megatron-FSDP or expert parallelism shards weights
+    over.
     """
-    groups = _whole_model(model).pg_collection
-    if megatron_fsdp(_only(model)) is not None:
+    groups = _unwrap_single(model).pg_collection
+    if megatron_fsdp(_first(model)) is not None:
         return groups.dp
     return groups.ep if groups.ep.size() > 1 else None
 
 
-def _only(model: nn.Module | list[nn.Module]) -> nn.Module:
+def _first(model: nn.Module | list[nn.Module]) -> nn.Module:
     return model[0] if isinstance(model, list) else model
 
 
-def _whole_model(model: nn.Module | list[nn.Module]) -> VisionLanguageModel:
-    # megatron-core's `unwrap_model` stops at Megatron-FSDP, which is a wrapper in a wrapper.
-    chunks = [[*_layers(chunk)][-1] for chunk in (model if isinstance(model, list) else [model])]
+def _unwrap_single(model: nn.Module | list[nn.Module]) -> VisionLanguageModel:
+    """Return the model without wrappers. Raise ValueError if it is not a single model that can generate."""
+    # megatron-core's `unwrap_model` stops at Megatron-FSDP, which has two wrappers.
+    chunks = [[*_wrappers(chunk)][-1] for chunk in (model if isinstance(model, list) else [model])]
     if len(chunks) != 1 or not isinstance(chunks[0], VisionLanguageModel):
         found = [type(chunk).__name__ for chunk in chunks]
         raise ValueError(
-            f"model is {found}, expected one Qwen3VLModel or another VisionLanguageModel: "
-            "a pipeline stage cannot generate"
+            f"model is {found}, expected one VisionLanguageModel, such as Qwen3VLModel: chunks of a pipeline cannot "
+            "generate"
         )
     groups = chunks[0].pg_collection
     for name, size in (("pipeline", groups.pp.size()), ("context", groups.cp.size())):
         if size > 1:
-            raise ValueError(f"{name}-parallel size is {size}, expected 1: load the checkpoint without it to generate")
+            raise ValueError(f"{name}-parallel size is {size}, expected 1 for generation: load the checkpoint with 1")
     return chunks[0]
 
 
-def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:
-    """The tokens of each row without its padding, on the host."""
+def _remove_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:
+    """Return the tokens of each prompt without padding, on the host."""
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     if input_ids.dim() != 2 or mask.shape != input_ids.shape:
         raise ValueError(
@@ -167,50 +173,60 @@ def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:
     empty = [row for row, prompt in enumerate(prompts) if not len(prompt)]
     if empty or not prompts:
         raise ValueError(
-            f"found {len(prompts)} prompts, of which {empty} are empty, expected at least one token in each"
+            f"found {len(prompts)} prompts, and prompts {empty} have no tokens: expected at least one token in each"
         )
     return prompts
 
 
 def _round_up(tokens: int, model: VisionLanguageModel) -> int:
-    parts = model.config.local_arguments(model.pg_collection)["sp_size"] * token_multiple(model.config)
-    return -(-tokens // parts) * parts
+    """Return a number of tokens, rounded up to the multiple that sequence parallelism and FP8 need."""
+    multiple = model.config.local_arguments(model.pg_collection)["sp_size"] * token_multiple(model.config)
+    return -(-tokens // multiple) * multiple
 
 
 def _decode(
     model: VisionLanguageModel,
-    rows: TokenBatch,
+    batch: TokenBatch,
     encoded: tuple[Tensor, Tensor],
     length: int,
-    new: int,
+    max_new_tokens: int,
     ends: list[int],
     pad: int,
     group: ProcessGroup | None,
 ) -> Tensor:
-    """[b, at most new] answers to prompts of one length, whose rows have room for them; `encoded` is of all prompts.
+    """Return answers [b, at most max_new_tokens] to prompts of equal length.
 
-    Ranks use the first one's tokens, since a last bit may differ.
+    Args:
+        model: the model.
+        batch: the prompts, in rows with space for the answers.
+        encoded: the result of `model.encode` for all prompts.
+        length: the length of the prompts.
+        max_new_tokens: the maximum length of an answer.
+        ends: ids that end an answer.
+        pad: fills rows after the end of an answer.
+        group: ranks that use the tokens of their first rank, because their logits may differ in the last bit.
     """
-    ids, config, groups = rows.input_ids, model.config, model.pg_collection
-    single, has_state = _round_up(1, model) == 1, config.experimental_attention_variant is not None
-    cache = StaticInferenceContext(*ids.shape) if single and not has_state else None
+    ids, config, groups = batch.input_ids, model.config, model.pg_collection
+    # A cache needs steps of one token. It would lack the state of linear attention.
+    has_cache = _round_up(1, model) == 1 and config.experimental_attention_variant is None
+    cache = StaticInferenceContext(*ids.shape) if has_cache else None
     running = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
-    ends_of = torch.tensor(ends, dtype=torch.long, device=ids.device)
+    end_ids = torch.tensor(ends, dtype=torch.long, device=ids.device)
     start = 0
-    for stop in range(length, length + new):
-        # Tokens from `start` on, with padding to a multiple of the ranks; the cache has those before.
+    for stop in range(length, length + max_new_tokens):
+        # The cache has the tokens before `start`.
         size = _round_up(stop - start, model)
-        piece = slice(start, start + size)
-        batch = replace(
-            rows,
-            input_ids=ids[:, piece],
-            labels=ids[:, piece],
-            loss_mask=rows.loss_mask[:, piece],
-            position_ids=rows.position_ids[:, :, piece],
-            vision_slot=rows.vision_slot[:, piece].flatten(),
-            layout=SequenceLayout.rows([stop - start] * len(ids), size).to(ids.device),
+        span = slice(start, start + size)
+        step = replace(
+            batch,
+            input_ids=ids[:, span],
+            labels=ids[:, span],
+            loss_mask=batch.loss_mask[:, span],
+            position_ids=batch.position_ids[:, :, span],
+            vision_slot=batch.vision_slot[:, span].flatten(),
+            layout=SequenceLayout.padded_rows([stop - start] * len(ids), size).to(ids.device),
         )
-        inputs = batch.local(**config.local_arguments(groups))
+        inputs = step.local(**config.local_arguments(groups))
         hidden, block_kwargs = model.embed(inputs, encoded)
         logits = model.language_model(
             inputs.input_ids,
@@ -222,12 +238,12 @@ def _decode(
             extra_block_kwargs=block_kwargs,
             runtime_gather_output=False,
         )
-        # The output layer may have more rows than there are tokens.
-        tokens = gather_vocabulary(logits[:, stop - start - 1], groups)[:, : config.vocab_size].argmax(-1)
+        # The output layer may have padding rows.
+        tokens = gather_logits(logits[:, stop - start - 1], groups)[:, : config.vocab_size].argmax(-1)
         if group is not None:
             tokens = broadcast_in_group(tokens, group)
         ids[:, stop] = torch.where(running, tokens, pad)
-        running &= ~torch.isin(tokens, ends_of)
+        running &= ~torch.isin(tokens, end_ids)
         if not running.any():
             break
         if cache is not None:
@@ -236,7 +252,7 @@ def _decode(
 
 
 @contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def _eval_mode(model: nn.Module) -> Iterator[None]:
     in_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -247,29 +263,24 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def megatron_fsdp(model: nn.Module) -> MegatronFSDP | None:
-    """The Megatron-FSDP wrapper of a model, if any: its ranks gather each other's parameters in every forward pass."""
-    return next((layer for layer in _layers(model) if isinstance(layer, MegatronFSDP)), None)
+    """Return the Megatron-FSDP wrapper of a model, or None. Its ranks gather parameters in every forward pass."""
+    return next((layer for layer in _wrappers(model) if isinstance(layer, MegatronFSDP)), None)
 
 
 @contextlib.contextmanager
-def callable_in_parts(model: nn.Module) -> Iterator[None]:
-    """Let the innermost model's modules be called one by one: hooks gather a module's parameters when it is called.
+def direct_module_calls(model: nn.Module) -> Iterator[None]:
+    """Allow calls of single modules of a model under Megatron-FSDP, instead of calls of the full model.
 
-    Between steps, the optimizer's own parameters are in place until the whole model is called.
+    Hooks gather the parameters of a module when it is called. Between steps, the parameters of the optimizer are in
+    place until the full model is called.
     """
     sharded = megatron_fsdp(model)
-    if sharded is None or not sharded.is_param_fsdp_distributed:
+    with contextlib.nullcontext() if sharded is None else module_parameters(sharded):
         yield
-        return
-    sharded._replace_param_with_raw_if_needed()
-    try:
-        yield
-    finally:
-        sharded._replace_param_with_distributed_if_needed()
 
 
-def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    """A model, the module inside it, and so on."""
+def _wrappers(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield a model and the modules that it wraps, from the outermost wrapper to the innermost module."""
     yield model
     while isinstance(model := getattr(model, "module", None), nn.Module):  # pyright: ignore[reportAssignmentType]
         yield model

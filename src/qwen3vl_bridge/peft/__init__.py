@@ -1,6 +1,6 @@
-"""LoRA and DoRA, and adapters in Hugging Face's format.
+"""LoRA and DoRA, and export of adapters to the format of Hugging Face's `peft`.
 
-Saved configurations name the classes by this package (`_target_: qwen3vl_bridge.peft.Qwen3VLLoRA`).
+Saved configurations name the classes of this package: `_target_: qwen3vl_bridge.peft.Qwen3VLLoRA`.
 """
 
 from qwen3vl_bridge import lazy

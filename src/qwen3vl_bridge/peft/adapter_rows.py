@@ -1,12 +1,12 @@
-"""Which layers get adapters (LoRA and DoRA, `AdapterSettings.adapts`), and adapters as rows like the weight table's.
+"""Select the layers that get adapters (`AdapterSettings`), and describe adapters by rows like the weight table's.
 
-A layer in Megatron may be several in Hugging Face (q, k and v; gate and up; the four of linear attention's `in_proj`).
-Its adapter has one `linear_in`, which is the `lora_A` of each of them, and one `linear_out`, whose rows are ordered
-like those of the layer's weight.
+A layer in Megatron may be several layers in Hugging Face (q, k and v; gate and up; the four of linear attention's
+`in_proj`). Its adapter has one `linear_in`, which equals the `lora_A` of each Hugging Face layer, and one `linear_out`,
+with rows in the order of the layer's weight.
 
-Experts that are one tensor in Hugging Face have separate adapters in Megatron, and in `peft` two matrices for all of
-them (source: peft 0.21, `ParamWrapper`; vLLM reads the same). `lora_A` is [experts * dim, in], expert by expert.
-`lora_B` is [out, dim * experts], in which the experts are the faster index: a column for each expert, `dim` times.
+Experts that share a tensor in Hugging Face have separate adapters in Megatron, and two matrices for all of them in
+`peft` (source: peft 0.21, `ParamWrapper`; vLLM reads the same). `lora_A` is [experts * dim, in], expert by expert.
+`lora_B` is [out, dim * experts], where the expert is the faster index.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from qwen3vl_bridge.models.rules import ALL_LINEAR
+from qwen3vl_bridge.config.other_trainers import ALL_LINEAR
 from qwen3vl_bridge.weights.rows import (
-    IN,
+    ADAPTER_MARK,
+    LINEAR_IN,
+    LINEAR_OUT,
     MAGNITUDE,
-    MARK,
-    OUT,
     Dimensions,
     PackedExpert,
-    ParamSlice,
+    TensorSlice,
     WeightRow,
-    is_of_experts,
-    is_of_mtp,
+    component_of,
+    is_expert_layer,
+    is_mtp,
     local_name,
-    part_of,
     shared_name,
 )
 
-# `peft`'s files; a folder with the second counts as an adapter, so it is written last.
+# Files of `peft`. A folder with the second file counts as an adapter, so it is written last.
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-# Its prefix of names in a file of adapters, and what replaces ".weight" at their end.
+# Prefix of names in the file of `peft`, and the suffixes that replace ".weight".
 HF_PREFIX = "base_model.model."
-_HF = {IN: "lora_A.weight", OUT: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
-# Layers that Megatron-Bridge adapts by default, and those of linear attention.
+_HF = {LINEAR_IN: "lora_A.weight", LINEAR_OUT: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
+# Linear layers that Megatron-Bridge adapts by default, and the linear layers of linear attention.
 LINEAR_LAYERS, OF_LINEAR_ATTENTION = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"), ("in_proj", "out_proj")
-# Megatron's layer of what peft and transformers call by these names.
-_ELSEWHERE = {
+# Megatron's names of layers by their names in peft and transformers.
+_MEGATRON_NAMES = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv"), "linear_qkv"),
     **dict.fromkeys(("o_proj", "proj"), "linear_proj"),
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "linear_fc1"),
@@ -55,26 +55,26 @@ _LINEAR = re.compile(rf"\.({'|'.join(LINEAR_LAYERS + OF_LINEAR_ATTENTION)})\.wei
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """Settings that determine which adapters there are, and their scale, alpha / dim."""
+    """Settings that determine which layers have adapters, and the scale of adapters, alpha / dim."""
 
     dim: int
     alpha: float
     dora: bool
-    parts: frozenset[str]  # values of `Part` whose layers are adapted
+    components: frozenset[str]  # values of `Component`
     target_modules: tuple[str, ...]  # names of layers or patterns, as Megatron-Bridge matches them
     exclude_modules: tuple[str, ...] = ()
     experts: bool = False
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The parameters of an adapter."""
-        return (IN, OUT, MAGNITUDE) if self.dora else (IN, OUT)
+        """Names of the parameters that each adapter has."""
+        return (LINEAR_IN, LINEAR_OUT, MAGNITUDE) if self.dora else (LINEAR_IN, LINEAR_OUT)
 
     def adapts(self, layer: str) -> bool:
-        """Whether a module gets an adapter, as linear layers can. Either all of a layer's experts do, or none."""
+        """Return whether a module gets an adapter. Either all experts of a layer get adapters, or none."""
         if _last_part(layer) not in LINEAR_LAYERS + OF_LINEAR_ATTENTION:
             return False
-        if part_of(layer).value not in self.parts or (is_of_experts(layer) and not self.experts):
+        if component_of(layer).value not in self.components or (is_expert_layer(layer) and not self.experts):
             return False
         name = shared_name(layer)
         if self.target_modules:
@@ -83,82 +83,84 @@ class AdapterSettings:
 
 
 def _is_named(layer: str, entries: Iterable[str]) -> bool:
-    """Whether one of them is the layer's last name, or a pattern of its whole name in which `*` is any text."""
+    """Return whether any entry is the last part of a layer's name, or a pattern (`*` is any text) of its full name."""
     return any(entry == _last_part(layer) or re.fullmatch(entry.replace("*", ".*"), layer) for entry in entries)
 
 
-def names_meant(entries: Iterable[str]) -> str:
-    """The end of a message about names that match no layer: Megatron's names of those that are Hugging Face's, or what
-    others call all linear layers.
-    """
+def suggest_names(entries: Iterable[str]) -> str:
+    """Return text to append to an error about names that match no layer: the names that were probably meant."""
     if any(entry in ALL_LINEAR for entry in entries):
         return f"; all are [{','.join(LINEAR_LAYERS)}], and {','.join(OF_LINEAR_ATTENTION)} of linear attention"
-    meant = {ours: None for entry in entries if (ours := _ELSEWHERE.get(_last_part(entry)))}
+    meant = dict.fromkeys(ours for entry in entries if (ours := _MEGATRON_NAMES.get(_last_part(entry))))
     return f"; did you mean {', '.join(meant)}?" if meant else ""
 
 
-def layer_of(row: WeightRow) -> str:
-    """The layer of a row's weight; for an expert, the separate module that it has to be to have an adapter."""
+def layer_name(row: WeightRow) -> str:
+    """Return the name of the layer with a row's weight. For an expert, it is the name of the expert's own module."""
     return local_name(row.megatron).removesuffix(".weight")
 
 
-def linear_rows(rows: Iterable[WeightRow]) -> Iterator[WeightRow]:
-    """Among expanded rows, the weights of linear layers that can be adapted: models in `peft` have no MTP."""
-    return (row for row in rows if _LINEAR.search(row.megatron) and not is_of_mtp(row.megatron))
+def adaptable_rows(rows: Iterable[WeightRow]) -> Iterator[WeightRow]:
+    """Return the rows of linear layers that can have adapters. Models in `peft` have no multi-token prediction."""
+    return (row for row in rows if _LINEAR.search(row.megatron) and not is_mtp(row.megatron))
 
 
-def adapter_row(weight: WeightRow, kind: str, dim: int, *, whole: bool = False) -> WeightRow:
-    """The row of an adapter's parameter (IN, OUT or MAGNITUDE), from the expanded row of the layer's own weight.
+def adapter_row(weight: WeightRow, kind: str, dim: int, *, fused: bool = False) -> WeightRow:
+    """Return the weight-table row of one parameter of an adapter.
 
-    For IN, it has only the first Hugging Face tensor; `adapter_names` has all. `whole`: one tensor holds what is
-    separate for the layer's weight, as Megatron-FSDP stores adapters.
+    Args:
+        weight: the expanded row of the layer's weight.
+        kind: LINEAR_IN, LINEAR_OUT or MAGNITUDE. The row of LINEAR_IN has only the first Hugging Face tensor;
+            `adapter_names` returns the names of all, which are equal.
+        dim: the adapter's rank.
+        fused: whether one tensor holds gate and up, or all sections. Megatron-FSDP stores adapters like this.
     """
     hf = adapter_names(weight, kind)
     where = {
-        "megatron": layer_of(weight) + MARK + kind,
-        "pattern": local_name(weight.pattern).removesuffix(".weight") + MARK + kind,
+        "megatron": layer_name(weight) + ADAPTER_MARK + kind,
+        "pattern": local_name(weight.pattern).removesuffix(".weight") + ADAPTER_MARK + kind,
         "indices": weight.indices,
         "position": weight.position,
     }
     if isinstance(weight, PackedExpert):
         shape = weight.shapes[0]
         out, width = reversed(shape) if weight.transposed else shape
-        if kind == IN:
+        if kind == LINEAR_IN:
             return _ExpertLoraA(hf=hf, shapes=((dim, width),), **where)
-        return _ExpertLoraB(hf=hf, shapes=((out, dim),), gated=weight.gated and not whole, **where)
-    if kind == IN:
+        return _ExpertLoraB(hf=hf, shapes=((out, dim),), gated=weight.gated and not fused, **where)
+    if kind == LINEAR_IN:
         return WeightRow(hf=hf[:1], shapes=((dim, weight.shapes[0][1]),), condition=weight.condition, **where)
-    shapes = tuple((shape[0], dim) if kind == OUT else (shape[0],) for shape in weight.shapes)
+    shapes = tuple((shape[0], dim) if kind == LINEAR_OUT else (shape[0],) for shape in weight.shapes)
     row = replace(weight, hf=hf, shapes=shapes, **where)
-    return replace(row, gated=False, sections=()) if whole else row
+    return replace(row, gated=False, sections=()) if fused else row
 
 
 class _ExpertLoraA(WeightRow):
-    """One expert's rows of the `lora_A` of all experts of a layer, [experts * dim, in]."""
+    """`linear_in` of one expert: `dim` rows of the `lora_A` [experts * dim, in] that all experts of a layer share."""
 
     def hf_shapes(self, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
-        dim, width = self.numbers(dimensions)[0]
+        dim, width = self.resolve_shapes(dimensions)[0]
         return ((dimensions["experts"] * dim, width),)
 
-    def hf_slices(self, dimensions: Dimensions) -> Iterator[ParamSlice]:
-        size = math.prod(self.numbers(dimensions)[0])
-        yield ParamSlice(self.hf[0], self.expert * size, size)
+    def hf_slices(self, dimensions: Dimensions) -> Iterator[TensorSlice]:
+        size = math.prod(self.resolve_shapes(dimensions)[0])
+        yield TensorSlice(self.hf[0], self.expert * size, size)
 
 
 class _ExpertLoraB(WeightRow):
-    """One expert's columns of the `lora_B` of all experts of a layer, [out, dim * experts]."""
+    """`linear_out` of one expert: columns of the `lora_B` [out, dim * experts] that all experts of a layer share."""
 
     def hf_shapes(self, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
-        out, dim = self.numbers(dimensions)[0]
+        out, dim = self.resolve_shapes(dimensions)[0]
         return ((out, dim * dimensions["experts"]),)
 
-    def hf_slices(self, dimensions: Dimensions) -> Iterator[ParamSlice]:
-        size = math.prod(self.numbers(dimensions)[0])
-        yield ParamSlice(self.hf[0], self.expert, size, stride=dimensions["experts"])
+    def hf_slices(self, dimensions: Dimensions) -> Iterator[TensorSlice]:
+        size = math.prod(self.resolve_shapes(dimensions)[0])
+        yield TensorSlice(self.hf[0], self.expert, size, stride=dimensions["experts"])
 
 
 def adapter_names(weight: WeightRow, kind: str) -> tuple[str, ...]:
-    """Names in `peft`'s file of the parts of an adapter's parameter; those for IN are equal tensors."""
+    """Return the names of one parameter of an adapter in the file of `peft`, one for each Hugging Face layer."""
     if isinstance(weight, PackedExpert):
         # `peft` wraps the module of the experts once for each parameter: down_proj's wrapper is around gate_up_proj's.
         module = weight.hf[0].rpartition(".")[0] + ".base_layer" * weight.gated
@@ -167,34 +169,35 @@ def adapter_names(weight: WeightRow, kind: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Scaled:
-    """An adapter's rank, and the scale of its product: alpha / rank."""
+class RankAndAlpha:
+    """The rank of an adapter, and alpha. The product of its matrices is scaled by alpha / rank."""
 
     rank: int
     alpha: float
 
 
 def adapter_config(
-    usual: Scaled,
+    usual: RankAndAlpha,
     adapted: Iterable[str],
     tensors: Iterable[str],
     base_model: str,
     *,
     dora: bool,
-    others: Mapping[str, Scaled] = MappingProxyType({}),
+    others: Mapping[str, RankAndAlpha] = MappingProxyType({}),
 ) -> dict[str, object]:
-    """Contents of `adapter_config.json`, as `peft` and vLLM read it.
+    """Return the contents of `adapter_config.json`, as `peft` and vLLM read it.
 
     Args:
-        usual: of adapters that are not among `others`, which are by name of the adapted tensor.
-        adapted, tensors: Hugging Face names of the weights that have adapters, and of all the model's.
+        usual: rank and alpha of adapters that are not in `others`.
+        adapted, tensors: Hugging Face names of the weights with adapters, and of all weights of the model.
         base_model: name or folder of the model without adapters.
+        dora: whether the adapters are DoRA's.
+        others: rank and alpha of adapters by the name of the adapted tensor.
     """
     adapted, tensors = set(adapted), set(tensors)
-    # What selects exactly these weights: the last part of a name if all names that end with it are adapted ("q_proj"),
-    # else whole names; of modules, and of other weights, if any.
+    # Weights that do not belong to a module of their own, such as packed experts, are selected by another field.
     parameters = _shortest({name for name in adapted if not _is_of_module(name)}, tensors)
-    differ = {name.removesuffix(".weight") if _is_of_module(name) else name: it for name, it in others.items()}
+    differ = {name.removesuffix(".weight") if _is_of_module(name) else name: each for name, each in others.items()}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -208,8 +211,8 @@ def adapter_config(
         "fan_in_fan_out": False,
         "target_modules": _shortest(_modules(adapted), _modules(tensors)),
         **({"target_parameters": parameters} if parameters else {}),
-        "rank_pattern": {name: it.rank for name, it in differ.items() if it.rank != usual.rank},
-        "alpha_pattern": {name: it.alpha for name, it in differ.items() if it.alpha != usual.alpha},
+        "rank_pattern": {name: each.rank for name, each in differ.items() if each.rank != usual.rank},
+        "alpha_pattern": {name: each.alpha for name, each in differ.items() if each.alpha != usual.alpha},
         "modules_to_save": None,
         "inference_mode": True,
         "init_lora_weights": True,
@@ -217,7 +220,7 @@ def adapter_config(
 
 
 def _is_of_module(tensor: str) -> bool:
-    """Whether `peft` adapts the module whose weight it is: a linear layer, which experts and routers are not."""
+    """Return whether `peft` selects a weight by its module. Packed experts and routers are selected as parameters."""
     return tensor.endswith(".weight") and not tensor.endswith(".mlp.gate.weight")
 
 
@@ -226,6 +229,7 @@ def _modules(tensors: set[str]) -> set[str]:
 
 
 def _shortest(selected: set[str], names: set[str]) -> list[str]:
+    """Return names that match only `selected` among `names`: the last part ("q_proj") where it is unambiguous."""
     ambiguous = {_last_part(name) for name in names - selected}
     return sorted({name if _last_part(name) in ambiguous else _last_part(name) for name in selected})
 

@@ -1,37 +1,42 @@
-"""Inserting adapters into a chunk, by our classes or by Megatron-Bridge's own: LoRA, VLMLoRA, DoRA, CanonicalLoRA.
+"""Insert adapters into a model chunk: ours, or Megatron-Bridge's LoRA, VLMLoRA, DoRA and CanonicalLoRA.
 
-Megatron-Bridge inserts adapters by walking over modules, and delegates the walk to a module that has a method `map`
-(`megatron.bridge.peft.walk_utils.map`). `VisionLanguageModel.map` is `map_modules`, so all callers use it, before they
-wrap the model and before the first step. Which layers are adapted is the `transform`'s own choice: that of our classes
-is `adapter_rows.AdapterSettings.adapts`.
+Megatron-Bridge inserts adapters by a walk over modules, and delegates it to a module with a method `map`
+(`megatron.bridge.peft.walk_utils.map`). `VisionLanguageModel.map` is `map_modules`, so all callers use this module. The
+`transform` of a class decides which layers get adapters; ours uses `adapter_rows.AdapterSettings.adapts`.
+
+Several of Megatron-Bridge's modules are corrected here for tensor parallelism, recomputation and DoRA.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable
 from typing import Any
 
-from qwen3vl_bridge.peft.adapter_rows import layer_of, names_meant
+from qwen3vl_bridge.peft.adapter_rows import layer_name, suggest_names
 from qwen3vl_bridge.registry import family
+from qwen3vl_bridge.upstream.adapters import initializer, is_enabled, row_norms, written_targets
 from qwen3vl_bridge.weights.rows import (
     OUTPUT_LAYER,
-    Part,
+    Component,
+    component_of,
     expand,
-    is_of_experts,
-    is_of_mtp,
-    part_of,
+    is_expert_layer,
+    is_mtp,
     shared_name,
 )
 
 import torch
+import torch.nn.functional as F
 from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
 from megatron.bridge.peft.base import PEFT
-from megatron.bridge.peft.canonical_lora import LoRALinearSplitFC1UpGate, LoRALinearSplitQKV
+from megatron.bridge.peft.canonical_lora import CanonicalLoRA, LoRALinearSplitFC1UpGate, LoRALinearSplitQKV
 from megatron.bridge.peft.dora import DoRA
 from megatron.bridge.peft.dora_layers import DoRALinear
-from megatron.bridge.peft.lora import VLMLoRA
-from megatron.bridge.peft.utils import is_grouped_expert_linear, wildcard_match
+from megatron.bridge.peft.lora import LoRA, VLMLoRA
+from megatron.bridge.peft.lora_layers import LoRALinear
+from megatron.bridge.peft.utils import ParallelLinearAdapter, is_grouped_expert_linear, wildcard_match
 from megatron.bridge.peft.walk_utils import walk
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
@@ -40,13 +45,15 @@ from torch import Tensor, nn
 
 Transform = Callable[..., nn.Module]
 
+# The number of an expert in the name of its module.
+EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 _TEXT_LAYER = re.compile(r"(?<=^language_model\.decoder\.layers\.)\d+")
 
 
 def map_modules(chunk: MegatronModule, func: Callable[..., Any], *, leaf_only: bool) -> nn.Module:
-    """Megatron-Bridge's walk over a chunk's modules, by their names in the chunk without wrappers.
+    """Apply `func` to the modules of a chunk, as Megatron-Bridge's walk does, with names that do not include wrappers.
 
-    If `func` is the `transform` of one of Megatron-Bridge's own classes, its adapters are corrected for this model.
+    If `func` is the `transform` of a class of Megatron-Bridge, its adapters are checked and corrected for this model.
 
     Raises:
         ValueError: adapters that would be trained, merged or saved wrongly.
@@ -55,73 +62,144 @@ def map_modules(chunk: MegatronModule, func: Callable[..., Any], *, leaf_only: b
     if not isinstance(peft, PEFT) or func.__name__ != "transform":
         return walk(chunk, func, leaf_only=leaf_only, _skip_map=True)
     if isinstance(peft, DoRA):
-        refuse_dora(peft, chunk.config)
-    _refuse_idle_targets(chunk, peft)
+        check_dora(peft, chunk.config)
+    _check_targets_match(chunk, peft)
     if isinstance(peft, VLMLoRA):
-        # It freezes only a rank's first chunk, and freezes the mergers with the vision model, which contains them.
-        chunk.freeze(**{flag: getattr(peft, flag) for flag in (f"freeze_{part.value}" for part in Part)})
+        # VLMLoRA freezes only the first chunk of a rank, and freezes the mergers together with the vision model.
+        chunk.freeze(**{flag: getattr(peft, flag) for flag in (f"freeze_{component.value}" for component in Component)})
         if not peft.freeze_vision_projection and not chunk.config.freeze_vision_projection:
             for parameter in () if chunk.vision_projection is None else chunk.vision_projection.parameters():
                 parameter.requires_grad = True
-    adapted = walk(chunk, transform_in(chunk, peft.transform), leaf_only=leaf_only, _skip_map=True)
-    _refuse_wrong_adapters(chunk, peft)
-    let_recompute_see_gradients(chunk)
+    adapted = walk(chunk, model_transform(chunk, peft), leaf_only=leaf_only, _skip_map=True)
+    _check_adapters(chunk, peft)
+    require_grad_on_recompute_inputs(chunk)
     return adapted
 
 
-def transform_in(chunk: MegatronModule, transform: Transform) -> Transform:
-    """A configuration's `transform`, called with names of the whole model, so that patterns match on every stage."""
+def model_transform(chunk: MegatronModule, peft: PEFT) -> Transform:
+    """Return a function that inserts adapters like `peft.transform`, with corrections for this model.
 
-    def transform_whole(m: nn.Module, name: str | None = None, prefix: str | None = None) -> nn.Module:
-        if is_of_mtp(prefix or ""):
+    It is called with module names of the full model, so that patterns match on every pipeline stage. The adapters get
+    initial values that do not depend on the parallel layout.
+    """
+    ranks = chunk.pg_collection
+    # Megatron-Bridge adds 100 to `rng.seed` for each pipeline stage.
+    seed = torch.initial_seed() - 100 * ranks.pp.rank()
+    experts = (chunk.config.num_moe_experts or 0) // ranks.ep.size()
+
+    def transform(m: nn.Module, name: str | None = None, prefix: str | None = None) -> nn.Module:
+        if is_mtp(prefix or ""):
             return m
-        adapted = transform(m, name, _whole_name(prefix or "", chunk))
-        return MagnitudeLinear(adapted.to_wrap, adapted.adapter) if type(adapted) is DoRALinear else adapted
+        full_name = _full_name(prefix or "", chunk)
+        adapted = peft.transform(m, name, full_name)
+        if adapted is m or not isinstance(adapted, AdapterWrapper):
+            return adapted
+        if isinstance(peft, LoRA | DoRA | CanonicalLoRA):
+            first = experts * ranks.ep.rank()
+            layer = EXPERT.sub(lambda number: f"{int(number[0]) + first}", f"{full_name}.{name}")
+            initialize_adapters(adapted, peft, layer, seed)
+        if type(adapted) is DoRALinear:
+            return MagnitudeLinear(adapted.to_wrap, adapted.adapter)
+        if output_is_partial_sum(adapted):
+            return PartialSumLoRALinear(adapted.to_wrap, adapted.adapter)
+        return adapted
 
-    return transform_whole
+    return transform
 
 
-def _whole_name(name: str, chunk: MegatronModule) -> str:
-    """A module's name in the whole model. A chunk numbers its text layers from 0."""
+def _full_name(name: str, chunk: MegatronModule) -> str:
+    """Return a module's name in the full model. A chunk numbers its text layers from 0."""
     layers = chunk.language_model.decoder.layers
     return _TEXT_LAYER.sub(lambda number: str(layers[int(number[0])].layer_number - 1), name)
 
 
-class MagnitudeLinear(DoRALinear):
-    """A linear layer under DoRA: rows of W + BA are scaled to learned norms, the bias is unchanged.
+def initialize_adapters(wrapped: AdapterWrapper, peft: LoRA | DoRA | CanonicalLoRA, name: str, seed: int) -> None:
+    """Draw the initial values of a layer's adapters again, so that they do not depend on the parallel layout.
 
-    Megatron-Bridge's own also scales the bias if the layer has added it, and expects inputs of three dimensions.
+    Each rank draws the full matrix on the CPU and keeps its shard. In Megatron-Bridge each rank draws its own shard,
+    with the standard deviation of the shard's fan-in. The numbers depend on `seed` and on `name`, the layer's name in
+    the full model; the states of random generators are neither used nor changed.
+    """
+    methods = {"linear_in": peft.lora_A_init_method, "linear_out": peft.lora_B_init_method}
+    for local, adapter in wrapped.adapter.named_modules():
+        if not isinstance(adapter, ParallelLinearAdapter):
+            continue
+        for side, method in methods.items():
+            linear = getattr(adapter, side)
+            full = torch.empty(linear.output_size, linear.input_size)
+            digest = hashlib.blake2b(f"{seed} {name} {local} {side}".encode(), digest_size=8).digest()
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(int.from_bytes(digest))
+                initializer(adapter, method)(full)
+            with torch.no_grad():
+                for dim, size in enumerate(linear.weight.shape):
+                    if size != full.shape[dim]:
+                        full = full.narrow(dim, linear.tp_group.rank() * size, size)
+                linear.weight.copy_(full)
+
+
+class PartialSumLoRALinear(LoRALinear):
+    """A row-parallel layer under LoRA where layer and adapter return partial sums, which the caller reduces.
+
+    megatron-core's shared experts reduce the output of `linear_fc2` later if `moe_shared_expert_overlap` is set.
+    Megatron-Bridge's adapter returns the full product on each rank, which would then be counted once per rank.
     """
 
-    def _get_weight_norm(self) -> Tensor:
-        with torch.no_grad():
-            return super()._get_weight_norm()
+    def __init__(self, to_wrap: nn.Module, adapter: ParallelLinearAdapter) -> None:
+        """Wrap `to_wrap` with an adapter whose output is no longer gathered over tensor-parallel ranks."""
+        super().__init__(to_wrap, adapter)
+        adapter.linear_out.gather_output = False
+
+    def adapter_forward(self, adapter: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return this rank's columns of the adapter's output, with zeros in place of the other ranks' columns."""
+        own = super().adapter_forward(adapter, x, *args, **kwargs)
+        before = adapter.tp_group.rank() * own.size(-1)
+        return F.pad(own, (before, adapter.linear_out.output_size - before - own.size(-1)))
+
+
+def output_is_partial_sum(wrapped: nn.Module) -> bool:
+    """Return whether a layer under LoRA returns a partial sum and its adapter the full sum."""
+    if type(wrapped) is not LoRALinear or not isinstance(adapter := wrapped.adapter, ParallelLinearAdapter):
+        return False
+    # megatron-core sets these attributes on the linear layers of overlapped shared experts, the first on Transformer
+    # Engine's layers, the second on its own. The caller also reduces the gradient of the input of `linear_fc1`; its
+    # adapter does not reduce it under sequence parallelism, which models with experts require.
+    base = wrapped.to_wrap
+    is_partial = getattr(base, "parallel_mode", "") is None or getattr(base, "explicit_expert_comm", False)
+    return is_partial and adapter.input_is_parallel and not adapter.is_expert and adapter.tp_group.size() > 1
+
+
+class MagnitudeLinear(DoRALinear):
+    """A linear layer under DoRA: rows of W + BA are scaled to learned norms, without the bias.
+
+    Megatron-Bridge's own class also scales the bias if the layer adds it, and expects inputs with three dimensions.
+    """
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[..., in] -> [..., out], and the bias if the layer leaves adding it to the caller."""
+        """Return the output [..., out] for an input [..., in], and the bias if the caller has to add it, else None."""
         output, bias_to_add, normed = self.base_linear_forward(x)
-        if not self._adapter_enabled:
+        if not is_enabled(self):
             return output, bias_to_add
         bias = getattr(self.to_wrap, "bias", None)
         added = bias if bias_to_add is None and bias is not None and bias.numel() else None
         product = output if added is None else output - added
-        length = self.adapter.get_weight_magnitude() / self._get_weight_norm()
+        length = self.adapter.get_weight_magnitude() / row_norms(self)
         scaled = length * (product + self.adapter(normed.contiguous()).view_as(product))
         return scaled if added is None else scaled + added, bias_to_add
 
 
-def let_recompute_see_gradients(chunk: MegatronModule) -> None:
-    """Let the inputs of blocks that recompute and have trained parameters require a gradient.
+def require_grad_on_recompute_inputs(chunk: MegatronModule) -> None:
+    """Make the inputs of blocks with recomputation require gradients if the block has trained parameters.
 
-    A recomputed function, and so its parameters, gets no gradient if none of its inputs requires one. Megatron-Bridge
+    A recomputed function and its parameters get no gradient if none of its inputs requires a gradient. Megatron-Bridge
     handles this only if the text model recomputes and no base weight is trained, and then for both towers.
     """
     for block in chunk.modules():
         if isinstance(block, TransformerBlock) and block.config.recompute_granularity is not None:
-            block.register_forward_pre_hook(_require_gradient, with_kwargs=True)
+            block.register_forward_pre_hook(_require_input_gradient, with_kwargs=True)
 
 
-def _require_gradient(
+def _require_input_gradient(
     block: TransformerBlock, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]] | None:
     hidden, *rest = args or (kwargs["hidden_states"],)
@@ -133,41 +211,41 @@ def _require_gradient(
     return ((hidden, *rest), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
 
 
-def refuse_dora(peft: DoRA, config: TransformerConfig) -> None:
-    """Refuse DoRA that would be trained or saved wrongly: with dropout, or weights split over ranks."""
+def check_dora(peft: DoRA, config: TransformerConfig) -> None:
+    """Raise ValueError for DoRA with dropout, tensor parallelism or pipeline parallelism."""
     if peft.dropout:
         # Megatron-Bridge would pass the difference due to dropout through a fused norm, and apply dropout twice.
         raise ValueError(f"dropout is {peft.dropout}, expected 0: DoRA does not support dropout here")
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-        # The norm of a rank's columns is not the norm of the row, and magnitudes are read from one rank.
+        # The norm of a rank's columns is not the norm of the full row, and magnitudes are exported from one rank.
         if (size := getattr(config, name)) > 1:
             raise ValueError(f"{name} is {size}, expected 1 for DoRA")
 
 
-def refuse_cut_experts(config: TransformerConfig) -> None:
-    """Refuse adapters of experts whose weights are split: the ranks' parts of the inner product are not summed."""
+def check_expert_tensor_parallelism(config: TransformerConfig) -> None:
+    """Raise ValueError if experts with adapters are tensor-parallel: partial sums of adapters would not be reduced."""
     if (size := config.expert_tensor_parallel_size or 1) > 1:
         raise ValueError(f"expert_tensor_parallel_size is {size}, expected 1 where experts have adapters")
 
 
-def _refuse_idle_targets(chunk: MegatronModule, peft: PEFT) -> None:
-    """Refuse target modules that match nothing in the whole model, of which Megatron-Bridge warns for each stage."""
+def _check_targets_match(chunk: MegatronModule, peft: PEFT) -> None:
+    """Raise ValueError if a target module matches no layer of the full model. Megatron-Bridge only logs a warning."""
     rows = expand(family(chunk.config.family).rows(), chunk.config.dimensions())
-    layers = {layer for row in rows for layer in (layer_of(row), shared_name(layer_of(row)))}
-    layers |= {_whole_name(name, chunk) for name, _ in chunk.named_modules()}
+    layers = {layer for row in rows for layer in (layer_name(row), shared_name(layer_name(row)))}
+    layers |= {_full_name(name, chunk) for name, _ in chunk.named_modules()}
 
     def matches(pattern: str) -> bool:
         return any(layer.rpartition(".")[2] == pattern or wildcard_match(pattern, layer) for layer in layers)
 
-    # By what a user has written: CanonicalLoRA's "linear_q" is matched by "linear_qkv".
-    patterns = getattr(peft, "_alias_to_pattern", {})
-    if idle := [target for target, pattern in patterns.items() if not matches(pattern)]:
+    # As the user has written them: CanonicalLoRA matches "linear_q" by the pattern "linear_qkv".
+    if idle := [target for target, pattern in written_targets(peft).items() if not matches(pattern)]:
         raise ValueError(
-            f"{type(peft).__name__} has target_modules {idle}, which match no layer of the model{names_meant(idle)}"
+            f"{type(peft).__name__} has target_modules {idle}, which match no layer of the model{suggest_names(idle)}"
         )
 
 
-def _refuse_wrong_adapters(chunk: MegatronModule, peft: PEFT) -> None:
+def _check_adapters(chunk: MegatronModule, peft: PEFT) -> None:
+    """Raise ValueError for adapters that cannot be trained, merged or saved correctly."""
     kind, config = type(peft).__name__, chunk.config
     adapted = {name: module for name, module in chunk.named_modules() if isinstance(module, AdapterWrapper)}
     if OUTPUT_LAYER in adapted and chunk.share_embeddings_and_output_weights:
@@ -176,8 +254,12 @@ def _refuse_wrong_adapters(chunk: MegatronModule, peft: PEFT) -> None:
             "into it; expected it in exclude_modules, or target_modules without it"
         )
     for local, module in adapted.items():
-        name, part = _whole_name(local, chunk), part_of(local)
-        if isinstance(module, LoRALinearSplitQKV) and part is Part.LANGUAGE_MODEL and config.attention_output_gate:
+        name, component = _full_name(local, chunk), component_of(local)
+        if (
+            isinstance(module, LoRALinearSplitQKV)
+            and component is Component.LANGUAGE_MODEL
+            and config.attention_output_gate
+        ):
             raise ValueError(
                 f"{kind} adapts queries, keys and values of {name} separately, but its weight also holds the rows of "
                 "gates: expected another kind, such as qwen3vl_bridge.Qwen3VLLoRA, or target_modules without linear_q, "
@@ -189,24 +271,24 @@ def _refuse_wrong_adapters(chunk: MegatronModule, peft: PEFT) -> None:
             if missing:
                 raise ValueError(
                     f"{kind} adapts a part of {name}, whose forward needs adapters on all of them; expected "
-                    f"target_modules with {', '.join(targets)} too, or none of its parts"
+                    f"target_modules with {', '.join(targets)} too, or without any of them"
                 )
-        if is_of_experts(name):
+        if is_expert_layer(name):
             if isinstance(peft, DoRA):
                 raise ValueError(
                     f"{kind} adapts {name}, and Hugging Face's peft does not support DoRA on experts; expected "
                     "target_modules that match no layer of experts, or qwen3vl_bridge.Qwen3VLDoRA, which skips them"
                 )
-            refuse_cut_experts(config)
+            check_expert_tensor_parallelism(config)
             if getattr(peft, "experts_shared_outer_loras", False) and not is_grouped_expert_linear(name):
                 raise ValueError(
                     f"experts_shared_outer_loras is True, and {name} belongs to a single expert (moe_grouped_gemm is "
                     f"{config.moe_grouped_gemm}); expected False, because each expert has its own adapter"
                 )
         if any(parameter.requires_grad for parameter in module.to_wrap.parameters()):
-            flag = f"freeze_{part.value}"
+            flag = f"freeze_{component.value}"
             raise ValueError(
                 f"{flag} is False, and {name} has an adapter: its base weight would be trained but not saved in "
-                f"Megatron-Bridge's checkpoints; expected {flag}=True, target_modules of other parts (such as "
+                f"Megatron-Bridge's checkpoints; expected {flag}=True, target_modules of other components (such as "
                 "'*language_model*.linear_qkv'), or qwen3vl_bridge.Qwen3VLLoRA, which saves both"
             )

@@ -1,4 +1,4 @@
-"""The adapters in a run's checkpoint: their settings in its run_config.yaml, and their tensors as rows and layouts."""
+"""Read the adapters in a run's checkpoint: their settings, from its run_config.yaml, and their tensors."""
 
 from __future__ import annotations
 
@@ -9,35 +9,50 @@ from typing import Any
 
 from qwen3vl_bridge.checkpoint.conversion_plan import Plan, make_plan
 from qwen3vl_bridge.checkpoint.formats import megatron
-from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
-from qwen3vl_bridge.checkpoint.formats.dcp_reader import DcpTensors
+from qwen3vl_bridge.checkpoint.formats.dcp import DcpTensors, read_metadata
 from qwen3vl_bridge.checkpoint.formats.huggingface import find_model
 from qwen3vl_bridge.checkpoint.formats.layouts import HuggingFace, TensorLayout, TorchDist
 from qwen3vl_bridge.checkpoint.formats.megatron import RUN_CONFIG, read_run_config
 from qwen3vl_bridge.checkpoint.formats.tensors import TensorSpec
-from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, compared_with_stored, layout_of, own_config
-from qwen3vl_bridge.io.files import CheckpointError, expanded
-from qwen3vl_bridge.peft.adapter_rows import AdapterSettings, adapter_row, layer_of, linear_rows
-from qwen3vl_bridge.weights.rows import MARK, NAMED_IF_MIXED, ExpertLayout, GatedMLP, Part, WeightRow, local_name
+from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, compare_with_stored, find_layout, own_config
+from qwen3vl_bridge.core.files import CheckpointError, expanded
+from qwen3vl_bridge.peft.adapter_rows import AdapterSettings, adaptable_rows, adapter_row, layer_name
+from qwen3vl_bridge.weights.rows import (
+    ADAPTER_MARK,
+    NAMED_IF_MIXED,
+    Component,
+    ExpertLayout,
+    GatedMLP,
+    WeightRow,
+    local_name,
+)
 
-# By class, whether it is DoRA. Megatron-Bridge's own adapt all parts, and experts unless they are DoRA.
+# Classes of adapters, and whether they are DoRA. Megatron-Bridge's classes adapt all components, and LoRA also experts.
 _OURS = {"qwen3vl_bridge.peft.Qwen3VLLoRA": False, "qwen3vl_bridge.peft.Qwen3VLDoRA": True}
 _BRIDGES = {
     "megatron.bridge.peft.lora.LoRA": False,
     "megatron.bridge.peft.lora.VLMLoRA": False,
     "megatron.bridge.peft.dora.DoRA": True,
 }
-# Fields that may change in a resumed run: they affect neither which tensors there are nor their meaning.
-_FREE = {
+# Fields that may differ in a resumed run: they do not affect the tensors or their meaning.
+_MAY_DIFFER = {
     *("dropout", "dropout_position", "lora_A_init_method", "lora_B_init_method"),
     *("sequence_parallel_input_regather", "a2a_experimental", "params_to_save"),
 }
-# All indices that a torch_dist checkpoint may leave in names.
+# All indices that names in a torch_dist checkpoint may have.
 _NAMED = frozenset({*NAMED_IF_MIXED, "vision_layers", "deepstack_mergers"})
 
 
 def adapter_settings(config: dict[str, Any], folder: Path) -> AdapterSettings:
-    """The adapters of a run, from its configuration as read from a folder; it has to have some of a known kind."""
+    """Return the adapter settings of a run.
+
+    Args:
+        config: the run_config.yaml of the folder.
+        folder: for messages.
+
+    Raises:
+        CheckpointError: the run had no adapters, adapters of an unknown class, or invalid settings.
+    """
     peft, methods = config.get("peft"), _OURS | _BRIDGES
     if not isinstance(peft, dict):
         raise CheckpointError(f"{folder} was saved by a run without adapters: its {RUN_CONFIG} has peft {peft!r}")
@@ -46,24 +61,28 @@ def adapter_settings(config: dict[str, Any], folder: Path) -> AdapterSettings:
         raise CheckpointError(f"{folder / RUN_CONFIG}: peft is {method!r}, expected one of {', '.join(methods)}")
     fields: dict[str, Any] = peft
     if method in _BRIDGES:
-        fields = peft | {f"adapt_{part.value}": True for part in Part} | {"adapt_experts": not methods[method]}
+        fields = (
+            peft
+            | {f"adapt_{component.value}": True for component in Component}
+            | {"adapt_experts": not methods[method]}
+        )
     try:
         dim, alpha, experts = (fields[name] for name in ("dim", "alpha", "adapt_experts"))
         targets, excluded = (fields[name] or [] for name in ("target_modules", "exclude_modules"))
-        parts = frozenset(part.value for part in Part if fields[f"adapt_{part.value}"] is True)
+        components = frozenset(each.value for each in Component if fields[f"adapt_{each.value}"] is True)
     except KeyError as error:
         raise CheckpointError(f"{folder / RUN_CONFIG}: peft lacks {error}") from error
-    named = all(isinstance(one, list) and all(isinstance(name, str) for name in one) for one in (targets, excluded))
-    if type(dim) is not int or dim < 1 or type(alpha) not in (int, float) or not named:
+    are_names = all(isinstance(x, list) and all(isinstance(name, str) for name in x) for x in (targets, excluded))
+    if type(dim) is not int or dim < 1 or type(alpha) not in (int, float) or not are_names:
         raise CheckpointError(
             f"{folder / RUN_CONFIG}: peft has dim {dim!r}, alpha {alpha!r}, target_modules {targets!r} and "
             f"exclude_modules {excluded!r}; expected a whole number of at least 1, a number, and lists of names"
         )
-    return AdapterSettings(dim, alpha, methods[method], parts, tuple(targets), tuple(excluded), experts is True)
+    return AdapterSettings(dim, alpha, methods[method], components, tuple(targets), tuple(excluded), experts is True)
 
 
-def refuse_adapters_alone(folder: Path) -> None:
-    """Refuse a checkpoint that contains only adapters where a complete model is required."""
+def check_complete_model(folder: Path) -> None:
+    """Raise CheckpointError if a checkpoint contains only adapters instead of a complete model."""
     if (folder / RUN_CONFIG).is_file() and read_run_config(folder).get("peft") is not None:
         raise CheckpointError(
             f"{folder} holds only the adapters and other parameters that a run trained, expected a complete model; "
@@ -72,8 +91,12 @@ def refuse_adapters_alone(folder: Path) -> None:
 
 
 def check_same_adapters(folder: Path, peft: Any, *, compare: bool = True) -> None:
-    """Refuse a run with adapters where its checkpoint has none, or the other way round; with `compare` also one whose
-    adapters differ from the checkpoint's. `peft` is the run's.
+    """Raise CheckpointError if a run and its checkpoint have different adapters, or if only one of them has adapters.
+
+    Args:
+        folder: the checkpoint.
+        peft: the run's setting.
+        compare: whether to compare the settings of the adapters too.
     """
     theirs = read_run_config(folder).get("peft") or {}
     if peft is not None and not theirs:
@@ -88,7 +111,7 @@ def check_same_adapters(folder: Path, peft: Any, *, compare: bool = True) -> Non
             "peft, or another folder as checkpoint.save and checkpoint.load"
         )
     ours = peft.to_cfg_dict() if compare and peft is not None else theirs
-    names = sorted((theirs.keys() | ours.keys()) - _FREE)
+    names = sorted((theirs.keys() | ours.keys()) - _MAY_DIFFER)
     pairs = ((name, theirs.get(name), ours.get(name)) for name in names)
     if differ := [f"peft.{name} was {before!r}, is {now!r}" for name, before, now in pairs if before != now]:
         raise CheckpointError("\n  ".join([f"{folder} has different adapters from this run:", *differ]))
@@ -96,57 +119,57 @@ def check_same_adapters(folder: Path, peft: Any, *, compare: bool = True) -> Non
 
 @dataclass(frozen=True)
 class StoredAdapters:
-    """The saved contents of a run that trains adapters."""
+    """An opened checkpoint of a run that trains adapters."""
 
-    folder: Path  # the iteration's
+    folder: Path  # of the iteration
     ckpt_format: str
     config: ModelConfig
     settings: AdapterSettings
     tensors: DcpTensors  # adapters, and the model's own weights that were trained, by Megatron parameter name
     base: str  # name or folder of the run's initial weights; empty if unknown
-    hf_model: str  # the same of the Hugging Face model
+    hf_model: str  # name or folder of the Hugging Face model; empty if unknown
 
     def layers(self, experts: ExpertLayout = ExpertLayout.INPUT_MAJOR) -> list[WeightRow]:
-        """Rows of the weights of all layers that the settings adapt, in the same order for all formats of experts."""
-        return [row for row in linear_rows(self.config.rows(experts)) if self.settings.adapts(layer_of(row))]
+        """Return the weight-table rows of all layers with adapters. Their order does not depend on `experts`."""
+        return [row for row in adaptable_rows(self.config.rows(experts)) if self.settings.adapts(layer_name(row))]
 
     @property
     def trained(self) -> set[str]:
-        """Megatron names of the model's own weights that were trained too."""
+        """Megatron names of base weights that the run trained in addition to adapters."""
         dimensions, both = self.config.dimensions, (False, True)
         layouts = [TorchDist(dimensions, named, local) for named in (frozenset(), _NAMED) for local in both]
 
-        def spellings(row: WeightRow) -> set[str]:
-            """Possible names of a row's tensors in the formats and layer specs."""
-            return {*row.stored, *map(local_name, row.stored), *(layout.name(row)[0] for layout in layouts)}
+        def possible_names(row: WeightRow) -> set[str]:
+            """Return the names that a row's tensors may have, in all checkpoint formats and layer specs."""
+            return {*row.stored_names, *map(local_name, row.stored_names), *(layout.name(row)[0] for layout in layouts)}
 
-        return {row.megatron for row in self.config.rows() if spellings(row) & self.tensors.specs.keys()}
+        return {row.megatron for row in self.config.rows() if possible_names(row) & self.tensors.specs.keys()}
 
     @property
-    def own(self) -> dict[str, TensorSpec]:
-        """The tensors that are not adapters."""
-        return {name: spec for name, spec in self.tensors.specs.items() if MARK not in name}
+    def base_tensors(self) -> dict[str, TensorSpec]:
+        """Specs, by name, of the checkpoint's tensors that are trained base weights instead of adapters."""
+        return {name: spec for name, spec in self.tensors.specs.items() if ADAPTER_MARK not in name}
 
     def rows(self, experts: ExpertLayout = ExpertLayout.INPUT_MAJOR) -> list[WeightRow]:
-        """Rows of all adapters that the settings require."""
-        # Gate and up of an adapter, or its sections, are one tensor in Megatron-FSDP's checkpoints.
+        """Return the weight-table rows of the parameters of all adapters that the settings require."""
+        # In checkpoints of Megatron-FSDP, gate and up of an adapter, or its sections, are one tensor.
         dim, names = self.settings.dim, self.tensors.specs
-        return [adapter_row(layer, kind, dim, whole=f"{layer_of(layer)}{MARK}{kind}" in names)
+        return [adapter_row(layer, kind, dim, fused=f"{layer_name(layer)}{ADAPTER_MARK}{kind}" in names)
                 for layer in self.layers(experts) for kind in self.settings.kinds]  # fmt: skip
 
     def layout(self, rows: Collection[WeightRow]) -> TensorLayout:
-        """The checkpoint's layout of some of its rows."""
-        return layout_of(self.ckpt_format, rows, self.config.dimensions, self.tensors.specs)
+        """Return how the checkpoint stores the parameters of `rows`, see `find_layout`."""
+        return find_layout(self.ckpt_format, rows, self.config.dimensions, self.tensors.specs)
 
     def plan(self, dtype: str | None = None, experts: ExpertLayout = ExpertLayout.INPUT_MAJOR) -> Plan:
-        """All adapters in `peft`'s format; of a `linear_in`, the first of its tensors.
+        """Return the plan to convert all adapters to `peft`'s format.
 
-        Packed experts of a layer share two matrices.
+        `peft` has one copy of `linear_in` for each Hugging Face layer. The plan contains only the first copy.
 
         Raises:
             CheckpointError: tensors are missing, unexpected or misshapen; it lists them.
         """
-        rows, adapters = self.rows(experts), {n: spec for n, spec in self.tensors.specs.items() if MARK in n}
+        rows, adapters = self.rows(experts), {n: spec for n, spec in self.tensors.specs.items() if ADAPTER_MARK in n}
         target = HuggingFace(self.config.dimensions)
         return make_plan(rows, self.layout(rows), target, adapters, where=str(self.folder), dtype=dtype)
 
@@ -158,10 +181,14 @@ def open_adapters(
     *,
     trust_remote_code: bool = False,
 ) -> StoredAdapters:
-    """Open the checkpoint of a run, or of an iteration; `base_model` None is the model that the run names.
+    """Open the checkpoint of a run with adapters.
+
+    Args:
+        path: the run's folder, or the folder of an iteration.
+        base_model: name or folder of the model without adapters; None for the model that the run names.
 
     Raises:
-        CheckpointError: it is damaged, or of a run without adapters.
+        CheckpointError: the checkpoint is damaged, or the run had no adapters.
     """
     folder = megatron.find_iteration(expanded(path), iteration)
     run, ckpt_format = read_run_config(folder), megatron.format_of(folder)
@@ -176,10 +203,10 @@ def open_adapters(
     stored = StoredAdapters(folder, ckpt_format, config, settings, tensors, base, hf_model)
     ranks = (run.get("model") or {}).get("tensor_model_parallel_size", 1)
     if ranks != 1:
-        # megatron-core's own format stores gate and up complete, one after the other; otherwise the tensor of a layer
-        # with several sections holds each rank's part of every section, rank by rank.
+        # torch_dist stores gate and up complete, one after the other. All other tensors of layers with several sections
+        # hold each rank's part of every section, rank by rank.
         rows = stored.rows(ExpertLayout.PER_EXPERT)
-        stacks = [row for row in rows if type(row) in (WeightRow, GatedMLP) and len(row.hf) > len(row.stored)]
+        stacks = [row for row in rows if type(row) in (WeightRow, GatedMLP) and len(row.hf) > len(row.stored_names)]
         mixed = [row.megatron for row in stacks if ckpt_format == megatron.FSDP_DTENSOR or len(row.hf) > 2]
         if mixed:
             raise CheckpointError(
@@ -192,7 +219,7 @@ def open_adapters(
 
 
 def _config(folder: Path, base_model: str | Path | None, base: str, *, trust_remote_code: bool) -> ModelConfig:
-    """The configuration of the named model, else the checkpoint's own, else that of the run's initial weights."""
+    """Return the config of `base_model` if given, else of the checkpoint, else of the run's initial weights `base`."""
     own = own_config(folder)
     if base_model is None and own is not None:
         return own
@@ -205,5 +232,5 @@ def _config(folder: Path, base_model: str | Path | None, base: str, *, trust_rem
         config = ModelConfig(megatron.find_iteration(path) / megatron.HF_FILES)
     else:
         config = ModelConfig(find_model(name, weights=False, trust_remote_code=trust_remote_code))
-    compared_with_stored(config, folder)
+    compare_with_stored(config, folder)
     return config

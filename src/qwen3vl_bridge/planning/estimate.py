@@ -1,15 +1,15 @@
-"""The memory of each rank of a run: model states, activations of the microbatches in flight, and a reserve."""
+"""Estimate the memory of each rank of a run: model states, activations of the microbatches in flight, and a reserve."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from qwen3vl_bridge.models.divisibility import Replicas, check_row_length, misfits
+from qwen3vl_bridge.config.divisibility import Replicas, check_row_length, misaligned_dims
 from qwen3vl_bridge.planning.activations import Activations, MicrobatchWork, chunk_activations
 from qwen3vl_bridge.planning.hardware import GIB
-from qwen3vl_bridge.planning.model_states import ModelStates, adapter_sizes, layers_by_kind, stage_states
-from qwen3vl_bridge.planning.split import ModelSplit, PipelineChunk
+from qwen3vl_bridge.planning.model_states import ModelStates, adapter_sizes, estimate_states, group_layers_by_kind
+from qwen3vl_bridge.planning.parallel_layout import ParallelLayout, PipelineChunk
 from qwen3vl_bridge.planning.training_settings import TrainingSettings
 from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.rows import Dimensions
@@ -17,83 +17,90 @@ from qwen3vl_bridge.weights.rows import Dimensions
 # Assumed, not measured: the CUDA context and its kernels, NCCL's buffers of several groups, workspaces of cuBLAS and
 # Transformer Engine.
 FIXED_RESERVE = 4 * GIB
-# Assumed too: fragmentation of the allocator between short-lived tensors. States are allocated once, in one piece.
-_FRAGMENTED = 0.10
+# Assumed too: fragmentation of the allocator by short-lived tensors. Model states are allocated once.
+_FRAGMENTATION = 0.10
 
-# Separate vision ranks (dist-train). For the language model's pipeline they are one additional stage at the front.
+# Separate vision ranks (dist-train) act as one more stage in front of the language model's pipeline.
 VISION_CHUNK = PipelineChunk(-1, range(0), pre_process=False, post_process=False, vision=True)
 
 
 @dataclass(frozen=True)
 class StageEstimate:
-    """Peak bytes on each rank of a pipeline stage."""
+    """Estimated memory in bytes on each rank of one pipeline stage."""
 
     stage: int  # pipeline rank; -1 for separate vision ranks
-    layers: int  # text layers of its chunks
+    layers: int  # number of text layers
     states: ModelStates
-    activations: Mapping[str, float]  # stored ones of the microbatches in flight, by module
-    in_flight: tuple[int, ...]  # microbatches of each of its chunks
+    activations: Mapping[str, float]  # stored by the microbatches in flight, by module
+    in_flight: tuple[int, ...]  # number of microbatches in flight of each chunk
     temporary: float  # while a layer or the loss is computed
 
     @property
     def reserve(self) -> float:
-        """Memory other than the run's tensors."""
-        return FIXED_RESERVE + _FRAGMENTED * (sum(self.activations.values()) + self.temporary)
+        """Estimated bytes for the CUDA context, buffers of libraries, and fragmentation of the allocator."""
+        return FIXED_RESERVE + _FRAGMENTATION * (sum(self.activations.values()) + self.temporary)
 
     @property
-    def updating(self) -> float:
-        """Memory while the optimizer steps."""
-        return self.states.total + (1 + _FRAGMENTED) * self.states.updating + FIXED_RESERVE
+    def optimizer_step(self) -> float:
+        """Bytes needed during the optimizer step, after all activations are freed, including the reserve."""
+        return self.states.total + (1 + _FRAGMENTATION) * self.states.optimizer_temporary + FIXED_RESERVE
 
     @property
-    def passes(self) -> float:
-        """The run's tensors at the maximum of forward and backward pass."""
+    def forward_backward(self) -> float:
+        """Bytes of all tensors at the peak of the forward and backward pass, without the reserve."""
         return self.states.total + sum(self.activations.values()) + self.temporary
 
     @property
     def allocated(self) -> float:
-        """The run's tensors at the maximum, which torch allocates."""
-        return max(self.passes, self.states.total + self.states.updating, self.states.unsharded)
+        """Peak bytes of all tensors in the run, comparable to `torch.cuda.max_memory_allocated`."""
+        return max(
+            self.forward_backward, self.states.total + self.states.optimizer_temporary, self.states.before_sharding
+        )
 
     @property
     def total(self) -> float:
-        """The maximum of forward and backward pass, the optimizer's step, and before the model is sharded."""
-        return max(self.passes + self.reserve, self.updating, self.states.unsharded + FIXED_RESERVE)
+        """Peak bytes of the run: the maximum of the training passes, the optimizer step, and sharding at the start.
+
+        Each includes a reserve.
+        """
+        return max(
+            self.forward_backward + self.reserve, self.optimizer_step, self.states.before_sharding + FIXED_RESERVE
+        )
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """All stages of a run."""
+    """Estimated memory of a run, with one `StageEstimate` per pipeline stage."""
 
-    split: ModelSplit  # of the language model, and of the vision tower unless it is on separate ranks
+    layout: ParallelLayout  # of the language model, and of the vision tower unless that has separate ranks
     training: TrainingSettings
-    stages: tuple[StageEstimate, ...]  # the language model's, preceded by that of separate vision ranks
-    vision_split: ModelSplit | None = None  # of separate vision ranks
+    stages: tuple[StageEstimate, ...]  # separate vision ranks come first
+    vision_layout: ParallelLayout | None = None  # of separate vision ranks
 
     @property
     def peak(self) -> StageEstimate:
-        """The stage whose ranks need most memory, which has to fit."""
+        """Estimate of the pipeline stage that needs most memory."""
         return max(self.stages, key=lambda stage: stage.total)
 
     @property
-    def saving(self) -> ModelStates:
-        """The stage whose ranks need most host memory while a checkpoint is saved."""
+    def peak_while_saving(self) -> ModelStates:
+        """Model states of the stage that needs most host memory while a checkpoint is saved."""
         return max((stage.states for stage in self.stages), key=lambda states: states.host_total)
 
 
 def check_trainable(
-    dims: Dimensions, split: ModelSplit, training: TrainingSettings, vision_split: ModelSplit | None = None
+    dims: Dimensions, layout: ParallelLayout, training: TrainingSettings, vision_layout: ParallelLayout | None = None
 ) -> None:
-    """Refuse (ValueError) what cannot be trained; the arguments are those of `estimate`."""
-    if vision_split is not None:
+    """Raise ValueError if a run cannot train with these settings; see `estimate` for the arguments."""
+    if vision_layout is not None:
         if not family(dims.family).dist_train:
             raise ValueError(
-                f"the family {dims.family} does not support separate vision ranks, expected it on the language model's "
-                "ranks"
+                f"{dims.family} does not support separate vision ranks, expected the vision tower on the language "
+                "model's ranks"
             )
-        if split.cp > 1 or (split.vpp or 1) > 1:
+        if layout.cp > 1 or (layout.vpp or 1) > 1:
             raise ValueError(
-                f"cp is {split.cp} and vpp {split.vpp}, expected neither with vision on ranks of its own: "
+                f"cp is {layout.cp} and vpp is {layout.vpp} with separate vision ranks, expected 1 and None: "
                 "megatron-core's schedule for two modules supports neither context parallelism nor interleaved stages"
             )
         if training.sharding.is_fsdp:
@@ -101,31 +108,33 @@ def check_trainable(
                 f"sharding is {training.sharding.value}, expected the distributed optimizer or none with separate "
                 "vision ranks: Megatron-FSDP does not support pipeline stages"
             )
-        Replicas(vision_split.dp, split.dp).check()
-        vision_split.check_vision(dims)
-        split = replace(split, vision=False)
-    split.check(dims)
-    bits = training.eight_bits
-    check_row_length(training.seq_length, split.cp, split.sequence_ranks, bits.multiple if bits else 1)
-    if bits is not None:
-        rows, shared = family(dims.family).rows(), dict(tp=split.tp, etp=split.expert_tp)
-        for layer, side, size, ranks in misfits(rows, dims, **shared, multiple=bits.multiple, exempt=bits.exempt):
+        Replicas(vision_layout.dp, layout.dp).check()
+        vision_layout.check_vision(dims)
+        layout = replace(layout, vision=False)
+    layout.check(dims)
+    fp8 = training.fp8
+    check_row_length(training.seq_length, layout.cp, layout.sequence_ranks, fp8.multiple if fp8 else 1)
+    if fp8 is not None:
+        rows, shared = family(dims.family).rows(), dict(tp=layout.tp, etp=layout.expert_tp)
+        for layer, side, size, ranks in misaligned_dims(
+            rows, dims, **shared, multiple=fp8.multiple, exempt=fp8.bf16_linears
+        ):
             raise ValueError(
-                f"{layer} has {size} {side} on {ranks} tensor-parallel ranks, expected a multiple of {bits.multiple} "
-                "on each: products in 8 bits take nothing else"
+                f"{layer} has {size} {side} on {ranks} tensor-parallel ranks, expected a multiple of {fp8.multiple} "
+                "on each rank for FP8"
             )
-    split.microbatches(training.global_batch_size, training.micro_batch_size)
-    if training.sharding.is_fsdp and split.pp > 1:
+    layout.num_microbatches(training.global_batch_size, training.micro_batch_size)
+    if training.sharding.is_fsdp and layout.pp > 1:
         raise ValueError(
-            f"pp is {split.pp} with {training.sharding.value}, expected 1: Megatron-FSDP does not support pipeline "
+            f"pp is {layout.pp} with {training.sharding.value}, expected 1: Megatron-FSDP does not support pipeline "
             "stages"
         )
     if training.lora is not None:
-        known = {name for layers in layers_by_kind(dims) for name in adapter_sizes(dims, layers[0])}
+        known = {name for layers in group_layers_by_kind(dims) for name in adapter_sizes(dims, layers[0])}
         if not known & set(training.lora.targets):
             raise ValueError(
-                f"LoRA's targets are {training.lora.targets}, none of which this model has outside its experts, which "
-                f"get no adapters; expected some of {', '.join(sorted(known))}"
+                f"LoRA's targets are {training.lora.targets}, and this model has no such layers outside its experts; "
+                f"expected some of {', '.join(sorted(known))}"
             )
     if training.trains_mtp and not dims.sizes.get("mtp"):
         raise ValueError("this model has no multi-token prediction to train; omit --mtp")
@@ -138,99 +147,113 @@ def check_trainable(
 
 def estimate(
     dims: Dimensions,
-    split: ModelSplit,
+    layout: ParallelLayout,
     training: TrainingSettings,
-    vision_split: ModelSplit | None = None,
+    vision_layout: ParallelLayout | None = None,
     *,
     stages: Collection[int] | None = None,
 ) -> MemoryEstimate:
-    """Peak memory of the ranks of each pipeline stage, of a model with these dimensions.
+    """Estimate the peak memory on the ranks of each pipeline stage.
 
     Args:
-        vision_split: of separate vision ranks, whose number is added to that of `split`; None without them.
-        stages: only these pipeline stages; None for all.
+        vision_layout: layout of separate vision ranks, in addition to the ranks of `layout`; None if there are none.
+        stages: pipeline stages to estimate; None for all.
 
     Raises:
-        ValueError: the model cannot be split this way, or the settings contradict each other.
+        ValueError: The model cannot be divided like this, or the settings contradict each other.
     """
-    check_trainable(dims, split, training, vision_split)
-    microbatches = split.microbatches(training.global_batch_size, training.micro_batch_size)
+    check_trainable(dims, layout, training, vision_layout)
+    microbatches = layout.num_microbatches(training.global_batch_size, training.micro_batch_size)
     estimates: list[StageEstimate] = []
-
-    def add(
-        chunks: tuple[PipelineChunk, ...], held: tuple[int, ...], stored: list[Activations], of: ModelSplit
-    ) -> None:
-        pairs = list(zip(held, stored, strict=True))
-        modules = dict.fromkeys(module for one in stored for module in one.stored)
-        activations = {name: sum(n * one.stored.get(name, 0.0) for n, one in pairs) for name in modules}
-        layers, states = sum(len(chunk.layers) for chunk in chunks), stage_states(dims, of, chunks, training)
-        temporary, logits = max(one.temporary for one in stored), max(one.logits for one in stored)
-        if states.gathered_layer:  # while gradients wait to be reduced, activations of their layers are freed
-            later = states.gathered_gradients // states.gathered_layer
-            freed = later * min(states.gathered_layer, round(activations["language model"] / layers))
-            left = states.gathered_gradients - freed
-            states = replace(states, gathered=states.gathered - freed, gathered_gradients=left)
-        # Under ZeRO-3 logits are freed before layers' weights are gathered for the backward pass, and before there are
-        # unsharded gradients, which are allocated once a parameter's backward pass is over: the larger of the two
-        # counts. Source: megatron-core 0.19, Megatron-FSDP's `_grad_acc`.
-        in_layers = states.gathered_weights + states.gathered_gradients
-        if logits > temporary + in_layers:
-            states = replace(states, gathered=states.gathered - in_layers, gathered_weights=0, gathered_gradients=0)
-            temporary = logits
-        estimates.append(StageEstimate(chunks[0].stage, layers, states, activations, held, temporary))
-
-    if vision_split is not None:
-        # Separate vision ranks encode for all language replicas that they serve, and hold one microbatch more than the
-        # language model's first stage. Images are assumed to be divided evenly, as everywhere here.
-        split = replace(split, vision=False)
+    if vision_layout is not None:
+        layout = replace(layout, vision=False)
         if training.global_batch_size is None:
-            microbatches = split.pp + 1  # which keeps the additional stage busy
-        share, work = split.dp / vision_split.dp, MicrobatchWork.of(dims, split, training)
+            microbatches = layout.pp + 1  # keeps the additional stage busy
+        # Separate vision ranks encode the images of several language replicas, assumed to be divided evenly. They hold
+        # one microbatch more than the language model's first stage.
+        share, work = layout.dp / vision_layout.dp, MicrobatchWork.of_full_rows(dims, layout, training)
         patches = max(work.patches * share, dims["v_merged"] // dims["v_hidden"])
         work = MicrobatchWork(0, patches, work.vision_tokens * share)
-        stored = [chunk_activations(dims, vision_split, training, VISION_CHUNK, work)]
-        add((VISION_CHUNK,), (min(split.pp + 1, microbatches),), stored, vision_split)
-    for chunks in split.chunks(len(dims.indices["text_layers"])):
-        if stages is None or chunks[0].stage in stages:
-            stored = [chunk_activations(dims, split, training, chunk) for chunk in chunks]
-            if training.overlaps_experts and split.pp == 1 and microbatches > 1:
-                stored = [with_next_microbatch(one) for one in stored]
-            held = microbatches_in_flight(
-                split, chunks[0].stage, microbatches, [one.total for one in stored], ahead=training.overlaps_experts
+        stored = [chunk_activations(dims, vision_layout, training, VISION_CHUNK, work)]
+        in_flight = (min(layout.pp + 1, microbatches),)
+        estimates.append(_estimate_stage(dims, vision_layout, training, (VISION_CHUNK,), in_flight, stored))
+    for chunks in layout.chunks(len(dims.indices["text_layers"])):
+        stage = chunks[0].stage
+        if stages is None or stage in stages:
+            stored = [chunk_activations(dims, layout, training, chunk) for chunk in chunks]
+            if training.overlaps_experts and layout.pp == 1 and microbatches > 1:
+                stored = [add_next_microbatch(activations) for activations in stored]
+            chunk_bytes = [activations.total for activations in stored]
+            in_flight = microbatches_in_flight(
+                layout, stage, microbatches, chunk_bytes, one_ahead=training.overlaps_experts
             )
-            add(chunks, held, stored, split)
-    return MemoryEstimate(split, training, tuple(estimates), vision_split)
+            estimates.append(_estimate_stage(dims, layout, training, chunks, in_flight, stored))
+    return MemoryEstimate(layout, training, tuple(estimates), vision_layout)
 
 
-def with_next_microbatch(one: Activations) -> Activations:
-    """In addition, what the combined schedule of a single stage holds of the next microbatch: its tower and layers."""
-    once = {"language model", "loss", "multi-token prediction"}
-    stored = {name: nbytes * (2 - (name in once)) for name, nbytes in one.stored.items()}
-    return one._replace(stored=stored, temporary=one.temporary + one.ahead)
+def _estimate_stage(
+    dims: Dimensions,
+    layout: ParallelLayout,
+    training: TrainingSettings,
+    chunks: tuple[PipelineChunk, ...],
+    in_flight: tuple[int, ...],
+    stored: Sequence[Activations],  # of one microbatch in each chunk
+) -> StageEstimate:
+    modules = dict.fromkeys(module for one in stored for module in one.stored)
+    pairs = list(zip(in_flight, stored, strict=True))
+    activations = {name: sum(n * one.stored.get(name, 0.0) for n, one in pairs) for name in modules}
+    layers, states = sum(len(chunk.layers) for chunk in chunks), estimate_states(dims, layout, chunks, training)
+    temporary, logits = max(one.temporary for one in stored), max(one.logits for one in stored)
+    if states.gathered_layer:  # while gradients wait to be reduced, activations of their layers are already freed
+        waiting_layers = states.gathered_gradients // states.gathered_layer
+        freed = waiting_layers * min(states.gathered_layer, round(activations["language model"] / layers))
+        remaining = states.gathered_gradients - freed
+        states = replace(states, gathered=states.gathered - freed, gathered_gradients=remaining)
+    # Under ZeRO-3 logits are freed before the backward pass gathers weights of layers. Unsharded gradients are
+    # allocated after a parameter's backward pass. So the larger of the two counts. Source: megatron-core 0.19,
+    # Megatron-FSDP's `_grad_acc`.
+    in_layers = states.gathered_weights + states.gathered_gradients
+    if logits > temporary + in_layers:
+        states = replace(states, gathered=states.gathered - in_layers, gathered_weights=0, gathered_gradients=0)
+        temporary = logits
+    return StageEstimate(chunks[0].stage, layers, states, activations, in_flight, temporary)
+
+
+def add_next_microbatch(activations: Activations) -> Activations:
+    """Return `activations` plus the memory of the next microbatch, which overlaps with this one on a single stage.
+
+    megatron-core's combined schedule has already run the vision tower of the next microbatch, and allocates its text
+    layers while those of this microbatch are freed.
+    """
+    not_started = {"language model", "loss", "multi-token prediction"}
+    stored = {name: nbytes * (2 - (name in not_started)) for name, nbytes in activations.stored.items()}
+    return activations._replace(stored=stored, temporary=activations.temporary + activations.next_microbatch)
 
 
 def microbatches_in_flight(
-    split: ModelSplit, stage: int, microbatches: int, chunk_bytes: Sequence[float], *, ahead: bool = False
+    layout: ParallelLayout, stage: int, microbatches: int, chunk_bytes: Sequence[float], *, one_ahead: bool = False
 ) -> tuple[int, ...]:
-    """The number of microbatches of each chunk whose activations a pipeline stage holds at its peak.
+    """Return the number of microbatches of each chunk that a pipeline stage holds at its peak.
 
-    In the order of megatron-core's schedules, 1F1B (Narayanan et al., arXiv 2006.09503) and interleaved (arXiv
-    2104.04473), which is one forward pass ahead if experts' communication is overlapped (`ahead`). `chunk_bytes` are
-    those of a microbatch in each of the stage's chunks.
+    The order is that of megatron-core's schedules: 1F1B (Narayanan et al., arXiv 2006.09503) and interleaved 1F1B
+    (arXiv 2104.04473).
+
+    Args:
+        chunk_bytes: bytes of activations of one microbatch, for each chunk of the stage.
+        one_ahead: the schedule is one forward pass ahead, as with `overlap_moe_expert_parallel_comm`.
     """
     chunks = len(chunk_bytes)
     if chunks == 1:
-        return (min(split.pp - stage, microbatches),)
-    group = split.vpp_group or split.pp
-    # The chunk of each forward pass.
+        return (min(layout.pp - stage, microbatches),)
+    group = layout.vpp_group or layout.pp
     groups = (range(begin, min(begin + group, microbatches)) for begin in range(0, microbatches, group))
-    order = [chunk for rows in groups for chunk in range(chunks) for _ in rows]
-    warmup = (split.pp - stage - 1) * 2 + (chunks - 1) * group + ahead
+    forward_order = [chunk for rows in groups for chunk in range(chunks) for _ in rows]  # chunk of each forward pass
+    warmup = (layout.pp - stage - 1) * 2 + (chunks - 1) * group + one_ahead
     held, peak = [0] * chunks, (0.0, (0,) * chunks)
-    for step, chunk in enumerate(order):
+    for step, chunk in enumerate(forward_order):
         held[chunk] += 1
-        nbytes = sum(count * each for count, each in zip(held, chunk_bytes, strict=True))
+        nbytes = sum(count * size for count, size in zip(held, chunk_bytes, strict=True))
         peak = max(peak, (nbytes, tuple(held)))
         if step >= warmup:  # backward passes use the chunks in reverse order
-            held[chunks - 1 - order[step - warmup]] -= 1
+            held[chunks - 1 - forward_order[step - warmup]] -= 1
     return peak[1]

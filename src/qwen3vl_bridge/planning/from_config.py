@@ -1,34 +1,34 @@
-"""The memory of a run, from its Megatron-Bridge `ConfigContainer`; settings that change memory and are not modelled are
-refused.
+"""Estimate the memory of a run from its Megatron-Bridge `ConfigContainer`.
 
-The configuration is read only through attributes, because its own classes bring their modules.
+Settings that change memory and are not modeled raise ValueError. The configuration is read through attributes only:
+importing its classes would import Megatron.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Mapping
 from typing import Any
 
+from qwen3vl_bridge.lazy import is_installed
 from qwen3vl_bridge.planning.estimate import MemoryEstimate, estimate
 from qwen3vl_bridge.planning.hardware import Gpu
-from qwen3vl_bridge.planning.model_states import STORED_BYTES, stage_states
+from qwen3vl_bridge.planning.model_states import STORED_BYTES, estimate_states
+from qwen3vl_bridge.planning.parallel_layout import ParallelLayout
 from qwen3vl_bridge.planning.proposals import propose
-from qwen3vl_bridge.planning.split import ModelSplit
 from qwen3vl_bridge.planning.training_settings import (
     LINEAR_LAYERS,
-    EightBits,
+    Fp8Settings,
     LoraSettings,
     Precision,
     Recompute,
     Sharding,
     TrainingSettings,
 )
-from qwen3vl_bridge.weights.rows import Part
+from qwen3vl_bridge.weights.rows import Component
 
-# Settings that the planner does not model, by section, each with the values that cost no memory.
-_NOT_MODELLED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+# Settings that the planner does not model, by section, with the values that do not change memory.
+_NOT_MODELED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "model": {
         "fp16": (False,), "fp4": (None, False), "fp32_residual_connection": (False,),
         "cpu_offloading": (False,), "fine_grained_activation_offloading": (False,),
@@ -48,41 +48,45 @@ _NOT_MODELLED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 _BF16_MIXED = "bf16_mixed"
 
 
-def plan_of(cfg: Any, world_size: int) -> MemoryEstimate:
-    """The memory of each rank of a run of one of our models, whose configuration is finalised or not, and only read.
+def estimate_run(cfg: Any, world_size: int) -> MemoryEstimate:
+    """Estimate the memory of each rank of a run. The configuration need not be finalized, and is not changed.
 
     Raises:
-        ValueError: a setting that changes memory and is not modelled, or an invalid one.
+        ValueError: A setting changes memory and is not modeled, or a setting is invalid.
     """
-    for section, settings in _NOT_MODELLED.items():
-        for name, harmless in settings.items():
-            value = getattr(getattr(cfg, section, None), name, harmless[0])
-            if value not in harmless:
+    for section, settings in _NOT_MODELED.items():
+        for name, modeled in settings.items():
+            value = getattr(getattr(cfg, section, None), name, modeled[0])
+            if value not in modeled:
                 raise ValueError(
-                    f"{section}.{name} is {value!r}, expected {harmless[0]!r}: it changes memory use, and the planner "
-                    "does not model it"
+                    f"{section}.{name} is {value!r}, expected {modeled[0]!r}: the planner does not model the memory of "
+                    "other values"
                 )
     dims, training = cfg.model.dimensions().with_vocab(cfg.model.padded_vocab_size), _training_settings(cfg)
-    split, vision_split = splits_of(cfg, world_size)
-    return estimate(dims, split, training, vision_split)
+    layout, vision_layout = read_layouts(cfg, world_size)
+    return estimate(dims, layout, training, vision_layout)
 
 
-def splits_of(cfg: Any, world_size: int) -> tuple[ModelSplit, ModelSplit | None]:
-    """How a run's ranks split the model, and separate vision ranks the tower; errors as `plan_of`."""
-    dist_train, vision_split = getattr(cfg.model, "dist_train", None), None
+def read_layouts(cfg: Any, world_size: int) -> tuple[ParallelLayout, ParallelLayout | None]:
+    """Return the parallel layout of the language model, and the layout of separate vision ranks or None.
+
+    Raises:
+        ValueError: See `estimate_run`.
+    """
+    dist_train, vision_layout = getattr(cfg.model, "dist_train", None), None
     if dist_train is not None and dist_train.use_dist_train:
         sizes = (dist_train.vision_world_size, dist_train.language_world_size)
         if None in sizes or sum(sizes) != world_size:
             raise ValueError(
-                f"dist_train has {sizes[0]} vision and {sizes[1]} language ranks, expected {world_size} together"
+                f"dist_train has {sizes[0]} vision and {sizes[1]} language ranks, expected a total of {world_size}"
             )
-        vision_split = ModelSplit(sizes[0], tp=dist_train.vision_tensor_model_parallel_size or 1)
+        vision_layout = ParallelLayout(sizes[0], tp=dist_train.vision_tensor_model_parallel_size or 1)
         world_size = dist_train.language_world_size
-    return _model_split(cfg.model, world_size), vision_split
+    return _language_layout(cfg.model, world_size), vision_layout
 
 
-def checkpoints_of(cfg: Any) -> tuple[int, int]:
-    """How many checkpoints a completed run saves, and how many of them it keeps."""
+def count_checkpoints(cfg: Any) -> tuple[int, int]:
+    """Return the number of checkpoints that a complete run saves, and the number that it keeps."""
     settings, steps = cfg.checkpoint, cfg.train.train_iters or 1
     saves = math.ceil(steps / settings.save_interval) if settings.save_interval else 1
     most = settings.most_recent_k
@@ -90,38 +94,42 @@ def checkpoints_of(cfg: Any) -> tuple[int, int]:
 
 
 def checkpoint_bytes(cfg: Any) -> int:
-    """Bytes of one of a run's checkpoints: its weights, or its adapters, with the optimizer's state of what is trained.
+    """Return the bytes of one checkpoint of a run: weights (only adapters under PEFT) and optimizer state.
 
     Raises:
-        ValueError: as `plan_of`.
+        ValueError: See `estimate_run`.
     """
-    dims, training, whole = cfg.model.dimensions(), _training_settings(cfg), ModelSplit(1)
-    states = stage_states(dims, whole, whole.chunks(len(dims.indices["text_layers"]))[0], training)
+    dims, training, unsharded = cfg.model.dimensions(), _training_settings(cfg), ParallelLayout(1)
+    states = estimate_states(dims, unsharded, unsharded.chunks(len(dims.indices["text_layers"]))[0], training)
     weight = training.precision.weight
     trained = states.host_written // (weight + STORED_BYTES)
     weights = states.parameters if training.lora is None else weight * trained
     return weights + STORED_BYTES * trained * cfg.checkpoint.save_optim
 
 
-def proposals_for_run(cfg: Any, plan: MemoryEstimate, gpu: Gpu) -> list[MemoryEstimate]:
-    """Splits that fit, for the rows, number of GPUs and sharding of a run and its plan; a ValueError if none can be."""
-    world = plan.split.world + (plan.vision_split.world if plan.vision_split else 0)
+def propose_for_run(cfg: Any, plan: MemoryEstimate, gpu: Gpu) -> list[MemoryEstimate]:
+    """Return estimates of parallel layouts that fit, for the rows, number of GPUs and sharding of an estimated run.
+
+    Raises:
+        ValueError: No layout is possible.
+    """
+    world = plan.layout.world + (plan.vision_layout.world if plan.vision_layout else 0)
     dims = cfg.model.dimensions().with_vocab(cfg.model.padded_vocab_size)
-    return propose(dims, world, gpu, plan.training, vision_split=plan.vision_split)[0]
+    return propose(dims, world, gpu, plan.training, vision_layout=plan.vision_layout)[0]
 
 
-def _model_split(model: Any, world_size: int) -> ModelSplit:
-    layout = model.pipeline_model_parallel_layout
-    if layout is not None:
-        if not hasattr(layout, "layout"):
+def _language_layout(model: Any, world_size: int) -> ParallelLayout:
+    pipeline_layout = model.pipeline_model_parallel_layout
+    if pipeline_layout is not None:
+        if not hasattr(pipeline_layout, "layout"):
             raise ValueError(
-                f"pipeline_model_parallel_layout is {layout!r}, which megatron-core parses when the model is "
-                "finalised; call cfg.model.finalize() first"
+                f"pipeline_model_parallel_layout is {pipeline_layout!r}, which megatron-core parses when the model is "
+                "finalized; call cfg.model.finalize() first"
             )
-        layout = tuple(
-            tuple(sum(kind.name == "decoder" for kind in chunk) for chunk in stage) for stage in layout.layout
+        pipeline_layout = tuple(
+            tuple(sum(kind.name == "decoder" for kind in chunk) for chunk in stage) for stage in pipeline_layout.layout
         )
-    return ModelSplit(
+    return ParallelLayout(
         world=world_size,
         tp=model.tensor_model_parallel_size,
         pp=model.pipeline_model_parallel_size,
@@ -135,7 +143,7 @@ def _model_split(model: Any, world_size: int) -> ModelSplit:
         last_layers=model.num_layers_in_last_pipeline_stage,
         embedding_as_layer=bool(model.account_for_embedding_in_pipeline_split),
         loss_as_layer=bool(model.account_for_loss_in_pipeline_split),
-        layout=layout,
+        pipeline_layout=pipeline_layout,
     )
 
 
@@ -151,49 +159,49 @@ def _training_settings(cfg: Any) -> TrainingSettings:
         global_batch_size=cfg.train.global_batch_size,
         max_patches=getattr(cfg.dataset, "max_patches", None),
         precision=_precision(cfg),
-        eight_bits=_eight_bits(cfg),
+        fp8=_fp8(cfg),
         sharding=sharding,
         recompute=_recomputation(model, ""),
         vision_recompute=_recomputation(model, "vision_"),
-        frozen=frozenset(part for part in Part if getattr(model, f"freeze_{part.value}")),
+        frozen=frozenset(part for part in Component if getattr(model, f"freeze_{part.value}")),
         lora=_lora(cfg.peft),
         transformer_engine=model.transformer_impl == "transformer_engine",
         on_gpu=True,
-        delta_rule_kernels=importlib.util.find_spec("fla") is not None,
+        delta_rule_kernels=is_installed("fla"),
         fused_activation=model.bias_activation_fusion,
         loss_fusion=model.cross_entropy_fusion_impl if model.cross_entropy_loss_fusion else None,
         loss_chunk_tokens=model.loss_chunk_tokens,
         balancing_loss=bool(getattr(model, "moe_aux_loss_coeff", 0)),
         overlaps_experts=model.overlap_moe_expert_parallel_comm,
         trains_mtp=model.trains_mtp,
-        made_on_host=model.init_model_with_meta_device,
-        saved_by_parameters=cfg.checkpoint.dist_ckpt_optim_fully_reshardable,
+        init_on_cpu=model.init_model_with_meta_device,
+        fully_reshardable=cfg.checkpoint.dist_ckpt_optim_fully_reshardable,
     )
 
 
 def _precision(cfg: Any) -> Precision:
-    """Mixed precision is applied when a run is set up, so its setting counts before the model's own."""
+    # Mixed precision overrides the model's dtype when a run is set up.
     mixed, optimizer = cfg.mixed_precision, cfg.optimizer
-    weight, in_float = _bytes(cfg.model.params_dtype), cfg.ddp.grad_reduce_in_fp32
+    weight, fp32_gradients = _bytes(cfg.model.params_dtype), cfg.ddp.grad_reduce_in_fp32
     if isinstance(mixed, str):
         if mixed != _BF16_MIXED:
             raise ValueError(
-                f"mixed_precision is {mixed!r}, expected {_BF16_MIXED!r} or None before the run is completed, which "
-                "says what others mean"
+                f"mixed_precision is {mixed!r}, expected {_BF16_MIXED!r}, None or a MixedPrecisionConfig; other names "
+                "are known only after the configuration is finalized"
             )
-        weight, in_float = 2, True
+        weight, fp32_gradients = 2, True
     elif mixed is not None:
         if mixed.fp16 or mixed.fp4:
-            raise ValueError("mixed_precision has fp16 or fp4, expected bf16, with fp8 or without, or None")
-        weight, in_float = (2 if mixed.bf16 else 4), mixed.grad_reduce_in_fp32
-    gradient = 4 if in_float else weight
+            raise ValueError("mixed_precision has fp16 or fp4, expected bf16 (with or without fp8) or None")
+        weight, fp32_gradients = (2 if mixed.bf16 else 4), mixed.grad_reduce_in_fp32
+    gradient = 4 if fp32_gradients else weight
     main, moments = (0 if weight == 4 else 4), 8
     if optimizer.use_precision_aware_optimizer:
         moments = _bytes(optimizer.exp_avg_dtype) + _bytes(optimizer.exp_avg_sq_dtype)
         main = _bytes(optimizer.main_params_dtype) * (weight != 4)
         if main == 4 and getattr(optimizer, "store_param_remainders", False):
-            main = 2  # the half of a float32 number that bfloat16 lacks
-    # Megatron-FSDP has settings of its own, and main weights of float32 parameters too. Source: megatron-core 0.19,
+            main = 2  # the lower half of float32, which bfloat16 lacks
+    # Megatron-FSDP has its own settings, and also keeps main weights of float32 parameters. Source: megatron-core 0.19,
     # `megatron_fsdp/param_and_grad_buffer.py`.
     if cfg.ddp.use_megatron_fsdp:
         gradient = _bytes(cfg.ddp.megatron_fsdp_main_grads_dtype) or weight
@@ -201,37 +209,36 @@ def _precision(cfg: Any) -> Precision:
     return Precision(weight, gradient, main, moments)
 
 
-_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
+_FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
 
-def _eight_bits(cfg: Any) -> EightBits | None:
-    """Products in 8 bits, of mixed precision where it is set, or of the model."""
+def _fp8(cfg: Any) -> Fp8Settings | None:
     model, mixed = cfg.model, cfg.mixed_precision
     source = model if mixed is None or isinstance(mixed, str) else mixed
     if not getattr(source, "fp8", None):
         return None
     recipe = getattr(source.fp8_recipe, "value", source.fp8_recipe)
-    if recipe not in _RECIPES:
-        raise ValueError(f"fp8_recipe is {recipe!r}, expected one of {', '.join(_RECIPES)}: others are not counted")
-    ends = bool(source.first_last_layers_bf16)
-    return EightBits(
+    if recipe not in _FP8_RECIPES:
+        raise ValueError(f"fp8_recipe is {recipe!r}, expected one of {', '.join(_FP8_RECIPES)}: no other is modeled")
+    bf16_ends = bool(source.first_last_layers_bf16)
+    return Fp8Settings(
         multiple=32 if recipe == "mxfp8" else 16,
-        weights=bool(source.fp8_param),
-        first=source.num_layers_at_start_in_bf16 * ends,
-        last=source.num_layers_at_end_in_bf16 * ends,
-        exempt=model.layers_in_16_bits,
+        fp8_param=bool(source.fp8_param),
+        first_bf16_layers=source.num_layers_at_start_in_bf16 * bf16_ends,
+        last_bf16_layers=source.num_layers_at_end_in_bf16 * bf16_ends,
+        bf16_linears=model.layers_in_16_bits,
         scale=1 / 32 if recipe == "mxfp8" else 0.0,
     )
 
 
 def _bytes(dtype: Any) -> int:
-    """Bytes of a number of a torch dtype; 0 for None."""
+    """Return the bytes per element of a torch dtype; 0 for None."""
     return 0 if dtype is None else dtype.itemsize
 
 
 def _recomputation(model: Any, prefix: str) -> Recompute:
     granularity = getattr(model, f"{prefix}recompute_granularity")
-    modules = getattr(model, f"{prefix}recompute_modules") or ["core_attn"]  # as megatron-core completes it
+    modules = getattr(model, f"{prefix}recompute_modules") or ["core_attn"]  # megatron-core's default
     if granularity == "full":
         method, number = (getattr(model, f"{prefix}recompute_{name}") for name in ("method", "num_layers"))
         return Recompute("full", method=method, num_layers=number)
@@ -243,16 +250,16 @@ def _lora(peft: Any) -> LoraSettings | None:
         return None
     kinds = {base.__name__ for base in type(peft).__mro__}
     if not kinds & {"Qwen3VLLoRA", "Qwen3VLDoRA"}:
-        raise ValueError(
-            f"peft is a {type(peft).__name__}, expected Qwen3VLLoRA or Qwen3VLDoRA: other adapters are not counted"
-        )
-    expected = {f"freeze_{part.value}": True for part in Part} | {"dropout": 0.0, "exclude_modules": []}
-    expected |= {f"adapt_{part.value}": part is Part.LANGUAGE_MODEL for part in Part} | {"adapt_experts": False}
+        raise ValueError(f"peft is a {type(peft).__name__}, expected Qwen3VLLoRA or Qwen3VLDoRA: no other is modeled")
+    expected = {f"freeze_{part.value}": True for part in Component} | {"dropout": 0.0, "exclude_modules": []}
+    expected |= {f"adapt_{part.value}": part is Component.LANGUAGE_MODEL for part in Component} | {
+        "adapt_experts": False
+    }
     for name, value in expected.items():
         if (actual := getattr(peft, name)) != value:
-            raise ValueError(f"peft.{name} is {actual!r}, expected {value!r}: anything else is not counted")
+            raise ValueError(f"peft.{name} is {actual!r}, expected {value!r}: the planner models no other value")
     if unknown := set(peft.target_modules) - set(LINEAR_LAYERS):
         raise ValueError(f"peft.target_modules has {sorted(unknown)}, expected some of {list(LINEAR_LAYERS)}")
     targets = tuple(name for name in LINEAR_LAYERS if name in peft.target_modules)
-    regathers = getattr(peft, "sequence_parallel_input_regather", False)
-    return LoraSettings(peft.dim, targets, regathers=regathers, dora="Qwen3VLDoRA" in kinds)
+    regather = getattr(peft, "sequence_parallel_input_regather", False)
+    return LoraSettings(peft.dim, targets, regather_inputs=regather, dora="Qwen3VLDoRA" in kinds)

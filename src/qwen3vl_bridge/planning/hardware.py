@@ -1,9 +1,9 @@
-"""GPUs: their memory and peak FLOP/s; and host memory per GPU.
+"""Memory and peak FLOP/s of GPUs, and host memory per GPU.
 
-Sources, NVIDIA's data sheets: A100 80GB (PB-10577), H100 (PB-11133), H200, HGX B200 and GB200 NVL72. Peaks are for
-dense matrices in bfloat16, which is half of the data sheets' values with sparsity. Memory is what a process sees, which
-is less than the name says: H200 139 GiB and B200 178 GiB, as `torch.cuda.get_device_properties` reports them
-(https://github.com/pytorch/ao/pull/4002 has the B200's).
+Sources: NVIDIA's data sheets for A100 80GB (PB-10577), H100 (PB-11133), H200, HGX B200 and GB200 NVL72. Peaks are for
+dense bfloat16 matrices, half of the values with sparsity. Memory is what a process sees, which is less than the name
+says: `torch.cuda.get_device_properties` reports 139 GiB for H200 and 178 GiB for B200
+(https://github.com/pytorch/ao/pull/4002 for the B200).
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 GIB, GB = 2**30, 10**9
-# Host memory per GPU: as in NVIDIA's DGX A100 with GPUs of 40 GB, 1 TB for eight. Machines with the other GPUs are sold
-# with at least as much.
+# Host memory per GPU: NVIDIA's DGX A100 with GPUs of 40 GB has 1 TB for eight. Machines with other GPUs have more.
 HOST_BYTES = 128 * GB
-# Assumed: the part of it that processes, including data-loading ones, and the file system's cache need.
+# Assumed fraction of host memory that processes, data-loading workers and the file cache need.
 HOST_RESERVE = 0.2
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU."""
+    """Memory, peak FLOP/s and node size of one GPU model, such as H100."""
 
     memory_bytes: int  # available to a process, including the CUDA context
-    bf16_flops: float  # peak of its matrix units in bfloat16, dense, FLOP/s
-    gpus_per_node: int  # of one machine
+    bf16_flops: float  # peak for dense bfloat16 matrices, FLOP/s
+    gpus_per_node: int
     major: int = 9  # of its compute capability
 
 
@@ -42,22 +41,25 @@ GPUS: Mapping[str, Gpu] = {
 }
 
 
-def gpu_of(name: str) -> Gpu:
-    """The GPU of a name, in any case; a ValueError lists the names."""
+def find_gpu(name: str) -> Gpu:
+    """Return the GPU named `name`, ignoring case.
+
+    Raises:
+        ValueError: The name is unknown; the message lists the known ones.
+    """
     gpu = {known.lower(): gpu for known, gpu in GPUS.items()}.get(name.lower())
     if gpu is None:
         raise ValueError(
-            f"unknown GPU {name!r}, expected one of {', '.join(GPUS)}; `qwen3vl plan` takes another memory too, "
-            "--gpu-memory"
+            f"unknown GPU {name!r}, expected one of {', '.join(GPUS)}; for another, `qwen3vl plan` has --gpu-memory"
         )
     return gpu
 
 
 def host_bytes() -> int:
-    """Memory in bytes of this machine, or of the container that this process is in."""
-    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # A container's memory limit, in the second and the first version of control groups.
+    """Return the host memory in bytes: of the machine, or the memory limit of its container if that is lower."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # Memory limits of containers in cgroups v2 and v1.
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):  # no such file
-            room = min(room, int(Path(path).read_text()))
-    return room
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            memory = min(memory, int(Path(path).read_text()))
+    return memory

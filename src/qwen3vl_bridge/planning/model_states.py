@@ -1,8 +1,8 @@
-"""Parameters of one rank, counted from the weight table; the bytes of their gradients and optimizer state on its GPU,
-and of its host memory while a checkpoint is saved, which `training/run_refusals.py` compares with the machine's.
+"""Count the parameters of one rank from the weight table, and the bytes of its model states.
 
-Mixed precision after Micikevicius et al. (arXiv 1710.03740), sharding after Rajbhandari et al. (ZeRO, arXiv
-1910.02054).
+Model states are weights, gradients and the optimizer's state on the GPU, and host memory while a checkpoint is saved
+(`training/run_validation.py` compares it with the machine's). Mixed precision follows Micikevicius et al. (arXiv
+1710.03740), sharding Rajbhandari et al. (ZeRO, arXiv 1910.02054).
 """
 
 from __future__ import annotations
@@ -14,43 +14,44 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from qwen3vl_bridge.planning.split import ModelSplit, PipelineChunk
+from qwen3vl_bridge.planning.parallel_layout import ParallelLayout, PipelineChunk
 from qwen3vl_bridge.planning.training_settings import LINEAR_LAYERS, Sharding, TrainingSettings
 from qwen3vl_bridge.registry import family
-from qwen3vl_bridge.weights.rows import Dimensions, Part, WeightRow, is_of_experts, is_of_mtp, part_of
+from qwen3vl_bridge.weights.rows import Component, Dimensions, WeightRow, component_of, is_expert_layer, is_mtp
 
 _EMBEDDING = "language_model.embedding.word_embeddings.weight"
-# Replicated on all tensor-parallel ranks, in addition to the rows marked so: norms, the router, and biases of layers
-# whose inputs are split. Everything else is split along one of its dimensions, which gives the same count.
+# Parameters that tensor parallelism replicates, in addition to rows marked `replicated`: norms, the router, and biases
+# of row-parallel layers. All others are divided along one dimension; which one does not change the count.
 _REPLICATED = ("norm.", "_norm_", "mlp.router.", "linear_proj.bias", "linear_fc2.bias")
-# Indices that count text layers, each of which is on one pipeline stage.
+# Indices of the weight table that count text layers.
 _LAYERS = ("text_layers", "dense_layers", "moe_layers", "linear_layers", "full_layers")
-# Under ZeRO-3, elements of unsharded gradients that wait to be reduced, or those of two layers (a layer's own come when
-# what it computed with is freed); half as many of weights are gathered ahead. Source: megatron-core 0.19,
-# Megatron-FSDP's `suggested_communication_unit_size`.
-_REDUCED_LATER = 1_000_000_000
-# In checkpoints the optimizer has three float32 numbers per parameter: its main copy, and Adam's moments.
+# Under ZeRO-3: elements of unsharded gradients that wait to be reduced. Half as many weights are gathered in advance.
+# Source: megatron-core 0.19, Megatron-FSDP's `suggested_communication_unit_size`.
+_WAITING_GRADIENTS = 1_000_000_000
+# Bytes of the optimizer per parameter in checkpoints: main copy and both moments in float32.
 STORED_BYTES = 12
 
 
 @functools.cache
 def _counted_rows(family_name: str) -> tuple[tuple[WeightRow, str, bool], ...]:
-    """A family's weight table: each row with its kind of parameters, its part's name or "experts", and whether tensor
-    parallelism replicates it.
+    """Return (row, kind, replicated) for each row of a family's weight table.
+
+    The kind is a value of `Component`, or "experts". Replicated rows are not sharded by tensor parallelism.
     """
     rows = []
     for row in family(family_name).rows():
-        kind = "experts" if is_of_experts(row.megatron) else part_of(row.megatron).value
+        kind = "experts" if is_expert_layer(row.megatron) else component_of(row.megatron).value
         rows.append((row, kind, row.replicated or any(name in row.megatron for name in _REPLICATED)))
     return tuple(rows)
 
 
-def chunk_count(
-    dims: Dimensions, split: ModelSplit, chunk: PipelineChunk, counted: Callable[[str], bool] | None = None
+def count_parameters(
+    dims: Dimensions, layout: ParallelLayout, chunk: PipelineChunk, counted: Callable[[str], bool] | None = None
 ) -> Counter[str]:
-    """Number of parameters that a rank holds of a chunk of the pipeline: of each part, and of experts separately.
+    """Return the number of parameters of a pipeline chunk on one rank, by component; experts are counted separately.
 
-    `counted` says of a row's Megatron name whether it is counted; None for all.
+    Args:
+        counted: selects rows by their Megatron name; None for all.
     """
     layers = {name: len(set(chunk.layers).intersection(dims.indices.get(name, ()))) for name in _LAYERS}
     counts = Counter[str]()
@@ -58,25 +59,29 @@ def chunk_count(
         if (counted and not counted(row.megatron)) or (row.condition is not None and not dims[row.condition]):
             continue
         if row.megatron == _EMBEDDING:
-            # The stage with the output layer has a copy if the two are one weight.
+            # With tied weights the stage of the output layer has a copy.
             copies = int(chunk.pre_process or (chunk.post_process and not dims["untied"]))
         elif set(row.indices).intersection(_LAYERS):
             copies = 1
-        else:  # rows of no text layer are with the tower, or after all layers
+        else:  # outside text layers: in the vision tower, or after the last text layer
             copies = int(chunk.post_process if row.megatron.startswith("language_model.") else chunk.vision)
         for name in row.indices:
             if name in _LAYERS:
                 copies *= layers[name]
             else:
-                copies *= len(dims.indices[name]) // (split.ep if name == "experts" else 1)
+                copies *= len(dims.indices[name]) // (layout.ep if name == "experts" else 1)
         if copies:
-            ranks = split.expert_tp if kind == "experts" else 1 if replicated else split.tp
-            counts[kind] += copies * sum(math.prod(shape) for shape in row.numbers(dims)) // ranks
+            ranks = layout.expert_tp if kind == "experts" else 1 if replicated else layout.tp
+            counts[kind] += copies * sum(math.prod(shape) for shape in row.resolve_shapes(dims)) // ranks
     return counts
 
 
-def layers_by_kind(dims: Dimensions, layers: Iterable[int] | None = None) -> list[list[int]]:
-    """Numbers of text layers by kind: linear or full attention, experts or none; None for all of the model's."""
+def group_layers_by_kind(dims: Dimensions, layers: Iterable[int] | None = None) -> list[list[int]]:
+    """Group text layers by kind: full or linear attention, dense MLP or experts.
+
+    Args:
+        layers: indices of text layers; None for all.
+    """
     linear, moe = (set(dims.indices.get(name, ())) for name in ("linear_layers", "moe_layers"))
     kinds: dict[tuple[bool, bool], list[int]] = {}
     for layer in dims.indices["text_layers"] if layers is None else layers:
@@ -85,13 +90,16 @@ def layers_by_kind(dims: Dimensions, layers: Iterable[int] | None = None) -> lis
 
 
 def adapter_sizes(dims: Dimensions, layer: int) -> dict[str, tuple[int, int]]:
-    """Inputs and outputs of the linear layers of a text layer that have adapters, which experts' do not."""
+    """Return the input and output size of each linear layer in a text layer that can have an adapter, by layer name.
+
+    Experts are excluded.
+    """
     sizes = {}
     for row, kind, _ in _counted_rows(dims.family):
         name, _, parameter = row.megatron.rpartition(".")
         name = name.rpartition(".")[2]
-        of_layer = any(layer in dims.indices[index] for index in row.indices if index in _LAYERS)
-        if of_layer and kind != "experts" and name in LINEAR_LAYERS and parameter == "weight":
+        in_layer = any(layer in dims.indices[index] for index in row.indices if index in _LAYERS)
+        if in_layer and kind != "experts" and name in LINEAR_LAYERS and parameter == "weight":
             outputs, inputs = row.megatron_shape(dims)
             sizes[name] = inputs, outputs
     return sizes
@@ -99,127 +107,132 @@ def adapter_sizes(dims: Dimensions, layer: int) -> dict[str, tuple[int, int]]:
 
 @dataclass(frozen=True)
 class ModelStates:
-    """Bytes on one rank."""
+    """Bytes of the model states (weights, gradients and optimizer state) on one rank."""
 
     parameters: int  # weights, including frozen ones
     gradients: int  # of trained parameters
-    optimizer: int  # its main copy of the weights, and the moments
-    gathered: int  # under ZeRO-3, weights and gradients that are temporarily unsharded
-    gathered_weights: int  # the layers' weights among them
-    gathered_gradients: int  # the gradients among them
-    gathered_layer: int  # those of one layer
-    unsharded: int  # under Megatron-FSDP, before sharding: weights, which are created unsharded on each rank
-    # While the optimizer steps and activations are freed: without Transformer Engine Adam is torch's
-    # (`compat/optimizers.py`), which on a GPU holds the square roots of all second moments of a group of parameters at
-    # once; with expert parallelism experts are a group, and all others one after it. Not with Megatron-FSDP, whose
-    # parameters (DTensors) torch updates one by one. Source: torch 2.13, `optim/adam.py`,
+    optimizer: int  # main copies of weights, and moments
+    gathered: int  # ZeRO-3: temporarily unsharded weights and gradients
+    gathered_weights: int  # weights of layers in `gathered`
+    gathered_gradients: int  # gradients in `gathered`
+    gathered_layer: int  # gradients of one layer in `gathered`
+    before_sharding: int  # Megatron-FSDP: the complete weights, which each rank creates before they are sharded
+    # Temporary memory of torch's Adam, which runs without Transformer Engine (`upstream/adam.py`). On a GPU it holds
+    # the square roots of all second moments of a parameter group. With expert parallelism experts are a group of their
+    # own. It updates Megatron-FSDP's parameters (DTensors) one by one. Source: torch 2.13, `optim/adam.py`,
     # `_default_to_fused_or_foreach`, `_multi_tensor_adam`.
-    updating: int
-    host_written: int  # on the host, while a checkpoint is saved: the rank's part of it
-    # On the host too, if the optimizer's state is saved by parameters (`saved_by_parameters`): that of all parameters
-    # of the rank, which every data-parallel rank gathers. Source: megatron-core 0.19,
-    # `DistributedOptimizer.sharded_param_state_fully_reshardable`.
+    optimizer_temporary: int
+    host_written: int  # host memory while a checkpoint is saved: the rank's shard
+    # Host memory with `dist_ckpt_optim_fully_reshardable`: every data-parallel rank gathers the optimizer's state of
+    # all its parameters. Source: megatron-core 0.19, `DistributedOptimizer.sharded_param_state_fully_reshardable`.
     host_gathered: int
 
     @property
     def total(self) -> int:
-        """Total on the GPU in a step."""
+        """Total bytes of model states on the GPU during a training step."""
         return self.parameters + self.gradients + self.optimizer + self.gathered
 
     @property
     def host_total(self) -> int:
-        """Total on the host while a checkpoint is saved."""
+        """Total bytes of host memory that saving a checkpoint needs."""
         return self.host_written + self.host_gathered
 
 
-def stage_states(
-    dims: Dimensions, split: ModelSplit, chunks: tuple[PipelineChunk, ...], training: TrainingSettings
+def estimate_states(
+    dims: Dimensions, layout: ParallelLayout, chunks: tuple[PipelineChunk, ...], training: TrainingSettings
 ) -> ModelStates:
-    """Bytes on a rank of the pipeline stage that has these chunks."""
+    """Estimate the model states of a rank that holds the pipeline chunks `chunks`."""
     precision, sharding = training.precision, training.sharding
-    held = sum((chunk_count(dims, split, chunk) for chunk in chunks), Counter())
+    held = sum((count_parameters(dims, layout, chunk) for chunk in chunks), Counter())
     frozen = {part.value for part in training.frozen_weights}
-    if Part.LANGUAGE_MODEL in training.frozen_weights:
+    if Component.LANGUAGE_MODEL in training.frozen_weights:
         frozen.add("experts")
     trained = Counter({kind: number for kind, number in held.items() if kind not in frozen})
     if not training.trains_mtp:
-        trained -= sum((chunk_count(dims, split, chunk, is_of_mtp) for chunk in chunks), Counter())
+        trained -= sum((count_parameters(dims, layout, chunk, is_mtp) for chunk in chunks), Counter())
     if training.lora is not None:
         layers = [adapter_sizes(dims, layer) for chunk in chunks for layer in chunk.layers]
         adapted = [sizes[name] for sizes in layers for name in sizes.keys() & training.lora.targets]
-        # Both matrices of an adapter are split over tensor-parallel ranks.
-        numbers = training.lora.rank * sum(map(sum, adapted)) // split.tp
+        # Tensor parallelism divides both matrices of an adapter.
+        numbers = training.lora.rank * sum(map(sum, adapted)) // layout.tp
         magnitudes = sum(outputs for _, outputs in adapted) * training.lora.dora
         adapters = Counter(language_model=numbers + magnitudes)
         held, trained = held + adapters, trained + adapters
 
-    # Ranks with the same weights, and with the same experts, share gradients and optimizer.
-    weight_copies, expert_copies = split.dp * split.cp, split.world // (split.pp * split.ep * split.expert_tp)
+    # Ranks with the same weights (for experts: with the same experts) share gradients and optimizer state.
+    copies, expert_copies = layout.dp * layout.cp, layout.world // (layout.pp * layout.ep * layout.expert_tp)
 
-    def sharded(count: Counter[str]) -> float:
-        return (count.total() - count["experts"]) / weight_copies + count["experts"] / expert_copies
+    def shard(count: Counter[str]) -> float:
+        return (count.total() - count["experts"]) / copies + count["experts"] / expert_copies
 
-    def number(count: Counter[str], what: Sharding) -> float:
-        return sharded(count) if sharding.shards(what) else count.total()
+    def number(count: Counter[str], stage: Sharding) -> float:
+        return shard(count) if sharding.includes(stage) else count.total()
 
-    outside, layer = _gathered_parameters(dims, split, chunks[0], held) if sharding is Sharding.ALL else (0, 0)
-    # Those outside of layers are reduced when activations are freed.
-    depth, ahead = sum(len(chunk.layers) for chunk in chunks), max(layer, 1)
-    later, sooner = min(max(2, _REDUCED_LATER // ahead), depth), min(max(1, -(-_REDUCED_LATER // (2 * ahead))), depth)
-    gathered_weights = precision.weight * layer * (1 + sooner)
+    outside, layer = _gathered_parameters(dims, layout, chunks[0], held) if sharding is Sharding.ALL else (0, 0)
+    # Gradients outside the layers are reduced when activations are freed, so only those of layers count.
+    depth, per_layer = sum(len(chunk.layers) for chunk in chunks), max(layer, 1)
+    # A layer's gradients are allocated when what it computed with is freed, so those of two layers count at least.
+    waiting = min(max(2, _WAITING_GRADIENTS // per_layer), depth)
+    in_advance = min(max(1, -(-_WAITING_GRADIENTS // (2 * per_layer))), depth)
+    gathered_weights = precision.weight * layer * (1 + in_advance)
     unsharded_gradient = precision.gradient * (training.lora is None)
-    adam_by_torch = not training.transformer_engine and not sharding.is_fsdp
+    torch_adam = not training.transformer_engine and not sharding.is_fsdp
     experts = Counter(experts=trained["experts"])
-    groups = (trained - experts, experts) if split.ep > 1 else (trained,)
-    by_parameters = sharding is Sharding.OPTIMIZER and training.saved_by_parameters
+    groups = (trained - experts, experts) if layout.ep > 1 else (trained,)
+    gathers_optimizer = sharding is Sharding.OPTIMIZER and training.fully_reshardable
     return ModelStates(
-        parameters=round(precision.weight * number(held, Sharding.ALL) + _for_8_bits(dims, split, chunks, training)),
+        parameters=round(
+            precision.weight * number(held, Sharding.ALL) + _additional_fp8_bytes(dims, layout, chunks, training)
+        ),
         gradients=round(precision.gradient * number(trained, Sharding.GRADIENTS)),
         optimizer=round((precision.main + precision.moments) * number(trained, Sharding.OPTIMIZER)),
-        gathered=precision.weight * outside + gathered_weights + unsharded_gradient * layer * later,
+        gathered=precision.weight * outside + gathered_weights + unsharded_gradient * layer * waiting,
         gathered_weights=gathered_weights,
-        gathered_gradients=unsharded_gradient * layer * later,
+        gathered_gradients=unsharded_gradient * layer * waiting,
         gathered_layer=unsharded_gradient * layer,
-        # The embedding, the largest parameter, is there twice while it is sharded.
-        unsharded=precision.weight
+        # While the embedding, the largest parameter, is sharded, there are two copies.
+        before_sharding=precision.weight
         * (held.total() + dims["vocab"] * dims["hidden"])
-        * (sharding.is_fsdp and not training.made_on_host),
-        updating=round(precision.moments / 2 * max(number(g, Sharding.OPTIMIZER) for g in groups) * adam_by_torch),
-        host_written=round((precision.weight + STORED_BYTES) * sharded(trained)),
-        host_gathered=STORED_BYTES * trained.total() * by_parameters,
+        * (sharding.is_fsdp and not training.init_on_cpu),
+        optimizer_temporary=round(
+            precision.moments / 2 * max(number(group, Sharding.OPTIMIZER) for group in groups) * torch_adam
+        ),
+        host_written=round((precision.weight + STORED_BYTES) * shard(trained)),
+        host_gathered=STORED_BYTES * trained.total() * gathers_optimizer,
     )
 
 
-def _for_8_bits(
-    dims: Dimensions, split: ModelSplit, chunks: tuple[PipelineChunk, ...], training: TrainingSettings
+def _additional_fp8_bytes(
+    dims: Dimensions, layout: ParallelLayout, chunks: tuple[PipelineChunk, ...], training: TrainingSettings
 ) -> float:
-    """Bytes by which weights for products in 8 bits take more than in the model's precision."""
-    if (bits := training.eight_bits) is None:
+    """Return the bytes that FP8 weights need in addition to weights in the model's precision."""
+    if (fp8 := training.fp8) is None:
         return 0.0
 
-    def counted(megatron: str) -> bool:
+    def is_fp8(megatron: str) -> bool:
         *path, layer, parameter = megatron.rstrip("*").split(".")
-        kinds = layer in LINEAR_LAYERS and layer not in bits.exempt and parameter == "weight"
-        return kinds and path[:2] == ["language_model", "decoder"]
+        in_fp8 = layer in LINEAR_LAYERS and layer not in fp8.bf16_linears and parameter == "weight"
+        return in_fp8 and path[:2] == ["language_model", "decoder"]
 
     depth = len(dims.indices["text_layers"])
-    parts = [replace(chunk, layers=bits.layers(chunk.layers, depth)) for chunk in chunks]
-    weights = sum(chunk_count(dims, split, part, counted).total() for part in parts)
-    return weights * (bits.weight(training.precision.weight) - training.precision.weight)
+    fp8_chunks = [replace(chunk, layers=fp8.select_layers(chunk.layers, depth)) for chunk in chunks]
+    weights = sum(count_parameters(dims, layout, chunk, is_fp8).total() for chunk in fp8_chunks)
+    return weights * (fp8.weight_bytes(training.precision.weight) - training.precision.weight)
 
 
 def _gathered_parameters(
-    dims: Dimensions, split: ModelSplit, chunk: PipelineChunk, held: Counter[str]
+    dims: Dimensions, layout: ParallelLayout, chunk: PipelineChunk, held: Counter[str]
 ) -> tuple[int, int]:
-    """Number of parameters outside of layers, whose weights are unsharded for the whole step under ZeRO-3, and of the
-    largest layer's.
+    """Return the number of parameters outside of layers, and the number of parameters of the largest layer.
+
+    ZeRO-3 keeps weights outside of layers unsharded during a step.
     """
 
-    def count(name: str, **parts: Any) -> int:
-        part = PipelineChunk(0, range(0), pre_process=False, post_process=False)
-        return chunk_count(dims, split, replace(part, **parts), lambda megatron: name in megatron).total()
+    def count(name: str, **fields: Any) -> int:
+        empty = PipelineChunk(0, range(0), pre_process=False, post_process=False)
+        return count_parameters(dims, layout, replace(empty, **fields), lambda megatron: name in megatron).total()
 
     mtp_layer = count(".mtp_model_layer.", post_process=True)
     in_layers = count("", layers=chunk.layers) + count("vision_model.decoder.layers.", vision=chunk.vision) + mtp_layer
-    kinds = [count("", layers=range(layers[0], layers[0] + 1)) for layers in layers_by_kind(dims)]
+    kinds = [count("", layers=range(layers[0], layers[0] + 1)) for layers in group_layers_by_kind(dims)]
     return held.total() - in_layers, max(mtp_layer, *kinds)

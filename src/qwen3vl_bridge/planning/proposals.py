@@ -1,6 +1,8 @@
-"""Ways to split a model over a number of GPUs that fit, fewest model-parallel ranks (TP * PP * CP) first, so that most
-ranks train on different rows; among as many least recomputation, then fewest pipeline and tensor-parallel ranks. Of
-several EP the one with least recomputation counts, and of these the smallest; EP beyond a machine comes after all else.
+"""Propose parallel layouts over a number of GPUs that fit into memory.
+
+Order: fewest model-parallel ranks (TP * PP * CP) first, because more ranks are then data-parallel. Among equals least
+recomputation, then fewest pipeline and tensor-parallel ranks. Of several EP sizes the one with least recomputation is
+proposed, and of these the smallest. EP across nodes comes last.
 
 Interleaved stages and expert tensor parallelism are not tried; `estimate` supports both.
 """
@@ -13,12 +15,12 @@ from dataclasses import replace
 
 from qwen3vl_bridge.planning.estimate import MemoryEstimate, check_trainable, estimate
 from qwen3vl_bridge.planning.hardware import Gpu
-from qwen3vl_bridge.planning.split import ModelSplit
+from qwen3vl_bridge.planning.parallel_layout import ParallelLayout
 from qwen3vl_bridge.planning.training_settings import FULL, Recompute, TrainingSettings
-from qwen3vl_bridge.weights.rows import Dimensions, Part
+from qwen3vl_bridge.weights.rows import Component, Dimensions
 
-MARGIN = 0.05  # of the memory is left free, in addition to the reserve
-_LEAST_TOKENS = 2048  # of a context-parallel rank
+MARGIN = 0.05  # fraction of the memory that is left free, in addition to the reserve
+_MIN_TOKENS_PER_CP_RANK = 2048
 
 
 def propose(
@@ -28,101 +30,109 @@ def propose(
     training: TrainingSettings,
     *,
     fixed: Mapping[str, int] | None = None,
-    vision_split: ModelSplit | None = None,
-    most: int = 5,
+    vision_layout: ParallelLayout | None = None,
+    max_proposals: int = 5,
 ) -> tuple[list[MemoryEstimate], MemoryEstimate]:
-    """At most `most` splits over `world` GPUs that fit, in this module's order, each with another TP, PP or CP; and the
-    one that needs least memory of all that were tried, for where nothing fits. Recomputation is chosen here.
+    """Return estimates of layouts that fit, no two with the same TP, PP and CP, and of the layout with least memory.
+
+    Recomputation is chosen here; its settings in `training` are ignored.
 
     Args:
-        world: includes separate vision ranks.
-        fixed: sizes of `ModelSplit` that are given.
-        vision_split: of separate vision ranks; None without them.
+        world: number of GPUs, including separate vision ranks.
+        fixed: parallel sizes that are not searched but given, by field name of `ParallelLayout`.
+        vision_layout: layout of separate vision ranks; None if there are none.
 
     Raises:
-        ValueError: settings or sizes with which no split is possible; the message has the reason of the simplest.
+        ValueError: No layout is possible; the message has the reason for the simplest one.
     """
     limit = (1 - MARGIN) * gpu.memory_bytes
-    splits = _splits(dims, world, gpu, training, fixed or {}, vision_split)
-    proposals: dict[tuple[int, ...], MemoryEstimate] = {}  # by sizes without EP
+    layouts = _possible_layouts(dims, world, gpu, training, fixed or {}, vision_layout)
+    proposals: dict[tuple[int, ...], MemoryEstimate] = {}  # by (pp, tp, cp)
     tried: list[MemoryEstimate] = []
-    for _, group in itertools.groupby(splits, lambda split: _model_parallel(split, gpu)):
+    for _, group in itertools.groupby(layouts, lambda layout: _order(layout, gpu)):
         fitting: list[tuple[tuple[int, ...], MemoryEstimate]] = []
-        for split in group:
-            for recomputed, proposal in enumerate(_estimates(dims, split, training, vision_split)):
+        for layout in group:
+            for recomputed, proposal in enumerate(_estimates(dims, layout, training, vision_layout)):
                 tried.append(proposal)
                 if proposal.peak.total <= limit:
-                    fitting.append(((recomputed, split.pp, split.tp, split.cp, split.ep), proposal))
+                    fitting.append(((recomputed, layout.pp, layout.tp, layout.cp, layout.ep), proposal))
                     break
         for (_, pp, tp, cp, _), proposal in sorted(fitting, key=lambda entry: entry[0]):
             proposals.setdefault((pp, tp, cp), proposal)
-        if len(proposals) >= most:
+        if len(proposals) >= max_proposals:
             break
-    found = (*list(proposals.values())[:most], min(tried, key=lambda proposal: proposal.peak.total))
-    *fit, least = (estimate(dims, one.split, one.training, vision_split) for one in found)
-    return fit, least
+    chosen = (*list(proposals.values())[:max_proposals], min(tried, key=lambda proposal: proposal.peak.total))
+    # Only some stages were estimated above.
+    *fit, smallest = (estimate(dims, one.layout, one.training, vision_layout) for one in chosen)
+    return fit, smallest
 
 
-def _splits(
+def _possible_layouts(
     dims: Dimensions,
     world: int,
     gpu: Gpu,
     training: TrainingSettings,
     fixed: Mapping[str, int],
-    vision_split: ModelSplit | None,
-) -> list[ModelSplit]:
-    """Possible splits that are worth trying, fewest model-parallel ranks first: tensor parallelism within a machine,
-    powers of two, stages that divide the layers, and context parallelism of rows that are long enough.
+    vision_layout: ParallelLayout | None,
+) -> list[ParallelLayout]:
+    """Return the possible layouts that are worth trying, fewest model-parallel ranks first.
+
+    Sizes are powers of two, except PP, which divides the layers. TP stays within a node. CP needs long rows.
     """
     layers, experts = len(dims.indices["text_layers"]), dims["experts"]
-    most_cp = max(training.seq_length // _LEAST_TOKENS, 1)
-    if vision_split is not None:
-        world, most_cp = world - vision_split.world, 1
+    max_cp = max(training.seq_length // _MIN_TOKENS_PER_CP_RANK, 1)
+    if vision_layout is not None:
+        world, max_cp = world - vision_layout.world, 1
         if world < 1:
-            raise ValueError(f"there are {vision_split.world} vision ranks, expected fewer than all GPUs")
+            raise ValueError(f"there are {vision_layout.world} vision ranks, expected fewer than all GPUs")
     powers = [2**power for power in range(world.bit_length())]
-    tried = {
+    sizes = {
         "tp": [size for size in powers if size <= gpu.gpus_per_node],
-        # Where stages do not divide the layers, the embedding and the loss count as a layer each.
+        # If PP does not divide the layers, the embedding and the loss count as a layer each.
         "pp": [n for n in range(1, min(layers, world) + 1) if not world % n and 0 in (layers % n, (layers + 2) % n)],
-        "cp": [size for size in powers if size <= most_cp],
+        "cp": [size for size in powers if size <= max_cp],
         "ep": [size for size in powers if size <= (experts or 1)],
     } | {name: [size] for name, size in fixed.items()}
-    splits, reasons = list[ModelSplit](), list[str]()
-    for tp, pp, cp, ep in itertools.product(*(tried[name] for name in ("tp", "pp", "cp", "ep"))):
-        as_layers = bool(layers % pp)
+    layouts, reasons = list[ParallelLayout](), list[str]()
+    for tp, pp, cp, ep in itertools.product(*(sizes[name] for name in ("tp", "pp", "cp", "ep"))):
+        uneven = bool(layers % pp)
         try:
-            split = ModelSplit(
+            layout = ParallelLayout(
                 world, tp=tp, pp=pp, cp=cp, ep=ep, etp=1 if experts else None, sequence_parallel=tp > 1,
-                embedding_as_layer=as_layers, loss_as_layer=as_layers,
+                embedding_as_layer=uneven, loss_as_layer=uneven,
             )  # fmt: skip
-            check_trainable(dims, split, training, vision_split)
+            check_trainable(dims, layout, training, vision_layout)
         except ValueError as error:
             reasons.append(str(error))
         else:
-            splits.append(split)
-    if not splits:
-        raise ValueError(f"no split over {world} GPUs is possible: {reasons[0]}")
-    return sorted(splits, key=lambda split: _model_parallel(split, gpu))
+            layouts.append(layout)
+    if not layouts:
+        raise ValueError(f"no parallel layout of {world} GPUs is possible: {reasons[0]}")
+    return sorted(layouts, key=lambda layout: _order(layout, gpu))
 
 
-def _model_parallel(split: ModelSplit, gpu: Gpu) -> tuple[int, int]:
-    """Expert-parallel ranks, those within a machine all alike, and model-parallel ranks."""
-    return max(split.ep, gpu.gpus_per_node), split.tp * split.pp * split.cp
+def _order(layout: ParallelLayout, gpu: Gpu) -> tuple[int, int]:
+    """Return the sort key of a layout: its EP size if larger than a node, then its number of model-parallel ranks."""
+    return max(layout.ep, gpu.gpus_per_node), layout.tp * layout.pp * layout.cp
 
 
 def _estimates(
-    dims: Dimensions, split: ModelSplit, training: TrainingSettings, vision_split: ModelSplit | None
+    dims: Dimensions, layout: ParallelLayout, training: TrainingSettings, vision_layout: ParallelLayout | None
 ) -> Iterator[MemoryEstimate]:
-    """Of some stages, with each combination of recomputation that is tried, the least first."""
+    """Yield the estimates of a layout with no, selective and full recomputation, in this order."""
     modules = {"mlp"}
     if dims.indices["moe_layers"]:
         modules = {"moe_act", "layernorm"} if training.transformer_engine else {"moe"}
     text = [Recompute(), Recompute("selective", frozenset(modules)), FULL]
-    vision = [Recompute()] if Part.VISION_MODEL in training.frozen_weights else [Recompute(), FULL]
+    vision = [Recompute()] if Component.VISION_MODEL in training.frozen_weights else [Recompute(), FULL]
     for recompute, vision_recompute in itertools.product(text, vision):
-        apart = split.pp > 1 or split.ep == 1 or recompute == FULL or "moe" in recompute.modules
-        overlaps = training.overlaps_experts and not apart  # which megatron-core refuses there
-        settings = replace(training, recompute=recompute, vision_recompute=vision_recompute, overlaps_experts=overlaps)
-        # The peak is among these: middle stages hold fewer microbatches of equally many layers.
-        yield estimate(dims, split, settings, vision_split, stages={0, 1, split.pp - 1})
+        # megatron-core supports overlapping the expert all-to-all in none of these cases.
+        no_overlap = layout.pp > 1 or layout.ep == 1 or recompute == FULL or "moe" in recompute.modules
+        settings = replace(
+            training,
+            recompute=recompute,
+            vision_recompute=vision_recompute,
+            overlaps_experts=training.overlaps_experts and not no_overlap,
+        )
+        # One of these stages has the peak: middle stages hold fewer microbatches than stage 1, of equally many layers.
+        yield estimate(dims, layout, settings, vision_layout, stages={0, 1, layout.pp - 1})

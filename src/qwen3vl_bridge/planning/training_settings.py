@@ -1,4 +1,4 @@
-"""How a model is trained, as far as memory is concerned: rows, precision, sharding, recomputation, adapters."""
+"""Settings of a training run that change its memory: rows, precision, sharding, recomputation, adapters."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
-from qwen3vl_bridge.weights.rows import Part
+from qwen3vl_bridge.weights.rows import Component
 
-TEXT_MODULES = frozenset({"core_attn", "mlp", "moe", "moe_act", "layernorm"})
-VISION_MODULES = frozenset({"core_attn", "layernorm"})  # as `models/refusals.py` has them
+# Values of recompute_modules that `config/model_validation.py` allows.
+TEXT_RECOMPUTE_MODULES = frozenset({"core_attn", "mlp", "moe", "moe_act", "layernorm"})
+VISION_RECOMPUTE_MODULES = frozenset({"core_attn", "layernorm"})
 LINEAR_LAYERS = ("linear_qkv", "linear_proj", "in_proj", "out_proj", "linear_fc1", "linear_fc2")
 
 
 class Sharding(Enum):
-    """What is sharded over data-parallel ranks (the ZeRO stage): each value includes those before it."""
+    """Model states that are sharded over data-parallel ranks (the ZeRO stage); each value includes the earlier ones."""
 
     NONE = "no_shard"
     OPTIMIZER = "optim"  # the distributed optimizer
@@ -23,23 +24,23 @@ class Sharding(Enum):
 
     @property
     def is_fsdp(self) -> bool:
-        """Whether Megatron-FSDP implements it."""
+        """Whether this sharding needs Megatron-FSDP."""
         return self in (Sharding.GRADIENTS, Sharding.ALL)
 
-    def shards(self, what: Sharding) -> bool:
-        """Whether it shards what the other one shards first: the optimizer, gradients or parameters."""
-        kinds = list(Sharding)
-        return kinds.index(self) >= kinds.index(what)
+    def includes(self, stage: Sharding) -> bool:
+        """Return True if this sharding shards at least the model states that `stage` shards."""
+        stages = list(Sharding)
+        return stages.index(self) >= stages.index(stage)
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes of one number of each kind."""
+    """Bytes per element of each kind of tensor."""
 
-    weight: int  # parameters in the model, and activations
+    weight: int  # parameters of the model, and activations
     gradient: int  # as stored and reduced
     main: int  # the optimizer's main copy of a parameter; 0 if it has none
-    moments: int = 8  # Adam's two moments together
+    moments: int = 8  # both moments of Adam
 
 
 BF16 = Precision(weight=2, gradient=4, main=4)  # Megatron-Bridge's "bf16_mixed", which sets grad_reduce_in_fp32
@@ -48,41 +49,43 @@ PRECISIONS = {"bf16": BF16, "fp32": FP32}
 
 
 @dataclass(frozen=True)
-class EightBits:
-    """Products of the text model's layers in 8 bits, by Transformer Engine. Its other tensors keep their precision.
+class Fp8Settings:
+    """FP8 GEMMs (matrix products) of the language model's layers, by Transformer Engine.
 
-    A weight has a copy in 8 bits for each of its two products: as its only form (`weights`), or beside the one in
-    `Precision`. Blocks of 32 numbers (mxfp8) share a scale of one byte.
+    Other tensors keep their precision. The forward and the backward GEMM each have their own FP8 copy of a weight.
     """
 
-    multiple: int = 16  # of tokens on a rank
-    weights: bool = True  # they are stored and gathered in 8 bits
-    first: int = 0  # layers in 16 bits, at the beginning
-    last: int = 0  # and at the end
-    exempt: tuple[str, ...] = ()  # linear layers in 16 bits
-    scale: float = 0.0  # bytes of scales for each number
+    multiple: int = 16  # the number of tokens on a rank must be a multiple
+    fp8_param: bool = True  # weights exist only in FP8; otherwise in `Precision.weight` too
+    first_bf16_layers: int = 0  # `num_layers_at_start_in_bf16`
+    last_bf16_layers: int = 0  # `num_layers_at_end_in_bf16`
+    bf16_linears: tuple[str, ...] = ()  # linear layers that stay in bf16
+    scale: float = 0.0  # bytes of scales per element; mxfp8 has one byte per block of 32
 
-    def weight(self, in_16_bits: int) -> float:
-        """Bytes of a number of a weight."""
-        return 2 * (1 + self.scale) + in_16_bits * (not self.weights)
+    def weight_bytes(self, bf16_bytes: int) -> float:
+        """Return the bytes per weight element: two FP8 copies with scales, and a bf16 weight unless `fp8_param`."""
+        return 2 * (1 + self.scale) + bf16_bytes * (not self.fp8_param)
 
     @property
-    def input(self) -> float:
-        """Bytes of a number of a product's input, which is saved in one form."""
+    def input_bytes(self) -> float:
+        """Bytes per element, with scales, of the FP8 input that a linear layer saves for its backward pass."""
         return 1 + self.scale
 
-    def layers(self, chunk: range, num_layers: int) -> range:
-        """Those of a chunk that compute in 8 bits."""
-        return range(max(chunk.start, self.first), min(chunk.stop, num_layers - self.last))
+    def select_layers(self, layers: range, num_layers: int) -> range:
+        """Return the layers among `layers` that compute in FP8, in a model of `num_layers` text layers."""
+        return range(max(layers.start, self.first_bf16_layers), min(layers.stop, num_layers - self.last_bf16_layers))
 
 
-# By the names of Megatron-Bridge's recipes, as its mixed precisions have them.
-EIGHT_BITS = {"fp8_cs": EightBits(first=1, last=1), "fp8_mx": EightBits(multiple=32, scale=1 / 32)}
+# FP8 settings by the suffix of Megatron-Bridge's recipe names. They equal its mixed-precision settings of that name.
+FP8_PRECISIONS = {
+    "fp8_cs": Fp8Settings(first_bf16_layers=1, last_bf16_layers=1),
+    "fp8_mx": Fp8Settings(multiple=32, scale=1 / 32),
+}
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """Activation recomputation of one tower, with megatron-core's settings of the same names."""
+    """Activation recomputation of the language model or the vision tower, with megatron-core's settings."""
 
     granularity: str | None = None  # "selective" or "full"
     modules: frozenset[str] = frozenset()  # with "selective"
@@ -90,7 +93,10 @@ class Recompute:
     num_layers: int | None = None  # with "full"
 
     def check(self, prefix: str, allowed: Collection[str]) -> None:
-        """Refuse (ValueError) unknown modules, and fields that contradict each other."""
+        """Raise ValueError if `modules` has a module not in `allowed`, or if the settings contradict each other.
+
+        `prefix` is the prefix of the settings' names in error messages: "" or "vision_".
+        """
         if unknown := self.modules - set(allowed):
             raise ValueError(f"{prefix}recompute_modules has {sorted(unknown)}, expected some of {sorted(allowed)}")
         if (self.granularity == "selective") != bool(self.modules):
@@ -103,8 +109,8 @@ class Recompute:
         if not (complete if self.granularity == "full" else absent):
             raise ValueError(
                 f"{prefix}recompute_method is {self.method!r} and {prefix}recompute_num_layers {self.num_layers} with "
-                f"{prefix}recompute_granularity {self.granularity!r}, expected 'uniform' or 'block' and 1 or more "
-                "with 'full', and None without"
+                f"{prefix}recompute_granularity {self.granularity!r}, expected: with granularity 'full' "
+                "the method 'uniform' or 'block' and 1 or more layers, otherwise both None"
             )
 
 
@@ -113,69 +119,73 @@ FULL = Recompute("full", method="uniform", num_layers=1)
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """Adapters of the language model's layers without experts; all else is frozen."""
+    """LoRA or DoRA adapters on the language model's linear layers except experts. All other weights are frozen."""
 
     rank: int  # `dim`
     targets: tuple[str, ...] = LINEAR_LAYERS
-    regathers: bool = True  # `sequence_parallel_input_regather`
-    dora: bool = False  # with a magnitude for each output
+    regather_inputs: bool = True  # `sequence_parallel_input_regather`
+    dora: bool = False  # each output also has a trained magnitude
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """Data, precision, sharding and recomputation of a run; a ValueError if they contradict each other."""
+    """Data, precision, sharding and recomputation of a run.
+
+    Raises:
+        ValueError: Settings contradict each other.
+    """
 
     seq_length: int = 4096  # tokens of a row
     micro_batch_size: int = 1  # rows of a microbatch
     global_batch_size: int | None = None  # rows of a step; None for as many as keep the pipeline stages busy
-    max_patches: int | None = None  # of a row; None for those of a row that contains only image tokens
+    max_patches: int | None = None  # of a row; None for a row of image tokens only
     precision: Precision = BF16
-    eight_bits: EightBits | None = None
+    fp8: Fp8Settings | None = None
     sharding: Sharding = Sharding.OPTIMIZER
     recompute: Recompute = field(default_factory=Recompute)  # of the language model
     vision_recompute: Recompute = field(default_factory=Recompute)
-    frozen: frozenset[Part] = frozenset()
+    frozen: frozenset[Component] = frozenset()
     lora: LoraSettings | None = None
     transformer_engine: bool = True  # False for megatron-core's local layers with our attention
-    on_gpu: bool = False  # what layers without Transformer Engine run on; tests measure them on a CPU
-    delta_rule_kernels: bool = False  # flash-linear-attention's, which are assumed with Transformer Engine
-    fused_activation: bool = True  # `bias_activation_fusion`; without it the language model's MLPs store more
-    # The fused cross entropy, as the provider's `cross_entropy_fusion_impl`: Transformer Engine's ("te") overwrites the
-    # logits with their gradient; None without. Of float32 logits there is no "native" one.
+    on_gpu: bool = False  # device of layers without Transformer Engine; tests measure them on a CPU
+    delta_rule_kernels: bool = False  # flash-linear-attention is installed; implied by Transformer Engine
+    fused_activation: bool = True  # `bias_activation_fusion`
+    # `cross_entropy_fusion_impl`, or None without fusion. "te" overwrites the logits with their gradient. "native"
+    # applies to logits in 16 bits only.
     loss_fusion: str | None = "native"
-    loss_chunk_tokens: int = 2048  # as the provider's: tokens whose logits are in memory at a time; 0 for a microbatch
+    loss_chunk_tokens: int = 2048  # tokens whose logits are in memory at a time; 0 for a whole microbatch
     packed: bool = True  # rows are packed, not padded
-    expert_load: float = 1.0  # tokens of the rank with the most expert load, divided by the mean of all ranks
+    expert_load: float = 1.0  # tokens of the busiest expert-parallel rank, divided by the mean
     balancing_loss: bool = True  # of routers
     overlaps_experts: bool = False  # `overlap_moe_expert_parallel_comm`
-    trains_mtp: bool = False  # multi-token prediction; otherwise its weights are only kept
-    made_on_host: bool = False  # `init_model_with_meta_device`, for Megatron-FSDP
-    saved_by_parameters: bool = True  # `dist_ckpt_optim_fully_reshardable`, of a distributed optimizer's state
+    trains_mtp: bool = False  # multi-token prediction (MTP); if it is not trained, its weights are only stored
+    init_on_cpu: bool = False  # `init_model_with_meta_device`, for Megatron-FSDP
+    fully_reshardable: bool = True  # `dist_ckpt_optim_fully_reshardable`
 
     def __post_init__(self) -> None:
-        self.recompute.check("", TEXT_MODULES)
-        self.vision_recompute.check("vision_", VISION_MODULES)
+        self.recompute.check("", TEXT_RECOMPUTE_MODULES)
+        self.vision_recompute.check("vision_", VISION_RECOMPUTE_MODULES)
         if (self.max_patches or 0) < 0:
             raise ValueError(f"max_patches is {self.max_patches}, expected 0 or more")
         if self.expert_load < 1:
-            raise ValueError(f"expert_load is {self.expert_load}, expected 1 (all ranks alike) or more")
-        if self.eight_bits and (self.sharding.is_fsdp or not self.transformer_engine):
+            raise ValueError(f"expert_load is {self.expert_load}, expected 1 (all ranks get equal loads) or more")
+        if self.fp8 and (self.sharding.is_fsdp or not self.transformer_engine):
             raise ValueError(
-                "products in 8 bits are counted with Transformer Engine and without Megatron-FSDP, expected "
-                "transformer_impl 'transformer_engine' and another sharding"
+                "FP8 is estimated only with Transformer Engine and without Megatron-FSDP, expected transformer_impl "
+                "'transformer_engine' and another sharding"
             )
         if self.loss_fusion == "te" and not self.transformer_engine:
-            raise ValueError("loss_fusion is 'te', expected another without Transformer Engine, which provides it")
+            raise ValueError("loss_fusion is 'te' without Transformer Engine, which implements it; expected another")
         if self.trains_mtp and self.recompute.granularity == "full" and self.recompute != FULL:
             raise ValueError(
                 f"recompute_method is {self.recompute.method!r} and recompute_num_layers {self.recompute.num_layers}, "
-                "expected 'uniform' and 1: megatron-core recomputes multi-token prediction only like this"
+                "expected 'uniform' and 1: megatron-core supports no other with multi-token prediction"
             )
         needs_te = {"layernorm", "moe_act"} & (self.recompute.modules | self.vision_recompute.modules)
         if needs_te and not self.transformer_engine:
             raise ValueError(f"recompute_modules has {sorted(needs_te)}, which need Transformer Engine; remove them")
 
     @property
-    def frozen_weights(self) -> frozenset[Part]:
-        """Parts whose own weights are not trained."""
-        return frozenset(Part) if self.lora else self.frozen
+    def frozen_weights(self) -> frozenset[Component]:
+        """Components with frozen weights: all of them under LoRA, because only the adapters are trained."""
+        return frozenset(Component) if self.lora else self.frozen

@@ -1,1 +1,1 @@
-"""A run in Megatron-Bridge's loop: the forward step, configuration, callbacks and checkpoints."""
+"""Train in Megatron-Bridge's loop: configuration, forward step, callbacks and checkpoints."""

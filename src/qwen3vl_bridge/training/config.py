@@ -1,5 +1,6 @@
-"""A run's configuration: Megatron-Bridge's container with more sections (the guard, accuracy, learning rates of the
-model's parts), which `training/run_refusals.py` checks.
+"""The configuration of a run: Megatron-Bridge's container with sections for the guard, accuracy and learning rates.
+
+`training/run_validation.py` checks it.
 """
 
 from __future__ import annotations
@@ -8,16 +9,16 @@ import logging
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import ceil
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+from qwen3vl_bridge.config.checks import run_checks
+from qwen3vl_bridge.config.model_validation import check_world
 from qwen3vl_bridge.data.dataset_provider import ConversationRows, Qwen3VLConversationProvider
-from qwen3vl_bridge.data.row_loading import end_workers_at_exit
-from qwen3vl_bridge.models.refusals import check_world
-from qwen3vl_bridge.models.rules import check
-from qwen3vl_bridge.training import run_refusals
+from qwen3vl_bridge.data.loading import kill_workers_at_exit
+from qwen3vl_bridge.training import run_validation
 from qwen3vl_bridge.training.checkpoint_manager import MANAGER, check_script
-from qwen3vl_bridge.training.weight_loading import read_initial_weights
-from qwen3vl_bridge.weights.rows import Part, part_of
+from qwen3vl_bridge.training.weight_loading import register_initial_weights
+from qwen3vl_bridge.weights.rows import Component, component_of
 
 from megatron.bridge.data.builders.energon import EnergonDatasetConfig
 from megatron.bridge.training.config import (
@@ -37,13 +38,13 @@ Action = Literal["stop", "skip"]
 
 @dataclass(kw_only=True)
 class GuardConfig:
-    """What to do about steps that would ruin the weights. The responsible samples are always named.
+    """What to do about steps that would ruin the weights. The samples of such a step are always named.
 
     Attributes:
-        on_nan: a loss or gradient that is not finite: "stop" the run before the step, or "skip" the step.
-        on_spike: a loss far above the recent ones: "stop", "skip", or None to ignore it.
-        spike_factor: a spike is a loss above this many times their median.
-        spike_window: number of recent steps; spikes are detected once half as many losses are known.
+        on_nan: if a loss or gradient is not finite, "stop" the run before the step, or "skip" the step.
+        on_spike: if a loss is far above recent losses, "stop", "skip", or None to ignore it.
+        spike_factor: a loss above this many times the median of recent losses is a spike.
+        spike_window: number of recent steps. Spikes are detected once half as many losses are known.
     """
 
     on_nan: Action = "stop"
@@ -54,17 +55,17 @@ class GuardConfig:
 
 @dataclass(kw_only=True)
 class AccuracyConfig:
-    """Accuracy on held-out conversations at each evaluation: greedy answers are compared with each conversation's last
-    answer.
+    """Accuracy on held-out conversations at each evaluation.
 
-    Reasoning, everything before the last "</think>", is ignored in the conversation and in the model's answer.
+    The model's greedy answer is compared with the last answer of each conversation. Reasoning, everything before the
+    last "</think>", is ignored in both.
 
     Attributes:
-        path: conversations, as in `dataset.valid_path`; None for no accuracy.
-        samples: number of conversations, from the beginning.
-        max_new_tokens: maximum length of an answer, with the reasoning that a chat template asks for.
-        metric: "exact" counts answers that are equal apart from surrounding white space; "contains" those that contain
-            the expected one.
+        path: conversations, in the same format as `dataset.valid_path`; None to measure no accuracy.
+        samples: number of conversations, from the beginning of the file.
+        max_new_tokens: maximum length of an answer, including the reasoning that a chat template asks for.
+        metric: "exact" counts answers that are equal apart from surrounding white space; "contains" counts answers that
+            contain the expected answer.
     """
 
     path: str | None = None
@@ -75,55 +76,65 @@ class AccuracyConfig:
 
 @dataclass(kw_only=True)
 class Qwen3VLLearningRates(OptimizerConfigOverrideProvider):
-    """`cfg.optimizer_config_override_provider`: a learning rate for each part of the model.
+    """Learning rates of the model's components, set as `cfg.optimizer_config_override_provider`.
 
-    The rates follow the run's schedule: `scheduler` warms up to them, and decays them in the ratio of
+    The rates follow the schedule of the run: `scheduler` warms up to them, and decays them by the ratio of
     `optimizer.min_lr` to `optimizer.lr`. Weight decay does not change.
 
     Attributes:
-        language_model_lr, vision_model_lr, vision_projection_lr: the highest learning rate; None for `optimizer.lr`.
+        language_model_lr, vision_model_lr, vision_projection_lr: learning rate after warm-up; None for `optimizer.lr`.
     """
 
     language_model_lr: float | None = None
     vision_model_lr: float | None = None
     vision_projection_lr: float | None = None
 
-    def rates(self) -> dict[Part, float]:
-        """The parts with their own learning rate."""
-        rates = {part: getattr(self, f"{part.value}_lr") for part in Part}
-        return {part: rate for part, rate in rates.items() if rate is not None}
+    def rates(self) -> dict[Component, float]:
+        """Return the learning rate of each component that has its own."""
+        rates = {component: getattr(self, f"{component.value}_lr") for component in Component}
+        return {component: rate for component, rate in rates.items() if rate is not None}
 
     def build_config_overrides(
         self, context: OptimizerConfigOverrideProviderContext
     ) -> dict[ParamKey, ParamGroupOverride] | None:
-        """Megatron-Bridge's overrides, and the parts' learning rates."""
+        """Return Megatron-Bridge's overrides of parameter groups, and one for each component with its own rate."""
         overrides = dict(super().build_config_overrides(context) or {})
         config = context.optimizer_config
-        for part, rate in self.rates().items():
-            if rate != config.lr:  # parameters at optimizer.lr stay in the groups whose rate is logged
-                of_part = ParamWithNamePredicate(part.value, lambda _, name, part=part: part_of(name) is part)
-                key = ParamKey(with_name_predicate=of_part)
-                lowest = rate * (config.min_lr or 0.0) / config.lr
-                overrides[key] = ParamGroupOverride(max_lr=rate, min_lr=lowest)
+        for component, rate in self.rates().items():
+            if rate == config.lr:  # Megatron-Bridge logs the rate of the default groups
+                continue
+            predicate = ParamWithNamePredicate(
+                component.value, lambda _, name, component=component: component_of(name) is component
+            )
+            min_lr = rate * (config.min_lr or 0.0) / config.lr
+            overrides[ParamKey(with_name_predicate=predicate)] = ParamGroupOverride(max_lr=rate, min_lr=min_lr)
         return overrides or None
+
+
+def rows_per_evaluation(cfg: ConfigContainer) -> int:
+    """Return the number of rows in one evaluation of a data split. `cfg.validate()` need not have run."""
+    checks = cfg.validation
+    return checks.eval_iters * (checks.eval_global_batch_size or cfg.train.global_batch_size or 0)
 
 
 @dataclass(kw_only=True)
 class Qwen3VLConfigContainer(ConfigContainer):
-    """Megatron-Bridge's `ConfigContainer` with two more sections, implemented by the callbacks of `training_callbacks`.
+    """Megatron-Bridge's `ConfigContainer` with the sections `guard` and `accuracy`.
 
-    Megatron-Bridge's own check for non-finite losses is off: the guard does this and names samples. Initial weights
-    (`checkpoint.pretrained_checkpoint`) of any format are read by our loader.
+    The callbacks of `training_callbacks` implement them. Megatron-Bridge's own check for losses that are not finite is
+    off, because the guard checks them and names samples. Initial weights (`checkpoint.pretrained_checkpoint`) may have
+    any format that this package reads.
 
     Attributes:
-        optimizer_config_override_provider: learning rates of the model's parts; Megatron-Bridge's field.
+        optimizer_config_override_provider: learning rates of the model's components; Megatron-Bridge's field.
         rerun_state_machine: Megatron-Bridge's field.
         guard: what to do about steps that would ruin the weights; None for no checks.
         accuracy: accuracy on held-out conversations.
     """
 
-    # Not a setting: whether `training_callbacks` made some for this configuration.
-    _has_callbacks: ClassVar[bool] = False
+    # Attributes, not settings.
+    has_callbacks: ClassVar[bool] = False  # `training_callbacks` has made callbacks for this configuration
+    has_recipes_warmup: ClassVar[bool] = False  # the warm-up is the recipe's and may be shortened with the run
 
     optimizer_config_override_provider: OptimizerConfigOverrideProvider = field(default_factory=Qwen3VLLearningRates)
     rerun_state_machine: RerunStateMachineConfig = field(
@@ -132,46 +143,64 @@ class Qwen3VLConfigContainer(ConfigContainer):
     guard: GuardConfig | None = field(default_factory=GuardConfig)
     accuracy: AccuracyConfig = field(default_factory=AccuracyConfig)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Qwen3VLConfigContainer:
+        """Return a deep copy of the fields and of `has_recipes_warmup`. `has_callbacks` of the copy is False."""
+        copied = super().__deepcopy__(memo)
+        vars(copied)["has_recipes_warmup"] = self.has_recipes_warmup
+        return copied
+
     def get_data_parallel_size(self, world_size: int) -> int:
-        """Like Megatron-Bridge's, which is called before sizes are checked, and divides by them.
+        """Return the number of data-parallel ranks. Megatron-Bridge calls this before it checks parallel sizes.
 
         Raises:
-            ValueError: a number of processes that is no multiple of the product of the parallel sizes, or, with
-                separate vision ranks, is not the sum of both modules' ranks.
+            ValueError: the number of processes does not match the parallel sizes.
         """
         check_world(self.model, world_size)
         return super().get_data_parallel_size(world_size)
 
     def set_data_parallel_size(self) -> None:
-        """Like Megatron-Bridge's, which is called just before `comm_overlap` is applied.
+        """Set `data_parallel_size`. Megatron-Bridge calls this just before it applies `comm_overlap`.
 
         Raises:
-            ValueError: as `get_data_parallel_size`; or `comm_overlap` would turn off what the model's settings turn on.
+            ValueError: the number of processes does not match the parallel sizes, or `comm_overlap` would turn off a
+                setting of the model.
         """
-        check(run_refusals.BEFORE_OVERLAP, self)
+        run_checks(run_validation.BEFORE_OVERLAP, self)
         super().set_data_parallel_size()
 
     def validate(self) -> None:
-        """Like Megatron-Bridge's, with our checks; raises ValueError for settings that contradict each other."""
+        """Check and complete the configuration.
+
+        Raises:
+            ValueError: settings contradict each other or would be ignored.
+        """
         check_script()
-        check(run_refusals.BEFORE_VALIDATE, self)
+        run_checks(run_validation.BEFORE_VALIDATE, self)
         self._count_steps()
-        run_refusals.check_warmup(self)
+        run_validation.check_warmup(self)
         super().validate()
         if self.checkpoint.custom_manager_class is None:
             self.checkpoint.custom_manager_class = MANAGER
-        check(run_refusals.AFTER_VALIDATE, self)
-        read_initial_weights(self, MANAGER)
+        run_checks(run_validation.AFTER_VALIDATE, self)
+        register_initial_weights(self, MANAGER)
         self._complete_dataset()
 
-    def _count_steps(self) -> None:
-        """Replace `train.num_epochs` by as many `train.train_iters`, for our data sets, whose rows never end.
+    def log_non_default_values(self) -> None:
+        """Print the settings that differ from their defaults, unless Megatron's log messages are hidden.
 
-        An epoch ends in the middle of a step, and the last step continues in the next epoch.
+        Each checkpoint has all settings in `run_config.yaml`.
+        """
+        if logging.getLogger("megatron").isEnabledFor(logging.WARNING):
+            super().log_non_default_values()
+
+    def _count_steps(self) -> None:
+        """Replace `train.num_epochs` by the same number of steps in `train.train_iters`, for this package's data sets.
+
+        An epoch may end in the middle of a step; the last step then continues in the next epoch.
         """
         train, rows = self.train, self.dataset
         if (epochs := train.num_epochs) is None or not isinstance(rows, ConversationRows):
-            return  # Megatron-Bridge knows the lengths of its own
+            return  # Megatron-Bridge counts the rows of its own data sets
         given = {name: getattr(train, name) for name in ("train_iters", "train_samples", "rampup_batch_size")}
         if epochs <= 0 or any(value is not None for value in given.values()):
             found = " and ".join(f"train.{name} {value}" for name, value in given.items() if value is not None)
@@ -190,23 +219,28 @@ class Qwen3VLConfigContainer(ConfigContainer):
             logger.info("train.num_epochs %s of %d rows: train.train_iters is %d", epochs, count, train.train_iters)
 
     def _complete_dataset(self) -> None:
-        """Set the data set's fields that follow from other sections: rows per evaluation and per microbatch, and the
-        signal that asks a run to save and exit, which workers ignore. Warn if workers would end a run before that.
+        """Set the fields of the dataset that follow from other sections of the configuration.
+
+        Warn if the signal that asks a run to save and exit would kill data-loading workers: the run would then fail
+        before it can save.
         """
         dataset, train = self.dataset, self.train
-        number = int(train.exit_signal) if train.exit_signal_handler_for_dataloader else None
+        exit_signal = int(train.exit_signal) if train.exit_signal_handler_for_dataloader else None
         if isinstance(dataset, ConversationRows):
-            rows = self.validation.eval_iters * (self.validation.eval_global_batch_size or 0)
-            dataset.rows_of_evaluation = rows or None
-            dataset.ignored_signal = number
+            dataset.rows_of_evaluation = rows_per_evaluation(self) or None
+            dataset.ignored_signal = exit_signal
+            dataset.params_dtype = self.model.params_dtype
         if isinstance(dataset, Qwen3VLConversationProvider):
             dataset.rows_of_microbatch = train.micro_batch_size
-        if number is not None:
-            end_workers_at_exit()  # also those of Megatron-Bridge's own loaders
+        if exit_signal is not None:
+            kill_workers_at_exit()  # also workers of Megatron-Bridge's own loaders
         if not train.exit_signal_handler or not getattr(dataset, "num_workers", 0):
             return
-        advice = "set train.exit_signal_handler_for_dataloader=true" if number is None else "use Qwen3VLEnergonProvider"
-        if number is None or isinstance(dataset, EnergonDatasetConfig):  # whose loaders do not handle it in any case
+        advice = (
+            "set train.exit_signal_handler_for_dataloader=true" if exit_signal is None else "use Qwen3VLEnergonProvider"
+        )
+        # Megatron-Bridge's energon loaders never handle the signal.
+        if exit_signal is None or isinstance(dataset, EnergonDatasetConfig):
             logger.warning(
                 "train.exit_signal_handler is on, but not for the %d processes that read ahead: launchers send them "
                 "the signal too, it ends them, and the run fails before it can save; %s, or dataset.num_workers=0",

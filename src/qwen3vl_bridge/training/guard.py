@@ -1,9 +1,10 @@
-"""What happens between a step's gradients and the optimizer: losses and norms of all ranks, and the guard's decision.
+"""Check losses and gradient norms of all ranks before the optimizer steps, and skip the step or stop the run.
 
-The loop has no callback there. megatron-core's optimizers prepare gradients, compute their norm, and then step, in a
-method that can also report that nothing was stepped; `StepGuard` wraps the first and the last of these methods. Sums
-over ranks are started in the first and read in the last, when megatron-core has waited for its norm (with Transformer
-Engine it has not, and the guard waits once per step). Without a guard they are read after the step.
+Megatron-Bridge's loop has no callback between backward pass and optimizer step. megatron-core's optimizers prepare
+gradients, compute their norm, and step in a method that can report a skipped step. `StepGuard` wraps the first and the
+last of these methods. It starts a sum over ranks in the first and reads it in the last. megatron-core has synchronized
+then to read its norm; with Transformer Engine it has not, and the guard synchronizes once per step. Without a guard the
+sums are read after the step.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from qwen3vl_bridge.batch import SequenceLayout, TokenBatch, token_index
-from qwen3vl_bridge.batch.device_transfer import HostCopy
-from qwen3vl_bridge.dist_train.joint_run import is_split_unjoined
-from qwen3vl_bridge.models.rules import check
-from qwen3vl_bridge.parallel.collectives import broadcast_object, gather_objects, sum_over_ranks
-from qwen3vl_bridge.training import run_refusals
-from qwen3vl_bridge.training.run_log import MEASURED, PART_NORMS, STEP_LOSS, read_metrics
-from qwen3vl_bridge.weights.rows import Part, part_of
+from qwen3vl_bridge.config.checks import run_checks
+from qwen3vl_bridge.core.batch import TokenBatch
+from qwen3vl_bridge.core.collectives import broadcast_object, gather_objects, sum_over_ranks
+from qwen3vl_bridge.core.device_transfer import HostCopy
+from qwen3vl_bridge.core.layout import SequenceLayout, token_index
+from qwen3vl_bridge.dist_train.joint_run import lacks_joint_gradients
+from qwen3vl_bridge.training import run_validation
+from qwen3vl_bridge.training.run_log import COMPONENT_NORMS, MEASURED, STEP_LOSS, read_metrics
+from qwen3vl_bridge.upstream.gradient_norm import gradients_for_norm
+from qwen3vl_bridge.weights.rows import Component, component_of
 
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
@@ -41,29 +44,35 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _RECORDED = "qwen3vl_losses"
-_NAMED = 10  # samples in a message
+_MAX_NAMES = 10  # samples in a message
 
 
 class StepGuard(Callback):
-    """Implements `cfg.guard`, and computes the gradient norms of the model's parts.
+    """Implement `cfg.guard`, and compute the gradient norm of each component of the model.
 
-    Norms are before clipping, in `context.user_state["part_norms"]` and in the log as `grad_norm_language_model` and
-    so on. A step costs one small all-reduce over all ranks.
+    Norms are computed before clipping. They are logged as `grad_norm_language_model` and so on. A step needs one small
+    all-reduce over all ranks.
     """
 
     def on_train_start(self, context: CallbackContext) -> None:
-        """Wrap the optimizer's methods; raises ValueError for settings that contradict each other."""
+        """Validate settings and wrap the optimizer's methods.
+
+        Raises:
+            ValueError: Settings contradict each other, or nothing would be trained.
+        """
         cfg, optimizer = context.state.cfg, context.optimizer
-        check((*run_refusals.ON_TRAIN_START, *run_refusals.ON_THIS_MACHINE), cfg)
-        _expect_trained(context)
+        run_checks((*run_validation.ON_TRAIN_START, *run_validation.ON_THIS_MACHINE), cfg)
+        _check_anything_trained(context)
         if hasattr(context.state, _RECORDED):
-            raise ValueError("the callbacks of training_callbacks(cfg) were given twice, expected once")
+            raise ValueError("the callbacks of training_callbacks(cfg) were passed twice, expected once")
         self._groups = get_attr_wrapped_model(context.model[0], "pg_collection")
-        self._squares = PartSquares(context.model, optimizer, self._groups)
+        self._grad_norms = GradNormsByComponent(context.model, optimizer, self._groups)
         self._guard = None
         if (settings := getattr(cfg, "guard", None)) is not None:
             latest, step = [], context.state.train_state.step
-            if step and cfg.checkpoint.save and torch.distributed.get_rank() == 0:  # a resumed run: from its log
+            if (
+                step and cfg.checkpoint.save and torch.distributed.get_rank() == 0
+            ):  # resumed: read the losses from the log
                 latest = latest_losses(read_metrics(Path(cfg.checkpoint.save)), step, settings.spike_window)
             self._guard = Guard(settings, broadcast_object(latest))
         self._state = context.state
@@ -71,48 +80,52 @@ class StepGuard(Callback):
         setattr(context.state, _RECORDED, self._microbatches)
         self._norms: dict[str, float] = {}
         self._loss = (0.0, 0.0)
-        self._figures: HostCopy | None = None
+        self._sums_of_step: HostCopy | None = None
         self._device = next(context.model[0].parameters()).device
         self._prepare, optimizer.prepare_grads = optimizer.prepare_grads, self._prepare_and_sum
         self._step_ready, optimizer.step_with_ready_grads = optimizer.step_with_ready_grads, self._step_ready_if_good
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """Store the norms for other callbacks."""
+        """Store the step's gradient norms and loss in `context.user_state`, for other callbacks."""
         self._microbatches.clear()
         self._read()
-        context.user_state[PART_NORMS], context.user_state[STEP_LOSS] = dict(self._norms), self._loss
+        context.user_state[COMPONENT_NORMS], context.user_state[STEP_LOSS] = dict(self._norms), self._loss
         measured = context.user_state.setdefault(MEASURED, {})
         measured |= {f"grad_norm_{part}": norm for part, norm in self._norms.items()}
 
     def on_train_end(self, context: CallbackContext) -> None:
-        """Restore the optimizer's own methods."""
+        """Remove the wrappers of the optimizer's methods."""
         del context.optimizer.prepare_grads, context.optimizer.step_with_ready_grads
         delattr(context.state, _RECORDED)
 
     def _prepare_and_sum(self) -> bool:
-        """Like the optimizer's `prepare_grads`; also starts one sum of losses and norms over all ranks."""
-        overflow = self._prepare()  # of a scaled loss; megatron-core skips the step by itself
-        squares, sums = self._squares.of_this_rank(), torch.zeros(2, dtype=torch.float64, device=self._device)
+        """Replace the optimizer's `prepare_grads`: also start one sum of losses and norms over all ranks."""
+        overflow = self._prepare()  # with loss scaling; megatron-core skips the step by itself
+        squares, sums = self._grad_norms.local_squares(), torch.zeros(2, dtype=torch.float64, device=self._device)
         if self._microbatches and not self._groups.tp.rank():  # tensor-parallel ranks have the same losses
             sums = torch.stack([microbatch.sums for microbatch in self._microbatches]).double().sum(0)
         seen = torch.full((1,), len(self._microbatches), dtype=torch.float64, device=self._device)
-        self._figures = HostCopy(sum_over_ranks(torch.cat([squares.to(self._device), sums, seen])))
+        self._sums_of_step = HostCopy(sum_over_ranks(torch.cat([squares.to(self._device), sums, seen])))
         if overflow:
-            self._judge(overflow=True)
+            self._accepts_step(overflow=True)
         return overflow
 
     def _step_ready_if_good(self) -> bool:
-        """Like the optimizer's `step_with_ready_grads`, unless the step is skipped."""
-        return self._judge(overflow=False) and self._step_ready()
+        """Replace the optimizer's `step_with_ready_grads`: skip the step if the guard does not accept it."""
+        return self._accepts_step(overflow=False) and self._step_ready()
 
-    def _judge(self, *, overflow: bool) -> bool:
-        """Whether the guard allows the step; raises SpoiltStepError if the run is to end."""
+    def _accepts_step(self, *, overflow: bool) -> bool:
+        """Return True if the guard accepts the step.
+
+        Raises:
+            BadStepError: The guard does not accept the step, and its setting is "stop".
+        """
         if self._guard is None:
             return True
         if not self._read():
-            raise ValueError("cfg.guard has seen no losses: expected the forward step of qwen3vl_bridge")
+            raise ValueError("cfg.guard is set, but no losses were recorded. Use qwen3vl_bridge.forward_step.")
         loss, tokens = self._loss
-        finding = self._guard.judge(
+        finding = self._guard.check_step(
             loss / tokens if tokens else None, 0.0 if overflow else math.hypot(*self._norms.values())
         )
         if finding is None:
@@ -120,51 +133,60 @@ class StepGuard(Callback):
         samples = []
         if self._groups.tp.rank() == 0:
             for i, microbatch in enumerate(self._microbatches):
-                samples += microbatch.samples(i, self._groups)
+                samples += microbatch.sample_losses(i, self._groups)
         message = finding.message(self._state.train_state.step + 1, itertools.chain(*gather_objects(samples)))
         if finding.action == "stop":
-            raise SpoiltStepError(message)
+            raise BadStepError(message)
         if torch.distributed.get_rank() == 0:
             logger.warning(message)
         return False
 
     def _read(self) -> float:
-        """Read the sums of losses and norms; returns the number of microbatches."""
-        if self._figures is None:
+        """Read this step's sums of losses and squared norms.
+
+        Return the number of recorded microbatches over all ranks; 0 if the sums have been read already.
+        """
+        if self._sums_of_step is None:
             return 0
-        *by_part, loss, tokens, microbatches = self._figures.tolist()
-        self._figures, self._loss = None, (loss, tokens)
-        self._norms = {part.value: math.sqrt(square) for part, square in zip(Part, by_part, strict=True)}
+        *by_part, loss, tokens, microbatches = self._sums_of_step.tolist()
+        self._sums_of_step, self._loss = None, (loss, tokens)
+        self._norms = {component.value: math.sqrt(square) for component, square in zip(Component, by_part, strict=True)}
         return microbatches
 
 
-def _expect_trained(context: CallbackContext) -> None:
-    """Refuse a model of which no rank trains a parameter, whose run would save what it was given. A collective call."""
+def _check_anything_trained(context: CallbackContext) -> None:
+    """Raise ValueError if no rank has a parameter to train. All ranks must call this together."""
     if any(gather_objects(any(p.requires_grad for chunk in context.model for p in chunk.parameters()))):
         return
     if (peft := context.state.cfg.peft) is None:
         expected = "one of model.freeze_language_model, freeze_vision_model and freeze_vision_projection False"
     else:
-        expected = f"a peft that adapts some layer, unlike {peft}"
+        expected = f"a peft that matches some layer; it is {peft}"
     raise ValueError(f"nothing would be trained: no parameter of the model requires a gradient; expected {expected}")
 
 
-class SpoiltStepError(ValueError):
-    """Raised for a step that would have ruined the weights; the weights are unchanged."""
+class BadStepError(ValueError):
+    """Raised for a step with a bad loss or gradient, before the weights change."""
 
 
 class Guard:
-    """Judges consecutive steps, with the same result on all ranks; `latest` are the losses of the previous ones."""
+    """Check the loss and the gradient norm of each step, with the same result on all ranks.
+
+    `latest` has the losses of previous steps.
+    """
 
     def __init__(self, settings: GuardConfig, latest: Sequence[float] = ()) -> None:
         self.settings = settings
         self.latest = deque(latest, maxlen=settings.spike_window)
 
-    def judge(self, loss: float | None, gradient_norm: float) -> Finding | None:
-        """What is wrong with a step by its mean loss (None without tokens) and its gradient norm, or None.
+    def check_step(self, loss: float | None, gradient_norm: float) -> Finding | None:
+        """Return the problem of a step, or None if it has none.
 
-        Its loss is added to the recent ones, that of a spike too, skipped or not: if losses have risen permanently,
-        they are accepted after half a window.
+        The loss is added to the recent losses even if it is a spike: if losses have risen permanently, they are
+        accepted after half a window.
+
+        Args:
+            loss: mean loss of the step; None without tokens.
         """
         settings, known, limit = self.settings, len(self.latest), math.inf
         if 2 * known >= settings.spike_window:
@@ -172,44 +194,45 @@ class Guard:
         if loss is not None and math.isfinite(loss):
             self.latest.append(loss)
         if loss is not None and not math.isfinite(loss):
-            what = f"the loss is {loss}, expected a finite one"
-            return Finding(settings.on_nan, what, "guard.on_nan", lambda mean: not math.isfinite(mean))
+            problem = f"the loss is {loss}, expected a finite value"
+            return Finding(settings.on_nan, problem, "guard.on_nan", lambda mean: not math.isfinite(mean))
         if not math.isfinite(gradient_norm):
-            what = f"the loss is {loss}, but its gradient norm is {gradient_norm}, expected a finite one"
-            return Finding(settings.on_nan, what, "guard.on_nan")
+            problem = f"the loss is {loss}, but the gradient norm is {gradient_norm}, expected a finite value"
+            return Finding(settings.on_nan, problem, "guard.on_nan")
         if settings.on_spike is not None and loss is not None and loss > limit:
-            what = (
+            problem = (
                 f"the loss is {loss:.6g}, expected at most {limit:.6g}: {settings.spike_factor:g} times the "
-                f"median of the latest {known}"
+                f"median of the latest {known} losses"
             )
-            return Finding(settings.on_spike, what, "guard.on_spike", lambda mean: mean > limit)
+            return Finding(settings.on_spike, problem, "guard.on_spike", lambda mean: mean > limit)
         return None
 
 
 class Finding(NamedTuple):
-    """What is wrong with a step, and what the setting says to do about it."""
+    """A problem of a step, and the action that the settings choose."""
 
     action: Action
-    what: str
+    problem: str
     setting: str
-    to_blame: Callable[[float], bool] | None = None  # a sample by its mean loss; None if losses do not show it
+    # Returns True for the mean loss of a responsible sample; None if losses do not identify samples.
+    is_responsible: Callable[[float], bool] | None = None
 
     def message(self, step: int, samples: Iterable[SampleLoss]) -> str:
-        """The message of the error, or of the log, for a step with these samples of all ranks."""
+        """Return the error or log message for a step; `samples` are the samples of all ranks in this step."""
         means = _mean_losses(samples)
-        blamed, head = [], "samples responsible, with their mean loss"
-        if self.to_blame is not None:
-            blamed = [(name, mean) for name, mean in means if self.to_blame(mean)]
-        if not blamed:
-            blamed, head = means, "the losses do not identify a sample; samples of the step, highest mean loss first"
-        names = ", ".join(f"{name} ({mean:.4g})" for name, mean in blamed[:_NAMED])
-        more = f" and {len(blamed) - _NAMED} more" if len(blamed) > _NAMED else ""
+        shown, head = [], "samples responsible, with their mean loss"
+        if self.is_responsible is not None:
+            shown = [(name, mean) for name, mean in means if self.is_responsible(mean)]
+        if not shown:
+            shown, head = means, "the losses do not identify a sample; samples of the step, highest mean loss first"
+        names = ", ".join(f"{name} ({mean:.4g})" for name, mean in shown[:_MAX_NAMES])
+        more = f" and {len(shown) - _MAX_NAMES} more" if len(shown) > _MAX_NAMES else ""
         done = "the step is skipped" if self.action == "skip" else "stopped before the weights changed"
-        return f"step {step}: {self.what}; {done} ({self.setting}={self.action}); {head}: {names or 'none'}{more}"
+        return f"step {step}: {self.problem}; {done} ({self.setting}={self.action}); {head}: {names or 'none'}{more}"
 
 
 def _mean_losses(samples: Iterable[SampleLoss]) -> list[tuple[str, float]]:
-    """Each sample's name and mean loss, those that are not finite first, then in descending order."""
+    """Return (name, mean loss) of each sample: values that are not finite first, then in descending order."""
     names, sums = {}, {}
     for sample in samples:  # context-parallel ranks have tokens of the same samples
         loss, tokens = sums.get(sample.segment, (0.0, 0.0))
@@ -219,39 +242,42 @@ def _mean_losses(samples: Iterable[SampleLoss]) -> list[tuple[str, float]]:
 
 
 def latest_losses(entries: Iterable[Mapping[str, Any]], step: int, window: int) -> list[float]:
-    """The losses that a run's guard knew after a step, from the entries of the run's log."""
-    known = [
+    """Return the losses of the last `window` steps up to a step, from the entries of the run's log."""
+    losses = [
         entry["loss"]
         for entry in entries
         if entry.get("step", math.inf) <= step and entry.get("loss") is not None and entry.get("trained_tokens", 1)
     ]
-    return known[-window:]
+    return losses[-window:]
 
 
 class SampleLoss(NamedTuple):
-    """The part of a sample's loss that a rank has computed."""
+    """The share of a sample's loss that a rank has computed."""
 
     segment: tuple[int, int, int]  # data-parallel rank, microbatch, segment: the same on all context-parallel ranks
     name: str
-    loss: float  # sum over tokens
-    tokens: float  # number of those that count
+    loss: float  # sum over trained tokens
+    tokens: float  # number of tokens in the sum
 
 
 @dataclass(frozen=True)
 class Microbatch:
     """The losses of one microbatch on this rank; they stay on the device until they are read."""
 
-    losses: Tensor  # [b, s] float32, of every token
+    losses: Tensor  # [b, s] float32, per token
     mask: Tensor  # [b, s] float32, 1 where the loss counts
-    sums: Tensor  # [2] float32, sum of the losses that count, and their number
-    layout: SequenceLayout  # of the whole batch, on the host
-    sample_ids: tuple[str, ...]  # of its segments, as far as they are known
+    sums: Tensor  # [2] float32, sum of the counted losses and their number
+    layout: SequenceLayout  # of the complete batch, on the host
+    sample_ids: tuple[str, ...]  # of the segments, if known
 
-    def samples(self, number: int, groups: ProcessGroupCollection) -> list[SampleLoss]:
-        """The samples whose tokens this rank has, in the step's microbatch of that number; waits for the device."""
+    def sample_losses(self, number: int, groups: ProcessGroupCollection) -> list[SampleLoss]:
+        """Return the loss of each sample in this microbatch, the `number`-th of a step, on this rank.
+
+        Synchronizes with the device.
+        """
         layout, rank = self.layout, groups.dp.rank()
         index = token_index(layout, groups.cp.size(), groups.cp.rank()).T.flatten()
-        segment = layout.per_token(torch.arange(len(layout.lengths)))[index]
+        segment = layout.segment_ids()[index]
         counted = torch.stack((self.losses.float() * self.mask, self.mask), -1).view(-1, 2).double().cpu()
         sums = torch.zeros(len(layout.lengths), 2, dtype=torch.float64).index_add_(0, segment, counted)
         names = dict(enumerate(self.sample_ids))
@@ -266,96 +292,105 @@ class Microbatch:
         ]
 
 
-def recorded(count: Callable, state: GlobalState, batch: TokenBatch, mask: Tensor) -> Callable:
-    """The loss function `count`, from losses [b, s] to (sum, tokens, values to report), of a training microbatch.
+def record_losses(count: Callable, state: GlobalState, batch: TokenBatch, mask: Tensor) -> Callable:
+    """Wrap the loss function of a training microbatch: also record the losses for `StepGuard`, if it has started.
 
-    It records losses if `StepGuard` has been started; `mask` [b, s] is this rank's part of the batch's, on the device.
+    Args:
+        count: loss function, from losses [b, s] to (sum, number of tokens, values to report).
+        mask: [b, s] this rank's share of the loss mask, on the device.
 
     Raises:
-        ValueError: the configuration has settings that callbacks implement, and none was started.
+        ValueError: The configuration has settings that callbacks implement, and no callback has started.
     """
     microbatches: list[Microbatch] | None = getattr(state, _RECORDED, None)
     if microbatches is None:
         settings = {
-            "model.dist_train.use_dist_train": is_split_unjoined(state.cfg.model),
+            "model.dist_train.use_dist_train": lacks_joint_gradients(state.cfg.model),
             "guard": getattr(state.cfg, "guard", None) is not None,
         }
         if ignored := [name for name, is_set in settings.items() if is_set]:
             raise ValueError(
-                f"{' and '.join(ignored)} would be ignored: the callbacks have not started; expected "
+                f"{' and '.join(ignored)} would be ignored, because no callbacks have started; expected "
                 "finetune(cfg, qwen3vl_bridge.forward_step, callbacks=qwen3vl_bridge.training_callbacks(cfg))"
             )
         return count
 
     def count_and_record(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         counted = count(losses)
-        sums = counted[2].get("total loss", counted[2]["lm loss"])  # the former with a teacher
-        # On CUDA megatron-core's combined schedule frees what the loss function was given after the backward pass.
+        sums = counted[2].get("total loss", counted[2]["lm loss"])  # "total loss" with a teacher
+        # A copy: on CUDA megatron-core's combined schedule frees the losses after the backward pass.
         microbatches.append(Microbatch(losses.detach().clone(), mask, sums, batch.layout, batch.sample_ids))
         return counted
 
     return count_and_record
 
 
-class PartSquares:
-    """Squares of the gradient norms of the parts of a model, which are this rank's chunks as the optimizer has them.
+class GradNormsByComponent:
+    """Compute gradient norms by component of the model.
 
-    An optimizer steps parameters of the model, float32 copies of them, or, if it is distributed, this rank's piece of
-    either. megatron-core provides which of them are replicated on other ranks, and over which ranks squares are summed.
+    An optimizer steps parameters of the model, their float32 copies, or, if it is distributed, this rank's shards of
+    either. megatron-core says which of them are replicated, and over which ranks squared norms are summed.
+
+    Args:
+        model: this rank's chunks, as given to the optimizer.
 
     Raises:
-        ValueError: the optimizer steps a tensor that is not found in the model.
+        ValueError: The optimizer steps a tensor that belongs to no parameter of the model.
     """
 
     def __init__(
         self, model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, groups: ProcessGroupCollection
     ) -> None:
-        ranks = groups.tp_dp_cp.size() * groups.pp.size()  # ranks of the parts: all, or those of one module
-        named = [(part_of(name), p) for chunk in model for name, p in chunk.named_parameters()]
+        ranks = groups.tp_dp_cp.size() * groups.pp.size()  # all ranks, or those of one module
+        named = [(component_of(name), p) for chunk in model for name, p in chunk.named_parameters()]
         self._sums = []
         for member in optimizers_of(optimizer):
             stepped = member.get_parameters()
-            parts = {tensor: part for part, p in named for tensor in _stepped_for(member, p)}
+            parts = {tensor: part for part, p in named for tensor in _stepped_tensors(member, p)}
             if missing := set(stepped) - parts.keys():
                 raise ValueError(
                     f"the optimizer updates {len(missing)} tensors that belong to no parameter of the model, "
                     f"expected none: found shapes {sorted({tuple(tensor.shape) for tensor in missing})[:8]}"
                 )
             group = member.get_grad_stats_parallel_group()
-            # Every such group computes the same sum; a sum over all ranks of the parts counts it once for each group.
+            # Every such group computes the same sum, and the sum over all ranks adds it once for each group.
             share = 1.0 if group is None else group.size() / ranks
-            self._sums.append((member, share, [[p for p in stepped if parts[p] is part] for part in Part]))
+            self._sums.append(
+                (member, share, [[p for p in stepped if parts[p] is component] for component in Component])
+            )
 
     @torch.no_grad()
-    def of_this_rank(self) -> Tensor:
-        """[parts] float64, on the gradients' device: their sum over all ranks is the squares of the parts' norms.
+    def local_squares(self) -> Tensor:
+        """Return this rank's share of the squared norms; their sum over all ranks is the squared norm.
 
         Gradients must be where the optimizer reads them.
+
+        Returns:
+            [components] float64, on the device of the gradients.
         """
         totals = []
         for member, share, by_part in self._sums:
-            # Skips replicas on other ranks, and finds the gradients of every kind of optimizer.
-            gradients = [member._filter_grads_for_norm(parameters) for parameters in by_part]
+            gradients = [gradients_for_norm(member, parameters) for parameters in by_part]
             norms = [torch.nn.utils.get_total_norm(some) if some else None for some in gradients]
             if known := [norm for norm in norms if norm is not None]:
                 zero = torch.zeros_like(known[0])
                 squares = torch.stack([zero if norm is None else norm for norm in norms]).double().square()
                 totals.append(share * squares)
-        return torch.stack(totals).sum(0) if totals else torch.zeros(len(Part), dtype=torch.float64)
+        return torch.stack(totals).sum(0) if totals else torch.zeros(len(Component), dtype=torch.float64)
 
 
 def optimizers_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers in a chain, without those that have no parameters."""
-    every = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [one for one in every if not getattr(one, "is_stub_optimizer", False)]
+    """Return the chained optimizers that have parameters; for an optimizer that is not chained, itself in a list."""
+    chain = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [member for member in chain if not getattr(member, "is_stub_optimizer", False)]
 
 
-def _stepped_for(optimizer: MegatronOptimizer, parameter: Tensor) -> Iterator[Tensor]:
-    """The tensors that an optimizer may step to change a parameter."""
+def _stepped_tensors(optimizer: MegatronOptimizer, parameter: Tensor) -> Iterator[Tensor]:
+    """Yield a parameter and the copies or shards of it that an optimizer may update in its place."""
     yield parameter
     if getattr(parameter, "main_param", None) is not None:
         yield parameter.main_param
-    pieces = getattr(optimizer, "model_param_group_index_map", {})
-    if parameter in pieces:
-        group, index = pieces[parameter]
+    shards = getattr(optimizer, "model_param_group_index_map", {})
+    if parameter in shards:
+        group, index = shards[parameter]
         yield optimizer.param_groups[group]["params"][index]

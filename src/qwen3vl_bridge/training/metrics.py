@@ -1,7 +1,7 @@
-"""Speed, utilisation and per-part metrics of a run, for its log, counted from the contents of its microbatches.
+"""Compute speed, utilization, gradient norms and expert load of a run for its log.
 
-The forward step counts microbatches on the host (`count_microbatch`); `Metrics` sums them over ranks when a step's
-metrics are logged, and counts experts' tokens in that step.
+The forward step counts the contents of microbatches on the host (`count_microbatch`). `Metrics` sums the counts over
+ranks when a step is logged. The load of experts is counted in that step only.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, NamedTuple, Self
 
-from qwen3vl_bridge.batch import TokenBatch
-from qwen3vl_bridge.data.packing.row_plan import SetCounts, merge_counts
-from qwen3vl_bridge.models.flops import TowerCosts, model_costs, trained_parts
-from qwen3vl_bridge.models.provider import VisionLanguageProvider
-from qwen3vl_bridge.models.router import tracked_row, tracked_rows
-from qwen3vl_bridge.parallel.collectives import max_of_each, sum_amounts, sum_over_ranks
-from qwen3vl_bridge.peft.lora import Qwen3VLParts
+from qwen3vl_bridge.config.flops import TowerCosts, model_costs, trained_parts
+from qwen3vl_bridge.core.batch import TokenBatch
+from qwen3vl_bridge.core.collectives import max_over_ranks, sum_over_data_parallel, sum_over_ranks
+from qwen3vl_bridge.data.packing import SetCounts, merge_counts
+from qwen3vl_bridge.models.common.moe import metrics_index, metrics_size
+from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
+from qwen3vl_bridge.peft.lora import Qwen3VLAdapters
 from qwen3vl_bridge.planning.hardware import GPUS
-from qwen3vl_bridge.training.run_log import PART_NORMS, publish, step_of
-from qwen3vl_bridge.training.run_refusals import microbatches_of_a_rank
-from qwen3vl_bridge.weights.rows import Part
+from qwen3vl_bridge.training.run_log import COMPONENT_NORMS, finished_step, publish_metrics
+from qwen3vl_bridge.training.run_validation import microbatches_per_rank
+from qwen3vl_bridge.upstream.flops_counters import add_operations
+from qwen3vl_bridge.weights.rows import Component
 
 import torch
 from megatron.bridge.peft.lora_layers import LoRATopKRouter
@@ -41,35 +42,35 @@ from torch import Tensor, nn
 logger = logging.getLogger(__name__)
 
 _METER = "qwen3vl_meter"
-# Variants of a GPU's name that are slower than the table's entry: other boards, and parts of a GPU.
+# Words in the names of GPUs that are slower than the table's entry: other boards, and MIG slices.
 _SLOWER = {"PCIE", "NVL", "MIG"}
-# Kinds of balancing losses, by the router's log names.
+# megatron-core's log names of balancing losses, by type.
 _BALANCING_LOSSES = {"aux_loss": "load_balancing_loss", "global_aux_loss": "global_load_balancing_loss"}
 
 
 class Metrics(Callback):
-    """Computes metrics every `logger.log_interval` steps.
+    """Compute metrics every `logger.log_interval` steps.
 
-    Rates are means over these steps, without the time of evaluations and checkpoints. Metrics that do not depend on
-    time are the step's own, so that they are equal in a resumed run. Only real tokens count, without padding; FLOPs are
-    those that the model needs for them (`flops.TowerCosts`).
+    Rates are means over these steps, without the time of evaluations and checkpoints. Other metrics are those of the
+    last step, so that a resumed run logs the same. Padding does not count as tokens, and FLOPs are those that the model
+    needs for the tokens (`flops.TowerCosts`).
     """
 
     def __init__(self) -> None:
-        self._interval, self._seconds, self._since = Amounts(), 0.0, None
+        self._interval, self._seconds, self._since = BatchCounts(), 0.0, None
         self._load: ExpertLoad | None = None
 
     def on_train_start(self, context: CallbackContext) -> None:
-        """Determine the cost of steps, and the device's peak."""
+        """Compute the FLOPs per token and patch, and look up the peak FLOP/s of the device."""
         self.cfg = context.state.cfg
         self._groups: ProcessGroupCollection = get_attr_wrapped_model(context.model[0], "pg_collection")
         self._costs = step_costs(self.cfg)
         on_gpu = torch.cuda.is_available()
-        self._peak = peak_operations(torch.cuda.get_device_name()) if on_gpu else None
+        self._peak = peak_flops(torch.cuda.get_device_name()) if on_gpu else None
         self._excluded = ExcludedSamples(self.cfg.dataset)
 
     def on_train_step_start(self, context: CallbackContext) -> None:
-        """Start the clock; if this step's metrics are logged, count experts' tokens."""
+        """Start the clock. If this step is logged, count the tokens of experts."""
         if self._since is None:
             self._since = time.perf_counter()
         is_logged = (context.state.train_state.step + 1) % self.cfg.logger.log_interval == 0
@@ -77,13 +78,13 @@ class Metrics(Callback):
             self._load = ExpertLoad(context.model)
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """Add the step; after the last one of an interval, publish its metrics."""
-        step = meter_of(context.state).take()
+        """Add the counts of the step to the interval. At the end of an interval, publish its metrics."""
+        step = get_meter(context.state).reset()
         self._interval += step
-        if step_of(context) % self.cfg.logger.log_interval:
+        if finished_step(context) % self.cfg.logger.log_interval:
             self._tick()
             return
-        publish(context, self._figures(context, step))
+        publish_metrics(context, self._compute_metrics(context, step))
 
     def on_eval_start(self, context: CallbackContext) -> None:
         """Stop the clock until the next step."""
@@ -96,24 +97,24 @@ class Metrics(Callback):
         self._seconds += now - self._since
         self._since = now
 
-    def _figures(self, context: CallbackContext, step: Amounts) -> dict[str, float]:
-        meter, count = meter_of(context.state), len(Amounts._fields)
-        excluded = [*self._excluded.numbers(meter.newly_dropped), *self._excluded.numbers(meter.unreadable)]
+    def _compute_metrics(self, context: CallbackContext, step: BatchCounts) -> dict[str, float]:
+        meter, count = get_meter(context.state), len(BatchCounts._fields)
+        excluded = [*self._excluded.pad_counts(meter.newly_dropped), *self._excluded.pad_counts(meter.unreadable)]
         own = (*self._interval, *step, *excluded)
-        sums = sum_amounts(own, self._groups)  # which also waits for the device
+        sums = sum_over_data_parallel(own, self._groups)  # synchronizes with the device
         self._tick()
-        interval, step, lost = Amounts(*sums[:count]), Amounts(*sums[count : 2 * count]), sums[2 * count :]
+        interval, step, lost = BatchCounts(*sums[:count]), BatchCounts(*sums[count : 2 * count]), sums[2 * count :]
         if torch.cuda.is_available():
             memory = torch.cuda.max_memory_allocated()
         else:
             memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        memory, *dropped = max_of_each([memory, *self._excluded.numbers(meter.dropped)])
+        memory, *dropped = max_over_ranks([memory, *self._excluded.pad_counts(meter.dropped)])
         newly_dropped, unreadable = lost[: len(dropped)], lost[len(dropped) :]
-        totals = self._excluded.figures([*map(sum, zip(dropped, newly_dropped, strict=True))], unreadable)
+        totals = self._excluded.to_metrics([*map(sum, zip(dropped, newly_dropped, strict=True))], unreadable)
         if torch.distributed.get_rank() == 0:
-            self._excluded.say(totals, step_of(context))
-        norms = context.user_state.get(PART_NORMS) or {}
-        figures = {
+            self._excluded.warn(totals, finished_step(context))
+        norms = context.user_state.get(COMPONENT_NORMS) or {}
+        metrics = {
             "tokens": step.tokens,
             "images": step.images,
             "video_frames": step.video_frames,
@@ -126,33 +127,33 @@ class Metrics(Callback):
         }
         if self._costs is not None:
             sizes = {name: getattr(interval, name) for name in ("tokens", "token_pairs", "patches", "patch_pairs")}
-            each = self._costs.of(**sizes) / self._seconds / torch.distributed.get_world_size()
-            figures |= {"tflops_per_gpu": each / 1e12} | ({} if self._peak is None else {"mfu": each / self._peak})
+            each = self._costs.count_flops(**sizes) / self._seconds / torch.distributed.get_world_size()
+            metrics |= {"tflops_per_gpu": each / 1e12} | ({} if self._peak is None else {"mfu": each / self._peak})
         if self._load is not None:
-            figures |= self._load.take(self.cfg)
+            metrics |= self._load.compute_metrics(self.cfg)
             self._load = None
-        self._interval, self._seconds = Amounts(), 0.0
-        return figures
+        self._interval, self._seconds = BatchCounts(), 0.0
+        return metrics
 
 
-class Amounts(NamedTuple):
-    """Contents of some microbatches. Two can be added."""
+class BatchCounts(NamedTuple):
+    """Numbers of tokens, patches, images and rows in microbatches. Instances can be added."""
 
     tokens: int = 0  # without padding
-    trained_tokens: int = 0  # whose loss counts
+    trained_tokens: int = 0  # tokens in the loss
     slots: int = 0  # tokens including padding
     token_pairs: int = 0  # sum over segments of the squared number of tokens
     patches: int = 0  # of all images and videos
     patch_pairs: int = 0  # sum over frames of the squared number of patches
     images: int = 0  # without frames of videos
-    video_frames: int = 0  # as the vision tower sees them, each of two frames of a video
+    video_frames: int = 0  # of the vision tower, each from two frames of a video
     rows: int = 0
 
     @classmethod
-    def of(cls, batch: TokenBatch, config: VisionLanguageProvider) -> Self:
-        """Contents of a microbatch. Reads tokens on the host."""
+    def from_batch(cls, batch: TokenBatch, config: VisionLanguageProvider) -> Self:
+        """Return the counts for a single microbatch. The batch must be on the host."""
         frames, images = batch.vision.lengths if batch.vision is not None else (), 0
-        if frames:  # those of images come before all videos: as many as the image tokens fill
+        if frames:  # frames of images come first; image tokens say how many
             of_images = (batch.input_ids.flatten() == config.image_token_id) & (batch.vision_slot >= 0)
             patches = int(of_images.sum()) * config.vision_config.spatial_merge_size**2
             images = sum(end <= patches for end in accumulate(frames))
@@ -168,79 +169,80 @@ class Amounts(NamedTuple):
             rows=batch.layout.num_rows,
         )
 
-    def __add__(self, other: Amounts) -> Amounts:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return Amounts(*map(sum, zip(self, other, strict=True)))
+    def __add__(self, other: BatchCounts) -> BatchCounts:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return BatchCounts(*map(sum, zip(self, other, strict=True)))
 
 
 @dataclass
 class Meter:
-    """Contents of this rank's microbatches until `take`, and their dropped samples, as in `TokenBatch`."""
+    """Counts of this rank's microbatches since the last reset, and numbers of excluded samples.
 
-    amounts: Amounts = field(default_factory=Amounts)
+    The fields for samples have the names and meanings of fields of `TokenBatch`.
+    """
+
+    amounts: BatchCounts = field(default_factory=BatchCounts)
     dropped: SetCounts = ()  # of the latest rows
     newly_dropped: SetCounts = ()  # of all rows
     unreadable: SetCounts = ()
 
-    def add(self, amounts: Amounts, batch: TokenBatch) -> None:
-        """Count one more microbatch, and the samples dropped in its rows and in those before."""
+    def add(self, amounts: BatchCounts, batch: TokenBatch) -> None:
+        """Count one more microbatch, and the samples dropped up to its rows."""
         self.amounts += amounts
         self.dropped = merge_counts(max, self.dropped, batch.dropped)
         self.newly_dropped = merge_counts(sum, self.newly_dropped, batch.newly_dropped)
         self.unreadable = merge_counts(sum, self.unreadable, batch.unreadable)
 
-    def take(self) -> Amounts:
-        """The contents since the last call."""
-        taken, self.amounts = self.amounts, Amounts()
+    def reset(self) -> BatchCounts:
+        """Return the counts since the last call, and reset them to zero."""
+        taken, self.amounts = self.amounts, BatchCounts()
         return taken
 
 
-def meter_of(state: GlobalState) -> Meter:
-    """The meter of a run: contents of this rank's microbatches, which are those of its data-parallel rank."""
+def get_meter(state: GlobalState) -> Meter:
+    """Return the `Meter` of a run on this rank, and create it at the first call."""
     if not hasattr(state, _METER):
         setattr(state, _METER, Meter())
     return getattr(state, _METER)
 
 
 def count_microbatch(state: GlobalState, batch: TokenBatch, config: VisionLanguageProvider) -> None:
-    """Count a training microbatch (on the host), for our metrics and for those that Megatron-Bridge logs itself."""
-    amounts = Amounts.of(batch, config)
-    meter_of(state).add(amounts, batch)
-    count_operations(state, amounts)
+    """Count a training microbatch on the host, for the metrics of `Metrics` and of Megatron-Bridge."""
+    amounts = BatchCounts.from_batch(batch, config)
+    get_meter(state).add(amounts, batch)
+    count_flops(state, amounts)
 
 
-def count_operations(state: GlobalState, amounts: Amounts) -> None:
-    """Add to the counts from which Megatron-Bridge computes its own metrics.
-
-    It sets them to zero before each step. Lengths differ between ranks, so it has to sum them: a microbatch is counted
-    once among the data-parallel ranks of a module.
-    """
-    for name, amount in {
-        "_flops_seqlen_sum": amounts.tokens,
-        "_flops_seqlen_sq_sum": amounts.token_pairs,
-        "_flops_vision_patches": amounts.patches,
+def count_flops(state: GlobalState, amounts: BatchCounts) -> None:
+    """Add a microbatch to the counters from which Megatron-Bridge computes the FLOPs that it logs."""
+    add_operations(
+        state,
+        tokens=amounts.tokens,
+        token_pairs=amounts.token_pairs,
+        patches=amounts.patches,
         # See flops.operations_of_a_step.
-        "_flops_cross_seqlen_sum": amounts.patches,
-        "_flops_cross_seqlen_product_sum": amounts.patch_pairs,
-    }.items():
-        setattr(state, name, getattr(state, name, 0) + amount)
-    state._flops_requires_global_reduce = True
+        cross_tokens=amounts.patches,
+        cross_pairs=amounts.patch_pairs,
+    )
 
 
 def step_costs(cfg: ConfigContainer) -> TowerCosts | None:
-    """Cost of tokens and patches in a training step of a run; None with adapters that are not this package's."""
+    """Return the FLOPs per token and patch of a training step.
+
+    Return None if the run trains adapters of another package.
+    """
     trained, peft = trained_parts(cfg.model), getattr(cfg, "peft", None)
     if peft is None:
         return model_costs(cfg.model.dimensions(), trained)
-    if not isinstance(peft, Qwen3VLParts):
+    if not isinstance(peft, Qwen3VLAdapters):
         return None
-    adapters, parts = peft.settings, [part.value for part in Part]
+    adapters, parts = peft.settings, [component.value for component in Component]
     own: dict[str, Any] = {part: getattr(trained, part) and not getattr(peft, f"freeze_{part}") for part in parts}
     own["rank"] = lambda layer: adapters.dim if adapters.adapts(layer) else 0
     return model_costs(cfg.model.dimensions(), replace(trained, **own))
 
 
-def peak_operations(device: str) -> float | None:
-    """Peak FLOP/s in bfloat16 of a GPU by its driver's name, such as "NVIDIA A100-SXM4-40GB"; None if it is unknown."""
+def peak_flops(device: str) -> float | None:
+    """Return the peak FLOP/s in bfloat16 of a GPU by its name, such as "NVIDIA A100-SXM4-40GB"; None if unknown."""
     words = set(re.split(r"[\s-]+", device.upper()))
     names = [name for name in GPUS if set(name.upper().split("-")) <= words]
     if not names or words & _SLOWER:
@@ -249,46 +251,49 @@ def peak_operations(device: str) -> float | None:
 
 
 class ExcludedSamples:
-    """Converts numbers of samples dropped in training, per data set, to metrics.
+    """Convert the numbers of samples that training excludes, by dataset, to metrics.
 
-    Samples dropped when they are measured follow from the plan of rows, which is equal in every process: their total
-    comes with each batch, and ranks differ only in the index of their latest rows. For streams and WebDatasets each
-    process has its own part of the data, and each batch has the number that is new: data-parallel ranks sum these. The
-    same is done for samples that turn out to be unreadable when their row is due, which only the ranks that read the
-    row know.
+    - Samples dropped by the plan of rows: every process has the same plan, and each batch has the total up to its row.
+      The maximum over ranks counts.
+    - Samples dropped in streams and WebDatasets: each process reads its own share, and each batch has the number of new
+      ones. Data-parallel ranks add them.
+    - Unreadable samples: only ranks that read the row know them, and add them.
     """
 
     def __init__(self, dataset: Any) -> None:
-        mixed = getattr(dataset, "mixed", None)
-        self._names = [one.name for one in mixed("train")] if mixed is not None else []
-        self._said = 0
+        # Megatron-Bridge's own providers have no mixtures.
+        mixture_sets = getattr(dataset, "mixture_sets", None)
+        self._names = [one.name for one in mixture_sets("train")] if mixture_sets is not None else []
+        self._last_warned = 0
 
-    def numbers(self, counts: SetCounts) -> list[int]:
-        """A number for each data set, the same length on every rank."""
+    def pad_counts(self, counts: SetCounts) -> list[int]:
+        """Return `counts` extended by zeros to one number per dataset, so that its length is the same on every rank."""
         return [*counts, *[0] * (max(len(self._names), 1) - len(counts))]
 
-    def figures(self, dropped: Sequence[float], unreadable: Sequence[int]) -> dict[str, float]:
-        """By name: the total, and that of each data set of a mixture. Zeros are omitted."""
-        figures = {}
-        for kind, counts in (("dropped", dropped), ("unreadable", unreadable)):
-            figures[kind] = int(sum(counts))
-            figures |= {f"{kind}_{name}": int(count) for name, count in zip(self._names, counts, strict=False)}
-        return {name: count for name, count in figures.items() if count}
+    def to_metrics(self, dropped: Sequence[float], unreadable: Sequence[int]) -> dict[str, float]:
+        """Return the total numbers of dropped and unreadable samples, and the numbers per dataset of a mixture.
 
-    def say(self, figures: dict[str, float], step: int) -> None:
-        """Log the total if it has doubled since the last message."""
-        total = figures.get("dropped", 0) + figures.get("unreadable", 0)
-        if total and total >= 2 * self._said:
-            self._said = total
-            words = ", ".join(f"{name} {count}" for name, count in figures.items())
-            logger.warning("samples left out of training up to step %d: %s", step, words)
+        Keys are names of metrics. Zeros are omitted.
+        """
+        metrics = {}
+        for kind, counts in (("dropped", dropped), ("unreadable", unreadable)):
+            metrics[kind] = int(sum(counts))
+            metrics |= {f"{kind}_{name}": int(count) for name, count in zip(self._names, counts, strict=False)}
+        return {name: count for name, count in metrics.items() if count}
+
+    def warn(self, metrics: dict[str, float], step: int) -> None:
+        """Log a warning if the total number of excluded samples has doubled since the last warning."""
+        total = metrics.get("dropped", 0) + metrics.get("unreadable", 0)
+        if total and total >= 2 * self._last_warned:
+            self._last_warned = total
+            counts = ", ".join(f"{name} {count}" for name, count in metrics.items())
+            logger.warning("samples excluded from training up to step %d: %s", step, counts)
 
 
 class ExpertLoad:
-    """Counts how evenly tokens are distributed over experts, from its creation until `take`.
+    """Count the tokens of each expert by hooks of the routers, from construction until the metrics are computed.
 
-    Hooks of the routers count, and exist only in a step whose metrics are logged. Nothing waits for the device in
-    between.
+    Hooks exist only in a step that is logged. They do not synchronize with the device.
     """
 
     def __init__(self, model: Sequence[nn.Module]) -> None:
@@ -302,31 +307,35 @@ class ExpertLoad:
 
     def _count(self, router: nn.Module, args: tuple, kwargs: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:
         if not torch.is_grad_enabled():
-            return  # a recomputed layer is called a second time, with gradients
+            return  # a recomputed layer runs again with gradients, and is counted then
         topk = output[1]  # [tokens, E] bool
         padding = kwargs.get("padding_mask", args[1] if len(args) > 1 else None)  # [s, b] bool, True for padding
         if padding is not None:
             topk = topk & ~padding.reshape(-1, 1)
-        layer, count = tracked_row(getattr(router, "to_wrap", router)), topk.sum(0)
+        layer, count = metrics_index(getattr(router, "to_wrap", router)), topk.sum(0)
         self._counts[layer] = self._counts[layer] + count if layer in self._counts else count
 
-    def take(self, cfg: ConfigContainer) -> dict[str, float]:
-        """Stop counting; metrics of all ranks' tokens.
+    def compute_metrics(self, cfg: ConfigContainer) -> dict[str, float]:
+        """Stop counting and return metrics over the tokens of all ranks.
 
         Returns:
-            `expert_load_max` and `expert_load_mean` over layers, of the tokens of a layer's busiest expert divided by
-            the mean of its experts; and the balancing losses.
+            `expert_load_max` and `expert_load_mean`: maximum and mean over layers of the load, which is the number of
+            tokens of a layer's busiest expert divided by the mean of its experts. Also the balancing losses.
         """
-        counts = self.counts(cfg.model)
+        counts = self.count_tokens(cfg.model)
         loads = counts.amax(1) / counts.sum(1).clamp(min=1) * counts.size(1)
-        figures = {"expert_load_max": loads.max().item(), "expert_load_mean": loads.mean().item()}
-        return figures | _balancing_losses(cfg)
+        metrics = {"expert_load_max": loads.max().item(), "expert_load_mean": loads.mean().item()}
+        return metrics | _balancing_losses(cfg)
 
-    def counts(self, config: VisionLanguageProvider) -> Tensor:
-        """Stop counting; [layers with experts, E] how often real tokens of all ranks chose each expert."""
+    def count_tokens(self, config: VisionLanguageProvider) -> Tensor:
+        """Stop counting, and return the number of tokens of each expert over all ranks, without padding.
+
+        Returns:
+            A tensor [layers with experts, E] int64.
+        """
         for hook in self._hooks:
             hook.remove()
-        counts = torch.zeros(tracked_rows(config), config.num_moe_experts, dtype=torch.int64, device=self._device)
+        counts = torch.zeros(metrics_size(config), config.num_moe_experts, dtype=torch.int64, device=self._device)
         for layer, count in self._counts.items():
             counts[layer] += count
         counts = sum_over_ranks(counts)[_layers_with_experts(config)]
@@ -337,7 +346,7 @@ class ExpertLoad:
 def _balancing_losses(cfg: ConfigContainer) -> dict[str, float]:
     config, tracker, losses = cfg.model, get_moe_metrics_tracker(), {}
     replicas = cfg.data_parallel_size
-    microbatches = microbatches_of_a_rank(cfg, replicas)
+    microbatches = microbatches_per_rank(cfg, replicas)
     kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     if isinstance(kinds, str):
         kinds, coefficients = [kinds], [coefficients]
@@ -345,14 +354,17 @@ def _balancing_losses(cfg: ConfigContainer) -> dict[str, float]:
         if not coefficient or kind not in _BALANCING_LOSSES:
             continue
         name = _BALANCING_LOSSES[kind]
-        tracker.ensure_initialized(name, tracked_rows(config))  # a stage without experts has recorded nothing
+        tracker.ensure_initialized(name, metrics_size(config))  # a stage without experts has no entry
         total = sum_over_ranks(tracker.metrics[name].values).sum().item()
-        # Each data-parallel rank has balanced its own microbatches, or all of them the same.
+        # Each data-parallel rank adds the loss of its own microbatches, or all ranks together add one loss.
         times = replicas if kind == "aux_loss" else 1
         losses[name] = total / (times * microbatches * len(_layers_with_experts(config)))
     return losses
 
 
 def _layers_with_experts(config: VisionLanguageProvider) -> list[int]:
-    """Rows of the layers with experts, with that of multi-token prediction if it is trained."""
+    """Return the indices of layers with experts in megatron-core's tracker of MoE metrics.
+
+    Multi-token prediction is included if it is trained.
+    """
     return [*config.moe_layers, *([config.num_layers] if config.trains_mtp else [])]

@@ -1,15 +1,16 @@
-"""Processes and groups from a provider's parallel sizes: joining, leaving, and seeding random generators."""
+"""Create and destroy process groups for a provider's parallel sizes, and seed random generators."""
 
 import os
 import random
 
-from qwen3vl_bridge.models.provider import VisionLanguageProvider
-from qwen3vl_bridge.models.refusals import check_world
-from qwen3vl_bridge.models.settings import complete_dist_train
+from qwen3vl_bridge.config.fields import complete_dist_train
+from qwen3vl_bridge.config.model_validation import check_world
+from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
+from qwen3vl_bridge.upstream.module_groups import create_module_groups
+from qwen3vl_bridge.upstream.provider_groups import set_provider_groups
 
 import numpy as np
 import torch
-from megatron.bridge.training.initialize import _create_dist_train_pgs
 from megatron.bridge.utils.common_utils import get_local_rank_preinit
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -17,26 +18,24 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 
 def initialize(provider: VisionLanguageProvider, seed: int) -> ProcessGroupCollection:
-    """Join the processes that torchrun started, or be the only one, and create the provider's parallel groups.
+    """Initialize torch.distributed, create the provider's parallel groups, and seed random generators.
 
-    The provider gets them too, and random generators are seeded.
+    Without torchrun this process is the only rank. The groups are stored in the provider too.
     """
     if provider.dist_train.use_dist_train:
-        _join()
+        init_distributed()
         check_world(provider, torch.distributed.get_world_size())
         complete_dist_train(provider)
         parallel_state.destroy_model_parallel()
-        parallel_state._set_global_memory_buffer()
-        # Megatron-Bridge's own function, which its set-up calls if `dist.use_decentralized_pg` is on.
-        provider._pg_collection = _create_dist_train_pgs(provider, 1, None, None)
+        groups = create_module_groups(provider)
     else:
         if not _groups_match(provider):
-            _join()
+            init_distributed()
             parallel_state.destroy_model_parallel()
             provider.initialize_model_parallel()
-        provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
-    groups = provider._pg_collection
-    seed += 100 * groups.pp.rank()  # stages draw different numbers, as in Megatron-Bridge's loop
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+    set_provider_groups(provider, groups)
+    seed += 100 * groups.pp.rank()  # as in Megatron-Bridge's loop, stages have different seeds
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -47,7 +46,7 @@ def initialize(provider: VisionLanguageProvider, seed: int) -> ProcessGroupColle
 
 
 def _groups_match(provider: VisionLanguageProvider) -> bool:
-    """Whether groups of the provider's sizes already exist."""
+    """Return True if megatron-core has process groups with the provider's parallel sizes already."""
     if not parallel_state.model_parallel_is_initialized():
         return False
     tensor = provider.tensor_model_parallel_size
@@ -62,21 +61,22 @@ def _groups_match(provider: VisionLanguageProvider) -> bool:
     return all(find() == size for find, size in wanted.items())
 
 
-def _join() -> None:
-    if torch.distributed.is_initialized():  # processes that torchrun started join only once
+def init_distributed() -> None:
+    """Initialize torch.distributed with the processes that torchrun has started, or with this process alone."""
+    if torch.distributed.is_initialized():  # this must happen only once
         return
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if "WORLD_SIZE" not in os.environ:
-        # No port, which could collide with another run on this machine.
+        # A store without a port, which could collide with another run on this machine.
         torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
     else:
-        if torch.cuda.is_available():  # otherwise all processes of a machine would use its first GPU
+        if torch.cuda.is_available():  # otherwise all ranks of a node use the first GPU
             torch.cuda.set_device(get_local_rank_preinit())
         torch.distributed.init_process_group(backend)
 
 
 def shutdown() -> None:
-    """Leave all groups, and that of all processes."""
+    """Destroy all process groups."""
     parallel_state.destroy_model_parallel()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -1,7 +1,7 @@
-"""The log of a run: an entry per step and evaluation, in `metrics.jsonl` beside its checkpoints, printed, and tracked.
+"""Log steps and evaluations of a run: to `metrics.jsonl` next to its checkpoints, to the terminal, and to trackers.
 
-Callbacks pass their metrics to `publish`; the log comes last among them. TensorBoard and Weights & Biases are created
-by Megatron-Bridge's state, on the last rank.
+Callbacks pass their metrics to `publish_metrics`; the log is the last callback. TensorBoard and Weights & Biases are
+created by Megatron-Bridge on the last rank.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.data.row_loading import Epoch
-from qwen3vl_bridge.io.atomic import replace_file
-from qwen3vl_bridge.io.parsing import parse_record
-from qwen3vl_bridge.parallel.collectives import gather_objects, is_first
+from qwen3vl_bridge.core.atomic import replace_file
+from qwen3vl_bridge.core.collectives import gather_objects, is_rank_zero, raise_on_all_ranks
+from qwen3vl_bridge.core.files import parse_record
+from qwen3vl_bridge.data.loading import Epoch
+from qwen3vl_bridge.training.run_lock import lock_folder
 
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
@@ -32,39 +33,41 @@ logger = logging.getLogger(__name__)
 Entry = dict[str, float]
 
 METRICS = "metrics.jsonl"
-# Keys of `context.user_state`, on every rank. MEASURED: an event's metrics until they are in the log. ENTRY: the latest
-# entry. STEP_LOSS: the (sum of losses, tokens) of a step over all ranks. PART_NORMS: gradient norms by part.
-MEASURED, ENTRY, STEP_LOSS, PART_NORMS = "measured", "log_entry", "step_loss", "part_norms"
-# Prefix of metrics that Megatron-Bridge does not log itself.
+# Keys of `context.user_state`, on every rank. MEASURED: metrics of an event until they are logged. ENTRY: the latest
+# entry. STEP_LOSS: (sum of losses, tokens) of a step over all ranks. COMPONENT_NORMS: gradient norms by component.
+MEASURED, ENTRY, STEP_LOSS, COMPONENT_NORMS = "measured", "log_entry", "step_loss", "component_norms"
+_LOCK = "run_lock"
+# Prefix of our metrics in trackers.
 PREFIX = "qwen3vl/"
 
 
 class RunLog(Callback):
-    """Comes last among the callbacks of a run: an entry includes their metrics of the same event.
+    """Write one log entry per step and evaluation. Must be the last callback, so that entries include all metrics.
 
-    Loss and tokens are those that all ranks have summed before the optimizer's step, so every rank has every entry. One
-    rank writes the file, and prints.
+    Loss and tokens are already summed over all ranks, so every rank has every entry. The first rank writes and prints.
     """
 
     finished: int | None = None  # the latest finished step; None until training begins
 
     def on_train_start(self, context: CallbackContext) -> None:
-        """Continue the file of a resumed run: entries of steps after its checkpoint are removed, because they are
-        repeated.
-        """
+        """Open the log. Remove entries after the checkpoint of a resumed run, because these steps are repeated."""
         cfg, step = context.state.cfg, context.state.train_state.step
         self._shown = StepProgress(cfg.train.train_iters, step, cfg.logger.log_interval)
         self._validated: int | None = None
         self.finished = step
         self._path: Path | None = None
         here = cfg.checkpoint.save and "://" not in str(cfg.checkpoint.save)  # remote paths are not folders
-        if here and is_first():
-            self._path = Path(cfg.checkpoint.save) / METRICS
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            if self._path.exists():  # a truncated line is removed, too
-                kept = [entry for entry in read_metrics(self._path.parent) if entry["step"] <= step]
-                replace_file(self._path, "".join(map(metrics_line, kept)).encode())
-        if not is_first():
+        with raise_on_all_ranks():
+            if here and is_rank_zero():
+                self._path = Path(cfg.checkpoint.save) / METRICS
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                # Megatron-Bridge's own ConfigContainer has another checkpoint manager, which does not lock the folder.
+                # The loop's state holds the lock until the loop returns; the user may hold this callback for longer.
+                context.user_state[_LOCK] = lock_folder(self._path.parent)
+        if self._path is not None and self._path.exists():  # removes a truncated line too
+            kept = [entry for entry in read_metrics(self._path.parent) if entry["step"] <= step]
+            replace_file(self._path, "".join(map(metrics_line, kept)).encode())
+        if not is_rank_zero():
             return
         if (epoch := getattr(cfg.dataset, "epoch", None)) is not None:
             self._show_epoch(epoch, cfg)
@@ -73,14 +76,14 @@ class RunLog(Callback):
         rows, tokens = cfg.train.global_batch_size, cfg.model.seq_length
         if not torch.cuda.is_available() and rows * tokens > _MANY_TOKENS:
             logger.warning(
-                "on a CPU a step of %d rows of %s tokens takes long; for a first try: train.global_batch_size=1 "
+                "a step of %d rows of %s tokens takes long on a CPU; to try a run, set train.global_batch_size=1 "
                 "model.seq_length=512 dataset.seq_length=512",
                 *(rows, f"{tokens:,}"),
             )
         self._shown.watch(context.model[0])
 
     def _show_epoch(self, epoch: Epoch, cfg: ConfigContainer) -> None:
-        """Say how long an epoch is, and how many the run has; warn if a step has several."""
+        """Print the length of an epoch and the number of epochs. Warn if a step is longer than an epoch."""
         steps, batch, about = cfg.train.train_iters, cfg.train.global_batch_size, "" if epoch.is_counted else "about "
         per_epoch = epoch.rows / batch
         self._shown.write(
@@ -90,38 +93,40 @@ class RunLog(Callback):
         )
         if per_epoch < 1:
             logger.warning(
-                "an epoch is shorter than a step, which trains on each sample about %.3g times: lower "
+                "an epoch is shorter than a step, so each step trains on every sample about %.3g times: lower "
                 "train.global_batch_size (%d rows) or dataset.seq_length, and set train.num_epochs",
                 *(1 / max(per_epoch, 1e-9), batch),
             )
 
     def on_train_step_start(self, context: CallbackContext) -> None:
-        """Note the step's start time and learning rate."""
+        """Record the start time and learning rate of the step."""
         self._lr = get_canonical_lr_for_logging(context.optimizer.param_groups)
         self._started = time.perf_counter()
         self._shown.begin(context.state.train_state.step + 1, get_num_microbatches())
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """Add the entry of a step."""
-        self.finished = step_of(context)
+        """Write the log entry of the step, and print its progress."""
+        self.finished = finished_step(context)
         entry: Entry = {"step": self.finished}
         loss, tokens = context.user_state[STEP_LOSS]
         if tokens:
             entry["loss"] = loss / tokens
-        elif "lm loss" in context.loss_dict:  # of another package's forward step
+        elif "lm loss" in context.loss_dict:  # from another package's forward step
             entry["loss"] = float(context.loss_dict["lm loss"])
         entry["lr"] = self._lr
-        parts = context.user_state[PART_NORMS].values()  # a skipped step has a norm too
-        entry["grad_norm"] = math.hypot(*parts) if context.grad_norm is None else float(context.grad_norm)
+        norms = context.user_state[COMPONENT_NORMS].values()  # a skipped step has norms too
+        entry["grad_norm"] = math.hypot(*norms) if context.grad_norm is None else float(context.grad_norm)
         entry |= {"trained_tokens": int(tokens), "seconds": time.perf_counter() - self._started}
         if context.skipped_iter:
             entry["skipped"] = 1
         self._shown.advance(self._add(context, entry))
 
     def on_eval_end(self, context: CallbackContext) -> None:
-        """Add the entry of an evaluation, unless there is one of the same step and rows."""
-        heard = gather_objects({name: float(value) for name, value in (context.total_loss_dict or {}).items()})
-        losses = next((losses for losses in heard if "lm loss" in losses), {})
+        """Write the log entry of an evaluation, unless one of the same step has been written."""
+        losses_of_ranks = gather_objects(
+            {name: float(value) for name, value in (context.total_loss_dict or {}).items()}
+        )
+        losses = next((losses for losses in losses_of_ranks if "lm loss" in losses), {})
         step = context.state.train_state.step
         if self._validated != step and losses:
             self._validated = step
@@ -144,10 +149,13 @@ class RunLog(Callback):
         return entry
 
 
-def publish(context: CallbackContext, figures: Mapping[str, float]) -> None:
-    """Pass a callback's metrics, by name, to the log and the trackers. Every rank may call it."""
-    context.user_state.setdefault(MEASURED, {}).update(figures)
-    tracked, step = {PREFIX + name: value for name, value in figures.items()}, step_of(context)
+def publish_metrics(context: CallbackContext, metrics: Mapping[str, float]) -> None:
+    """Add metrics to the log entry of the current event, and send them to TensorBoard and Weights & Biases.
+
+    Any rank may call this.
+    """
+    context.user_state.setdefault(MEASURED, {}).update(metrics)
+    tracked, step = {PREFIX + name: value for name, value in metrics.items()}, finished_step(context)
     if (board := context.state.tensorboard_logger) is not None:
         for name, value in tracked.items():
             board.add_scalar(name, value, step)
@@ -155,13 +163,19 @@ def publish(context: CallbackContext, figures: Mapping[str, float]) -> None:
         wandb.log(tracked, step)
 
 
-def step_of(context: CallbackContext) -> int:
-    """The latest finished step. Megatron-Bridge's event comes before it counts the step."""
+def finished_step(context: CallbackContext) -> int:
+    """Return the number of the latest finished step.
+
+    Megatron-Bridge counts a step only after its callbacks have run, which is corrected here.
+    """
     return context.state.train_state.step + (context.loss_dict is not None)
 
 
 def metrics_line(entry: Mapping[str, Any]) -> str:
-    """An entry as it is written; numbers that are not finite are null, because JSON does not have them."""
+    """Return a log entry as a line of JSON.
+
+    Values that are not finite become null, because JSON cannot represent them.
+    """
     plain = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in entry.items()
     }
@@ -169,7 +183,7 @@ def metrics_line(entry: Mapping[str, Any]) -> str:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """A run's entries so far; empty if it has no such file. A truncated line is skipped."""
+    """Return the log entries in a run's folder; an empty list without a log. Truncated lines are skipped."""
     path, entries = folder / METRICS, []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -180,7 +194,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 _SECONDS_BETWEEN_LINES = 10.0
-# Tokens of a step on a CPU that are warned of: at 2B parameters such a step takes hours.
+# More tokens per step on a CPU cause a warning: with 2B parameters such a step takes hours.
 _MANY_TOKENS = 64 * 1024
 _SHOWN = {
     "loss": "loss {:.4f}",
@@ -191,13 +205,15 @@ _SHOWN = {
     "mfu": "MFU {:.1%}",
     "memory_gb": "{:.1f} GB",
 }
-# Metrics that are not computed in every step are repeated until there are new ones.
-_STAY = ("tokens_per_second", "tflops_per_gpu", "mfu", "memory_gb")
+# Metrics that are not computed in every step; the latest values are shown.
+_REPEATED = ("tokens_per_second", "tflops_per_gpu", "mfu", "memory_gb")
 
 
 class StepProgress:
-    """Shows steps on the first rank's standard error: a line each `interval` steps and after ten seconds, and within a
-    long step which microbatch it is at. A long evaluation counts its forward passes.
+    """Print progress to standard error on the first rank.
+
+    A line is printed every `interval` steps, and if the last line is older than ten seconds. Long steps print the
+    current microbatch, long evaluations the number of forward passes.
     """
 
     def __init__(self, total: int, done: int, interval: int) -> None:
@@ -210,7 +226,7 @@ class StepProgress:
         self._hook = None
 
     def watch(self, model: torch.nn.Module) -> None:
-        """Say which microbatch of a long step or evaluation is computed, until `end`."""
+        """Register a hook that counts the forward passes of a model, until `end` removes it."""
         self._hook = model.register_forward_pre_hook(self._count)
 
     def _count(self, model: torch.nn.Module, _: Any) -> None:
@@ -223,34 +239,35 @@ class StepProgress:
             self.write(step if model.training else f"evaluation: forward pass {self._evaluated:,}")
 
     def begin(self, step: int, microbatches: int) -> None:
-        """A step of so many microbatches begins."""
+        """Record that a step of `microbatches` microbatches begins."""
         self._begun, self._step, self._microbatches = time.monotonic(), step, microbatches
+        self._microbatch = 0
 
     def end(self) -> None:
-        """No step follows."""
+        """Remove the hook that `watch` has registered."""
         if self._hook is not None:
             self._hook.remove()
 
     def advance(self, entry: Mapping[str, float]) -> None:
-        """Show a finished step, the latest of those since the last call."""
+        """Record a finished step, and print a line about it if one is due."""
         step, now = int(entry["step"]), time.monotonic()
         self._microbatch = self._evaluated = 0
         self._begun = now
-        self._latest |= {name: entry[name] for name in _STAY if name in entry}
+        self._latest |= {name: entry[name] for name in _REPEATED if name in entry}
         self._skipped += "skipped" in entry
         due = step % self._interval == 0 or now - self._last_line > _SECONDS_BETWEEN_LINES
         if not (due or step == self._total or "skipped" in entry):
             return
         self._last_line, shown = now, self._latest | dict(entry)
-        words = [form.format(shown[name]) for name, form in _SHOWN.items() if shown.get(name) is not None]
+        parts = [form.format(shown[name]) for name, form in _SHOWN.items() if shown.get(name) is not None]
         if self._skipped:
-            words.append(
+            parts.append(
                 f"(this step skipped, {self._skipped} in all)" if "skipped" in entry else f"({self._skipped} skipped)"
             )
         left = (now - self._started) / max(step - self._first, 1) * (self._total - step)
-        self.write("  ".join([f"step {step}/{self._total}", *words, f"ETA {timedelta(seconds=round(left))}"]))
+        self.write("  ".join([f"step {step}/{self._total}", *parts, f"ETA {timedelta(seconds=round(left))}"]))
 
     def write(self, line: str) -> None:
-        """Print a line."""
+        """Print a line to standard error, on the first rank only."""
         if not self._silent:
             print(line, file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""A model's weights in Megatron-Bridge's loop: a run's initial ones, or all of a checkpoint's, from any format.
+"""Load model weights: the initial weights of a run, or all weights of a checkpoint, from any format.
 
-Hugging Face weights are read by Megatron-Bridge's own loader; the two Megatron formats are read here, and a weight that
-is missing, extra or of another shape is an error on all ranks that lists them.
+Megatron-Bridge's loader reads Hugging Face weights. Both Megatron formats are read here. Weights that are missing,
+unexpected or of another shape raise an error on all ranks, which lists them.
 """
 
 from __future__ import annotations
@@ -17,27 +17,40 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.checkpoint.conversion_plan import check_tensors, tensors_of
-from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
-from qwen3vl_bridge.checkpoint.formats.dcp_reader import DcpTensors
+from qwen3vl_bridge.checkpoint.formats.dcp import DcpTensors, read_metadata
 from qwen3vl_bridge.checkpoint.formats.huggingface import side_files
 from qwen3vl_bridge.checkpoint.formats.layouts import TensorLayout
 from qwen3vl_bridge.checkpoint.formats.megatron import HF_FILES, find_iteration, format_of, model_keys
-from qwen3vl_bridge.checkpoint.formats.tensors import Segment, SegmentReader, Segments, Shape, Slice, TensorSpec, Zeros
-from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, layout_of, open_model, read_manifest, tool
-from qwen3vl_bridge.io.files import CheckpointError
-from qwen3vl_bridge.models.model import VisionLanguageModel
-from qwen3vl_bridge.models.provider import VisionLanguageProvider
-from qwen3vl_bridge.parallel.collectives import fail_together, gather_objects
-from qwen3vl_bridge.peft.stored_adapters import refuse_adapters_alone
+from qwen3vl_bridge.checkpoint.formats.tensors import Shape, Slice, SliceList, SliceReader, TensorSpec, ZeroSlice
+from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, describe_tool, find_layout, open_model, read_manifest
+from qwen3vl_bridge.core.collectives import gather_objects, raise_on_all_ranks
+from qwen3vl_bridge.core.files import CheckpointError
+from qwen3vl_bridge.models.common.model import VisionLanguageModel
+from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
+from qwen3vl_bridge.peft.stored_adapters import check_complete_model
 from qwen3vl_bridge.registry import family, family_of
 from qwen3vl_bridge.training.process_groups import initialize
 from qwen3vl_bridge.training.resuming import has_checkpoint
-from qwen3vl_bridge.weights.rows import WeightRow, expand, is_of_mtp, local_name, stored_rows, vision_sizes
+from qwen3vl_bridge.upstream.checkpoint_files import fsdp_chunks, load_quantized_weights, storage_reader
+from qwen3vl_bridge.upstream.high_precision_values import set_high_precision_value
+from qwen3vl_bridge.upstream.parameter_names import global_name
+from qwen3vl_bridge.upstream.provider_groups import provider_groups
+from qwen3vl_bridge.upstream.wrap_hooks import pre_wrap_hooks, remove_hooks
+from qwen3vl_bridge.weights.rows import (
+    TensorSlice,
+    WeightRow,
+    expand,
+    is_mtp,
+    local_name,
+    stored_sizes,
+    vision_sizes,
+    with_former_mtp_name,
+    without_former_mtp_name,
+)
 
 import torch
 import torch.distributed.checkpoint as dcp
 from megatron.bridge import AutoBridge
-from megatron.bridge.models.conversion.model_bridge import _megatron_local_name_to_global
 from megatron.bridge.models.distillation_provider import DistillationProvider
 from megatron.bridge.training import checkpointing
 from megatron.bridge.training.config import ConfigContainer
@@ -56,29 +69,29 @@ logger = logging.getLogger(__name__)
 Chunks = list[torch.nn.Module]
 
 # Fields of a provider that determine weights and their shapes.
-_SIZES = (
+_SIZE_FIELDS = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
     *("vocab_size", "share_embeddings_and_output_weights", "moe_layers", "num_moe_experts", "moe_ffn_hidden_size"),
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_conv_kernel_dim", "moe_shared_expert_intermediate_size"),
 )
-_WITH_EXPERTS = ("num_moe_experts", "moe_ffn_hidden_size")
-# The last pipeline stage of a tied model has its own copy of the embedding by this name.
+_EXPERT_FIELDS = ("num_moe_experts", "moe_ffn_hidden_size")
+# With tied weights the last pipeline stage has a copy of the embedding with the first name.
 _OUTPUT, _EMBEDDING = "language_model.output_layer.weight", "language_model.embedding.word_embeddings.weight"
 _SECTION, _OPTIMIZER, _WRAPPER = "model.", "optimizer.", "module."
 # Megatron-FSDP stores gate and up projection separately, and the sections of linear attention's projection.
-_PARTS = ("_w", "_v", ".query", ".key", ".value", ".z", ".beta", ".alpha")
+_SECTION_SUFFIXES = ("_w", "_v", ".query", ".key", ".value", ".z", ".beta", ".alpha")
 
 
 def load_model(hf_path: str | Path, megatron_path: str | Path | None = None) -> list[VisionLanguageModel]:
-    """Build the complete Megatron model on this process, or on these processes, and fill it, without training.
+    """Build a Megatron model on this rank, or on all ranks, and load its weights, without training.
 
     Args:
-        hf_path: Hugging Face folder or hub id: the configuration, and the weights if `megatron_path` is None.
-        megatron_path: a checkpoint of either format, or a run's folder, from which weights are read.
+        hf_path: Hugging Face folder or hub id, for the configuration, and for the weights if `megatron_path` is None.
+        megatron_path: checkpoint in either Megatron format, or the folder of a run, to load weights from.
 
     Raises:
-        CheckpointError, ValueError: the Megatron or the Hugging Face checkpoint does not exist or does not fit.
+        CheckpointError, ValueError: A checkpoint does not exist or does not fit.
     """
     bridge = AutoBridge.from_hf_pretrained(str(hf_path))
     importlib.import_module(family_of(bridge.hf_pretrained.config.to_dict()).bridge)  # may not be registered yet
@@ -94,25 +107,28 @@ def load_model(hf_path: str | Path, megatron_path: str | Path | None = None) -> 
 
 
 def load_weights(folder: str | Path, model: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
-    """Fill all weights of a model, this rank's chunks without adapters, wrapped or not, from a checkpoint of either
-    Megatron format: the folder of a run or of an iteration, visible to all ranks.
+    """Load all weights of a model from a checkpoint in either Megatron format.
+
+    Args:
+        folder: folder of a run or of an iteration, visible to all ranks.
+        model: this rank's chunks, wrapped or not, without adapters.
 
     Raises:
-        CheckpointError: a tensor is missing, extra or of another shape; all are listed.
+        CheckpointError: Tensors are missing, unexpected or of another shape; all are listed.
     """
     chunks = unwrap_model(list(model))
     config = chunks[0].config
     dimensions, rows = config.dimensions(), rows_by_name(config)
-    with fail_together():
+    with raise_on_all_ranks():
         folder = find_iteration(Path(folder))
-        refuse_adapters_alone(folder)
+        check_complete_model(folder)
         source, layout, found, expected = _stored_weights(folder, config, rows)
-        longer = {name for row in rows.values() if row.of_vocabulary for name in layout.tensors(row)}
+        longer = {name for row in rows.values() if row.is_vocabulary for name in layout.tensors(row)}
         check_tensors(found, expected, f"{folder} does not fit the model", may_be_longer=longer)
-    with fail_together(), torch.no_grad(), SegmentReader(source) as reader:
+    with raise_on_all_ranks(), torch.no_grad(), SliceReader(source) as reader:
         for stage, chunk in enumerate(chunks):
             for name, parameter in chunk.named_parameters():
-                name = _megatron_local_name_to_global(chunks, config, name, stage)
+                name = global_name(chunks, config, name, stage)
                 tied = name == _OUTPUT and config.share_embeddings_and_output_weights
                 row = rows[_EMBEDDING if tied else name]
                 group = groups.expt_tp if "experts" in row.indices else groups.tp
@@ -120,18 +136,19 @@ def load_weights(folder: str | Path, model: Sequence[torch.nn.Module], groups: P
                 if group.size() > 1 and getattr(parameter, "tensor_model_parallel", False):
                     dimension, ranks, rank = parameter.partition_dim, group.size(), group.rank()
                     shape[dimension] *= ranks
-                segments: list[Segment] = [Slice(part.tensor, part.start, part.length) for part in layout.slices(row)]
-                if row.of_vocabulary:  # saved with any number of padding rows; missing ones become zeros
-                    kept = min(source.specs[segments[0].source].numel, math.prod(shape))
-                    segments = [Slice(segments[0].source, 0, kept), Zeros(math.prod(shape) - kept)]
+                slices: list[Slice] = list(layout.slices(row))
+                if row.is_vocabulary:  # saved with any number of padding rows; missing rows become zeros
+                    (stored,) = layout.tensors(row)
+                    kept = min(source.specs[stored].numel, math.prod(shape))
+                    slices = [TensorSlice(stored, 0, kept), ZeroSlice(math.prod(shape) - kept)]
                 if dimension == 0:
-                    # Of several tensors that are concatenated in a parameter, a rank has its part of each.
-                    whole, width, first, segments = Segments(segments), math.prod(shape[1:]), 0, []
-                    for size in stored_rows(row, shape[0], dimensions):
+                    # A parameter may concatenate several tensors; a rank has its share of each.
+                    full, width, first, slices = SliceList(slices), math.prod(shape[1:]), 0, []
+                    for size in stored_sizes(row, shape[0], dimensions):
                         part = size // ranks
-                        segments += whole.cut((first + rank * part) * width, part * width)
+                        slices += full.select((first + rank * part) * width, part * width)
                         first += size
-                tensor = reader.elements(segments, str(parameter.dtype).removeprefix("torch."))
+                tensor = reader.read_elements(slices, str(parameter.dtype).removeprefix("torch."))
                 parameter.copy_(
                     tensor.view_as(parameter) if dimension == 0 else tensor.view(shape).chunk(ranks, dimension)[rank]
                 )
@@ -140,22 +157,28 @@ def load_weights(folder: str | Path, model: Sequence[torch.nn.Module], groups: P
 def _stored_weights(
     folder: Path, config: VisionLanguageProvider, rows: Mapping[str, WeightRow]
 ) -> tuple[DcpTensors, TensorLayout, dict[str, TensorSpec], dict[str, Shape]]:
-    """A Megatron checkpoint, how weights are stored there, its tensors but for multi-token prediction that the model
-    lacks, and the tensors that the model expects.
+    """Open a Megatron checkpoint.
+
+    Returns:
+        The checkpoint's tensors, the layout of weights in it, the tensors to load (without multi-token prediction if
+        the model has none), and the tensors that the model expects.
     """
     ckpt_format, metadata = format_of(folder), read_metadata(folder)
     source = DcpTensors(metadata, model_keys(metadata, ckpt_format))
-    layout = layout_of(ckpt_format, rows.values(), config.dimensions(), source.specs)
+    layout = find_layout(ckpt_format, rows.values(), config.dimensions(), source.specs)
     expected = tensors_of(rows.values(), layout)
-    predicts = any(map(is_of_mtp, expected))
-    found = {name: spec for name, spec in source.specs.items() if predicts or not is_of_mtp(name)}
+    predicts = any(map(is_mtp, expected))
+    found = {name: spec for name, spec in source.specs.items() if predicts or not is_mtp(name)}
     return source, layout, found, expected
 
 
-def _check_quantised(folder: Path, model: Sequence[torch.nn.Module]) -> None:
-    """Compare a checkpoint that ModelOpt has quantised with a model by their norms, which it leaves as they are."""
+def _check_quantized(folder: Path, model: Sequence[torch.nn.Module]) -> None:
+    """Raise CheckpointError if the norms in a checkpoint quantized by ModelOpt do not fit the model.
+
+    Only norms can be compared, because they are not quantized.
+    """
     config = unwrap_model(list(model))[0].config
-    with fail_together():
+    with raise_on_all_ranks():
         _, _, *both = _stored_weights(folder, config, rows_by_name(config))
         found, expected = ({name: one for name, one in tensors.items() if "norm" in name} for tensors in both)
         check_tensors(found, expected, f"{folder} does not fit the model", may_be_longer=())
@@ -163,57 +186,58 @@ def _check_quantised(folder: Path, model: Sequence[torch.nn.Module]) -> None:
 
 @dataclass(frozen=True)
 class Pretrained:
-    """Initial weights, in the folder of a Hugging Face model or of an iteration."""
+    """Initial weights of a run: a Hugging Face folder, or the folder of an iteration of a Megatron checkpoint."""
 
     folder: Path
     is_hf: bool
 
     @classmethod
     def find(cls, path: str | Path) -> Pretrained:
-        """The weights at a path; raises CheckpointError if there are none in a known format."""
+        """Return the weights at a path. Raise CheckpointError if there are none in a known format."""
         if is_hf_checkpoint_dir(str(path)):
             return cls(Path(path), is_hf=True)
         return cls(find_iteration(Path(path)), is_hf=False)
 
     def check(self, provider: VisionLanguageProvider) -> None:
-        """Refuse weights of another model, as far as possible without reading them.
+        """Check that the weights fit the model, without reading them.
 
         Raises:
-            CheckpointError: sizes that differ, or tensors that are not those of the folder's own config.json; all are
-                listed. Or they are only adapters, without their base weights.
+            CheckpointError: Sizes differ, or tensors do not match the folder's config.json; all are listed. Or the
+                folder has only adapters, without base weights.
         """
         if not self.is_hf:
-            # There all names and shapes are in one file, and compared before weights are read.
-            refuse_adapters_alone(self.folder)
+            # All names and shapes are in one file, and are compared before weights are read.
+            check_complete_model(self.folder)
             return
         config = ModelConfig(self.folder).raw
         stored = family_of(config).build_provider(config)
-        theirs, ours = _sizes(stored), _sizes(provider)
+        theirs, ours = _model_sizes(stored), _model_sizes(provider)
         if provider.rope_parameters is None and stored.rope_parameters is not None:
-            # A run may scale what its checkpoint does not, never the other way: the exported model would say otherwise.
+            # A run may add RoPE scaling to a checkpoint, but not remove it: the export would still be scaled.
             ours["rope_parameters"], theirs["rope_parameters"] = None, stored.rope_parameters
         differ = [
             f"{name} is {theirs.get(name)}, expected {ours[name]}" for name in ours if theirs.get(name) != ours[name]
         ]
         if differ:
-            raise CheckpointError("\n  ".join([f"{self.folder} holds a different model from the run's:", *differ]))
-        if get_rank_safe() == 0:  # it reads the header of each file
+            raise CheckpointError("\n  ".join([f"{self.folder} has another model than the run:", *differ]))
+        if get_rank_safe() == 0:  # reads the header of each file
             open_model(self.folder, trust_remote_code=True).check()
 
     def load(self, model: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
-        """Fill a model; arguments and errors as for `load_weights`. One that ModelOpt has quantised is filled by
-        Megatron-Bridge, with its scales.
+        """Load the weights into a model; see `load_weights`.
+
+        Models quantized by ModelOpt are left to Megatron-Bridge, which also loads their scales.
         """
         if self.is_hf:
             AutoBridge.from_hf_pretrained(str(self.folder)).load_hf_weights(list(model))
         elif is_quantized(model[0]):
-            _check_quantised(self.folder, model)  # Megatron-Bridge would leave out layers that the model lacks
-            checkpointing._load_model_weights_from_checkpoint(str(self.folder), list(model))
+            _check_quantized(self.folder, model)  # Megatron-Bridge ignores layers that the model does not have
+            load_quantized_weights(self.folder, list(model))
         else:
             load_weights(self.folder, model, groups)
 
     def export_files(self) -> ExportFiles:
-        """What checkpoints of a run that starts from these weights need in order to be exported."""
+        """Return the files, besides weights, for exporting the run's checkpoints to Hugging Face."""
         if self.is_hf:
             files = {str(name): self.folder / name for name in side_files(self.folder)}
             config, experts, float32_as = ModelConfig(self.folder), None, None
@@ -226,21 +250,21 @@ class Pretrained:
             files = {str(path.relative_to(hf)): path for path in hf.rglob("*") if path.is_file()}
             before = read_manifest(self.folder)
             experts, float32_as = before.get("expert_layout"), before.get("float32_as")
-        manifest = tool() | {"source": str(self.folder), "expert_layout": experts, "float32_as": float32_as}
+        manifest = describe_tool() | {"source": str(self.folder), "expert_layout": experts, "float32_as": float32_as}
         return ExportFiles(self.folder, files, manifest)
 
 
 @dataclass(frozen=True)
 class ExportFiles:
-    """What an export needs beside tensors: configuration, tokenizer, processor, and the format of experts."""
+    """Files of a Hugging Face export besides tensors (configuration, tokenizer, processor), and its manifest."""
 
     source: Path  # the checkpoint that has them
     files: dict[str, Path]  # by the path relative to the folder of Hugging Face files in a checkpoint
     manifest: dict[str, Any]
 
 
-def _sizes(provider: VisionLanguageProvider) -> dict[str, object]:
-    names = [name for name in _SIZES if provider.moe_layers or name not in _WITH_EXPERTS]
+def _model_sizes(provider: VisionLanguageProvider) -> dict[str, object]:
+    names = [name for name in _SIZE_FIELDS if provider.moe_layers or name not in _EXPERT_FIELDS]
     vision = provider.vision_config
     return {
         **{name: getattr(provider, name, None) for name in names},
@@ -252,16 +276,15 @@ def _sizes(provider: VisionLanguageProvider) -> dict[str, object]:
 
 
 class InitialWeights:
-    """A hook of a provider: reads a run's initial weights into its chunks before they are wrapped.
+    """Pre-wrap hook of a provider that loads a run's initial weights.
 
-    Megatron-Bridge reads them into the wrapped model, in the format in which the run saves; Hugging Face weights cannot
-    be read into Megatron-FSDP's shards this way. Before it is wrapped the model is whole on each rank: on the GPU, or
+    Megatron-Bridge loads them into the wrapped model, only in the format of the run's checkpoints, and cannot load
+    Hugging Face weights into Megatron-FSDP's shards. Before wrapping, each rank has the unsharded model: on the GPU, or
     with `model.init_model_with_meta_device` on the host, from where Megatron-FSDP moves one group of parameters after
     the other.
 
-    If the run trains adapters they are inserted too. Megatron-Bridge's own hook for that comes later, and would read
-    the weights in only one format; it does nothing if `cfg.peft` is None, which is so from here until the model is
-    wrapped.
+    Adapters are inserted too. Megatron-Bridge's own hook for adapters runs later and would load weights in one format
+    only. It does nothing while `cfg.peft` is None, so `cfg.peft` is None from here until the model is wrapped.
     """
 
     def __init__(self, cfg: ConfigContainer) -> None:
@@ -269,69 +292,72 @@ class InitialWeights:
         self.peft = None  # the run's adapters, while the configuration has none
 
     def __deepcopy__(self, memo: dict) -> InitialWeights:
-        """Itself: layers copy their provider, and must not copy the whole run's configuration."""
+        """Return itself: layers copy their provider, and must not copy the run's configuration."""
         return self
 
     def __call__(self, chunks: Chunks) -> Chunks:
-        """Fill this rank's chunks, on any device and in any precision, unless the run resumes from a checkpoint of its
-        own that has all weights; raises CheckpointError if weights are missing or do not fit.
+        """Load initial weights into this rank's chunks, unless the run resumes from its own complete checkpoint.
+
+        Raises:
+            CheckpointError: Weights are missing or do not fit.
         """
         cfg = self.cfg
-        peft = cfg.peft or self.peft  # already ours if a failed set-up is repeated
+        peft = cfg.peft or self.peft  # already moved here if a failed setup is repeated
         resumes = peft is None and has_checkpoint(cfg.checkpoint)
-        with fail_together():
+        with raise_on_all_ranks():
             for chunk in chunks:
                 _allocate_on_host(chunk)
         if cfg.model.restore_modelopt_state:
-            # Megatron-Bridge's hook is the last: after scales are read, and a student is joined with its teacher.
+            # Megatron-Bridge's hook for this is the last, after scales are loaded and a student is joined with its
+            # teacher.
             own = cfg.checkpoint.load, cfg.checkpoint.ckpt_step
             load_modelopt_state(chunks, *(own if resumes else (cfg.checkpoint.pretrained_checkpoint, None)))
         if resumes:
             return chunks
-        with fail_together():
+        with raise_on_all_ranks():
             pretrained = Pretrained.find(cfg.checkpoint.pretrained_checkpoint)
             pretrained.check(cfg.model)
-        with in_high_precision(chunks):
-            pretrained.load(chunks, cfg.model._pg_collection)
+        with load_in_high_precision(chunks):
+            pretrained.load(chunks, provider_groups(cfg.model))
         if peft is not None:
             chunks = peft(chunks, training=True)
             peft.set_params_to_save(chunks)
             self.peft, cfg.peft = peft, None
         return chunks
 
-    def after(self, chunks: Chunks) -> Chunks:
-        """A hook for when chunks are wrapped: restores the configuration's adapters."""
+    def after_wrap(self, chunks: Chunks) -> Chunks:
+        """Post-wrap hook: restore `cfg.peft`."""
         self.restore_peft()
         return chunks
 
     def restore_peft(self) -> None:
-        """Restore the configuration's adapters, if this hook has them."""
+        """Restore `cfg.peft`, if this hook has set it to None."""
         if self.peft is not None:
             self.cfg.peft, self.peft = self.peft, None
 
 
-def read_initial_weights(cfg: ConfigContainer, manager: str) -> None:
-    """Make Megatron-Bridge's set-up read a run's initial weights, if it has any, by our loader.
+def register_initial_weights(cfg: ConfigContainer, manager: str) -> None:
+    """Register hooks that load a run's initial weights, if it has any.
 
-    Only with our checkpoint manager, which does not load them: a user's own is left to do it.
+    Only for our checkpoint manager, which does not load them; another manager loads them itself.
     """
-    for hook in [hook for hook in getattr(cfg.model, "_pre_wrap_hooks", ()) if isinstance(hook, InitialWeights)]:
-        cfg.model._pre_wrap_hooks.remove(hook)
-        cfg.model._post_wrap_hooks.remove(hook.after)
-        hook.restore_peft()
+    for hook in pre_wrap_hooks(cfg.model):
+        if isinstance(hook, InitialWeights):
+            remove_hooks(cfg.model, before=hook, after=hook.after_wrap)
+            hook.restore_peft()
     if cfg.checkpoint.pretrained_checkpoint is not None and cfg.checkpoint.custom_manager_class == manager:
         hook = InitialWeights(cfg)
-        # A student's last hook joins it with its teacher.
+        # First for a student: its last hook joins it with its teacher.
         cfg.model.register_pre_wrap_hook(hook, prepend=isinstance(cfg.model, DistillationProvider))
-        cfg.model.register_post_wrap_hook(hook.after)
+        cfg.model.register_post_wrap_hook(hook.after_wrap)
 
 
 @contextlib.contextmanager
-def in_high_precision(chunks: Chunks) -> Iterator[None]:
-    """Load parameters that are stored in 8 or 4 bits in the precision of the others.
+def load_in_high_precision(chunks: Chunks) -> Iterator[None]:
+    """Within the block, load quantized (FP8, FP4) parameters in high precision.
 
-    megatron-core's optimizer makes their main weights of values that Transformer Engine has kept on the host: those
-    that the model was initialised with, which the first step would write back. They are replaced by what is loaded.
+    megatron-core's optimizer creates main weights from values that Transformer Engine keeps on the host. These are from
+    the initialization, and the first step would restore them. So they are replaced by the loaded values.
     """
     stored = []
     for module in (module for chunk in chunks for module in chunk.modules()):
@@ -340,101 +366,116 @@ def in_high_precision(chunks: Chunks) -> Iterator[None]:
                 plain = torch.nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device))
                 copy_tensor_model_parallel_attributes(plain, parameter)
                 stored.append((module, name, parameter))
-                module._parameters[name] = plain
+                _set_parameter(module, name, plain)
     yield
     for module, name, parameter in stored:
-        plain, module._parameters[name] = module._parameters[name].detach(), parameter
+        plain = module.get_parameter(name).detach()
+        _set_parameter(module, name, parameter)
         with torch.no_grad():
             parameter.copy_(plain)
-        if hasattr(parameter, "get_high_precision_init_val"):
-            parameter._high_precision_init_val = plain.cpu()
+        set_high_precision_value(parameter, plain)
+
+
+def _set_parameter(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:
+    # torch's method: Transformer Engine's would lose how the parameter is initialized.
+    torch.nn.Module.register_parameter(module, name, parameter)
 
 
 def _allocate_on_host(chunk: torch.nn.Module) -> None:
-    """Move parameters from the meta device to the host, with the attributes that megatron-core has set on them."""
+    """Replace parameters on the meta device by uninitialized parameters on the host.
+
+    Attributes that megatron-core has set are kept. Raises CheckpointError for a buffer on the meta device.
+    """
     if lost := [name for name, buffer in chunk.named_buffers() if buffer.is_meta]:
         raise CheckpointError(
-            f"model.init_model_with_meta_device is True, expected False: {', '.join(lost)} would have no values"
+            f"model.init_model_with_meta_device is True, expected False: no values for the buffers {', '.join(lost)}"
         )
-    made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
-    for parameter in chunk.parameters():  # tied parameters once
+    allocated: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for parameter in chunk.parameters():  # yields tied parameters once
         if parameter.is_meta:
             data = torch.empty_like(parameter, device="cpu")
-            made[parameter] = torch.nn.Parameter(data, requires_grad=parameter.requires_grad)
-            vars(made[parameter]).update(vars(parameter))
+            allocated[parameter] = torch.nn.Parameter(data, requires_grad=parameter.requires_grad)
+            vars(allocated[parameter]).update(vars(parameter))
     for module in chunk.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if parameter in made:
-                setattr(module, name, made[parameter])
+            if parameter in allocated:
+                setattr(module, name, allocated[parameter])
 
 
 def rows_by_name(provider: VisionLanguageProvider) -> dict[str, WeightRow]:
-    """The whole model's rows under the parameter names of both layer specs, which experts and other layers may use."""
+    """Return the weight rows of the unsharded model by parameter name.
+
+    A row is listed under its names in both layer specs, with and without Transformer Engine.
+    """
     rows = list(expand(family(provider.family).rows(), provider.dimensions()))
     return {name: row for row in rows for name in (row.megatron, local_name(row.megatron))}
 
 
-def load_every_weight(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Like Megatron-Bridge's `load_fsdp_dtensor_checkpoint`, which returns after skipping what it does not find.
+def load_fsdp_weights(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Replace Megatron-Bridge's `load_fsdp_dtensor_checkpoint`, which skips weights that it does not find.
 
-    Under Megatron-FSDP a model asks for its own parameter names, which follow its layer spec: norms are parts of linear
-    layers or separate modules, experts are grouped or not. Unless `checkpoint.strict_fsdp_dtensor_load` is set, a name
-    that a checkpoint lacks is skipped, and the parameter keeps its initial value. Here it is found under the other
-    spec's name.
+    Parameter names depend on the layer spec: norms are fused into linear layers or separate, experts are grouped or
+    not. Unless `checkpoint.strict_fsdp_dtensor_load` is set, a missing name is skipped, and the parameter keeps its
+    initial value. Here such weights are loaded under the name of the other layer spec.
 
     Raises:
-        CheckpointError: weights of one of our models are in the checkpoint under neither name; all are listed. Or
-            optimizer state is requested, which is under names that this model's optimizer does not have.
+        CheckpointError: Weights of our model are missing under both names; all are listed. Or optimizer state is
+            requested that has the names of the other layer spec.
     """
-    given = inspect.signature(theirs).bind(*args, **kwargs)
-    given.apply_defaults()
-    asked = given.arguments
-    state = asked["sharded_state_dict"]
+    bound = inspect.signature(theirs).bind(*args, **kwargs)
+    bound.apply_defaults()
+    arguments = bound.arguments
+    state = arguments["sharded_state_dict"]
     if state and state.get("rng_state", state) is None:
-        del state["rng_state"]  # finetuning, or load_rng=False: a strict loader would look for the missing state
-    chunks = None if asked["rank0"] or state is None or "model" not in state else state.get("_model")
+        del state["rng_state"]  # finetuning, or load_rng=False: a strict loader expects the state
+    chunks = None if arguments["rank0"] or state is None or "model" not in state else fsdp_chunks(state)
     if not chunks or not isinstance(provider := get_model_config(chunks[0]), VisionLanguageProvider):
         return theirs(*args, **kwargs)
-    folder = asked["checkpoint_path_override"] or checkpointing.get_checkpoint_name(
-        asked["load_dir"], asked["iteration"], asked["release"]
+    folder = arguments["checkpoint_path_override"] or checkpointing.get_checkpoint_name(
+        arguments["load_dir"], arguments["iteration"], arguments["release"]
     )
-    weights = checkpointing.preprocess_fsdp_dtensor_state_dict(asked["cfg"], {"model": dict(state["model"])}, chunks[0])
-    with fail_together():
-        stored = checkpointing._get_filesystem_reader(folder).read_metadata().state_dict_metadata
-        renamed, problems = other_names(weights["model"], stored, provider)
+    weights = checkpointing.preprocess_fsdp_dtensor_state_dict(
+        arguments["cfg"], {"model": dict(state["model"])}, chunks[0]
+    )
+    with raise_on_all_ranks():
+        stored = storage_reader(folder).read_metadata().state_dict_metadata
+        renamed, problems = find_renamed_weights(weights["model"], stored, provider)
         if renamed and "optimizer" in state and any(key.startswith(_OPTIMIZER) for key in stored):
             raise CheckpointError(
-                f"{folder} was saved with another layer spec than this model's, and its optimizer state uses that "
-                "spec's names: expected checkpoint.load_optim=False, or the transformer_impl and moe_grouped_gemm "
-                "that it was saved with"
+                f"{folder} was saved with another layer spec, and its optimizer state has the parameter names of that "
+                "spec: expected checkpoint.load_optim=False, or the checkpoint's transformer_impl and moe_grouped_gemm"
             )
     if problems := sorted(set().union(*gather_objects(problems))):
         raise CheckpointError("\n  ".join([f"{folder} does not fit the model:", *problems]))
     loaded = theirs(*args, **kwargs)
     if any(gather_objects(bool(renamed))):
         logger.info("%d weights of %s are loaded under the parameter names of another layer spec", len(renamed), folder)
-        dcp.load({"model": renamed}, storage_reader=checkpointing._get_filesystem_reader(folder))
+        dcp.load({"model": renamed}, storage_reader=storage_reader(folder))
     return loaded
 
 
-def other_names(
+def find_renamed_weights(
     weights: Mapping[str, Any], stored: Mapping[str, Any], provider: VisionLanguageProvider
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Weights (with Megatron-FSDP's names) that a checkpoint has under the other layer spec's name, by that name; and a
-    line on each that it has under neither.
+    """Find weights that a checkpoint has under the name of the other layer spec.
+
+    Returns:
+        The weights by their name in the checkpoint, and a message for each weight that is missing under both names.
     """
     rows, renamed, problems = rows_by_name(provider), {}, []
     for key, tensor in weights.items():
         if not isinstance(tensor, Tensor) or key.endswith("_extra_state") or _SECTION + key in stored:
             continue
         name = key[key.rfind(_WRAPPER) + len(_WRAPPER) :] if _WRAPPER in key else key
-        part = next((part for part in _PARTS if name.endswith(part)), "")
-        row = rows.get(name.removesuffix(part))
-        spellings = [] if row is None else [row.megatron, local_name(row.megatron)]
+        suffix = next((suffix for suffix in _SECTION_SUFFIXES if name.endswith(suffix)), "")
+        row = rows.get(without_former_mtp_name(name).removesuffix(suffix))
+        names = [] if row is None else [row.megatron, local_name(row.megatron)]
+        # Releases of megatron-core have different names for multi-token prediction.
+        names += [with_former_mtp_name(name) for name in names]
         prefix = key[: len(key) - len(name)]
-        known = [spelt for spelling in spellings if _SECTION + (spelt := f"{prefix}{spelling}{part}") in stored]
-        if known:
-            renamed[known[0]] = tensor
+        found = [full for other in names if _SECTION + (full := f"{prefix}{other}{suffix}") in stored]
+        if found:
+            renamed[found[0]] = tensor
         else:
             problems.append(f"missing: {_SECTION}{key} {list(tensor.shape)}")
     return renamed, problems

@@ -1,1 +1,1 @@
-"""Building blocks of the weight table."""
+"""The weight table, which maps Hugging Face tensors to Megatron parameters, and FP8 weights."""

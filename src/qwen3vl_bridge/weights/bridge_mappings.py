@@ -1,131 +1,96 @@
-"""The weight table's rows as Megatron-Bridge's parameter mappings."""
+"""Convert the rows of a weight table to Megatron-Bridge's parameter mappings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import pkgutil
+from collections.abc import Iterator
 
-from qwen3vl_bridge.weights.rows import (
-    QKV,
-    ConcatenatedQKV,
-    GatedMLP,
-    GatedQKV,
-    PackedExpert,
-    WeightRow,
-    ZeroCentered,
-    local_name,
-)
+from qwen3vl_bridge.upstream.parameter_mapping import ConfigMapping
+from qwen3vl_bridge.weights.rows import WeightRow, local_name
 
 import torch.nn.functional as F
 from megatron.bridge.models.conversion.param_mapping import (
     AutoMapping,
-    ConcatenatedQKVMapping,
     FusedExpertMapping,
     FusedGatedExpertMapping,
-    GatedMLPMapping,
-    GDNConv1dMapping,
-    GDNLinearMappingSeparate,
     MegatronParamMapping,
-    QKVMapping,
-    ReplicatedMapping,
     RMSNorm2ZeroCenteredRMSNormMapping,
 )
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-# Megatron-Bridge determines by a module's class how its weight is split: these are split like megatron-core's base
-# classes.
-for _name, _split in (
+# AutoMapping determines the tensor parallelism of a weight by the class of its module. These are subclasses of
+# megatron-core's, with the same parallelism.
+for _name, _parallelism in (
     ("BalancedRouter", "replicated"),
     ("ZeroCenteredRMSNorm", "replicated"),
     ("LinearAttention", "column"),
 ):
-    AutoMapping.register_module_type(_name, _split)
+    AutoMapping.register_module_type(_name, _parallelism)
 
 
 class ZeroCenteredMapping(RMSNorm2ZeroCenteredRMSNormMapping):
-    """Subtracts one in float32; Megatron-Bridge's own mapping does so in the dtype of the Hugging Face tensor."""
+    """Mapping of norm weights, where Megatron's weight is the Hugging Face weight minus one.
+
+    It subtracts in float32. Megatron-Bridge's own mapping subtracts in the dtype of the Hugging Face tensor.
+    """
 
     def hf_to_megatron(self, hf_weights: Tensor, megatron_module: nn.Module) -> Tensor:
-        """Any shape, less one, in the dtype of the module's parameter."""
+        """Return the weight minus one, in the dtype of the module's parameter."""
         return super().hf_to_megatron(hf_weights.float(), megatron_module)
 
 
-_MAPPING_OF: dict[type[WeightRow], Callable[..., MegatronParamMapping]] = {
-    WeightRow: AutoMapping,
-    QKV: QKVMapping,
-    ConcatenatedQKV: ConcatenatedQKVMapping,
-    GatedMLP: GatedMLPMapping,
-    GatedQKV: QKVMapping,
-    ZeroCentered: ZeroCenteredMapping,
-}
+class VocabularyMapping(ConfigMapping):
+    """Pad and unpad a tensor with one row per token of the vocabulary.
 
-
-class VocabularyMapping(AutoMapping):
-    """A tensor with a row for each token; Megatron's has more rows if the vocabulary is padded.
-
-    Megatron-Bridge's own mapping pads only under tensor parallelism, for names of pure text models, and exports the
+    Megatron-Bridge's own mapping pads only under tensor parallelism and only names of text models, and exports the
     padding.
     """
 
     def hf_to_megatron(self, hf_weights: Tensor, megatron_module: nn.Module) -> Tensor:
-        """[vocabulary, h] -> this rank's rows; padding rows are zero."""
-        if len(hf_weights) != (tokens := self._get_config(megatron_module).vocab_size):
+        """Return this rank's rows of a tensor [vocabulary, h]; rows of the padding are zero."""
+        if len(hf_weights) != (tokens := self.config_of(megatron_module).vocab_size):
             raise ValueError(f"{self.hf_param} has {len(hf_weights)} rows, expected vocab_size, {tokens}")
         rows = megatron_module.weight.shape[0]
-        if not isinstance(megatron_module.weight, DTensor):  # whose shape is the whole tensor's
+        if not isinstance(megatron_module.weight, DTensor):  # a DTensor has the shape of the full tensor
             rows *= self.tp_size
         return super().hf_to_megatron(F.pad(hf_weights, (0, 0, 0, rows - len(hf_weights))), megatron_module)
 
     def megatron_to_hf(self, megatron_weights: Tensor | None, megatron_module: nn.Module | None) -> dict[str, Tensor]:
-        """The rows of tokens, [vocabulary, h]."""
-        tokens = None if megatron_module is None else self._get_config(megatron_module).vocab_size
+        """Return the rows of the vocabulary without padding, [vocabulary, h]."""
+        tokens = None if megatron_module is None else self.config_of(megatron_module).vocab_size
         tokens = self.broadcast_obj_from_pp_rank(tokens, f"{self.hf_param} tokens")
         exported = super().megatron_to_hf(megatron_weights, megatron_module)
         return {name: tensor[:tokens] for name, tensor in exported.items()}
 
 
 class InputMajor:
-    """Transposes an expert of an input-major tensor; before import, after export.
+    """Mixin of mappings that transposes input-major tensors before import and after export.
 
-    Megatron-Bridge's own mappings determine the orientation by comparing shapes, which fails if a tensor is square.
+    Megatron-Bridge's own mappings of experts determine the orientation by shape, which fails for square tensors.
     """
 
     def hf_to_megatron(self, hf_weights: Tensor, megatron_module: nn.Module) -> Tensor:
-        """[experts, in, out] -> this rank's part of the expert, [out, in]."""
+        """Transpose weights [..., in, out] to [..., out, in], and return this rank's shard."""
         return super().hf_to_megatron(hf_weights.transpose(-1, -2), megatron_module)
 
     def megatron_to_hf(self, megatron_weights: Tensor | None, megatron_module: nn.Module | None) -> dict[str, Tensor]:
-        """The expert, or one of every expert-parallel rank, as [..., in, out]."""
+        """Return weights [..., in, out]; under expert parallelism, one local expert per rank."""
         exported = super().megatron_to_hf(megatron_weights, megatron_module)
         return {name: tensor.transpose(-1, -2).contiguous() for name, tensor in exported.items()}
 
 
 class InputMajorExpertMapping(InputMajor, FusedExpertMapping):
-    """`down_proj` [experts, I, H] of the released checkpoints."""
+    """The mapping of `down_proj` [experts, I, H] in released checkpoints."""
 
 
 class InputMajorGatedExpertMapping(InputMajor, FusedGatedExpertMapping):
-    """`gate_up_proj` [experts, H, 2 * I] of the released checkpoints."""
-
-
-_PACKED: dict[tuple[bool, bool], type[MegatronParamMapping]] = {  # (gated, transposed)
-    (False, False): FusedExpertMapping,
-    (True, False): FusedGatedExpertMapping,
-    (False, True): InputMajorExpertMapping,
-    (True, True): InputMajorGatedExpertMapping,
-}
+    """The mapping of `gate_up_proj` [experts, H, 2 * I] in released checkpoints."""
 
 
 def param_mappings(rows: tuple[WeightRow, ...]) -> Iterator[MegatronParamMapping]:
-    """Megatron-Bridge's mapping of each row, for the names of both layer specs."""
+    """Yield the Megatron-Bridge mapping of each row, for its parameter names in both layer specs (see `local_name`)."""
     for row in rows:
-        if isinstance(row, PackedExpert):
-            make = _PACKED[row.gated, row.transposed]
-        elif row.sections:
-            make = GDNLinearMappingSeparate if len(row.hf) > 1 else GDNConv1dMapping
-        elif row.of_vocabulary:
-            make = VocabularyMapping
-        else:
-            make = ReplicatedMapping if row.replicated else _MAPPING_OF[type(row)]
+        mapping = pkgutil.resolve_name(row.bridge_mapping())
         for name in dict.fromkeys((row.megatron, local_name(row.megatron))):
-            yield make(name, *row.hf)
+            yield mapping(name, *row.hf)

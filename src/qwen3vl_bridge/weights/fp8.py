@@ -1,8 +1,8 @@
-"""Weights in FP8: matrices of e4m3 with a scale for each block of rows and columns, as the models named -FP8 have them.
+"""Quantize and dequantize FP8 weights: e4m3 matrices with one scale per block, as in released -FP8 models.
 
-The scales of `X` are the tensor `X_scale_inv`, of the matrix or, for packed experts, of one matrix after the other. An
-element's value is the product of both in float32, rounded once to the dtype in which it is read; transformers' is the
-same (5.12, `Fp8Dequantize`), except that it finds the size of a block by dividing, so that all have to be full.
+The scales of a tensor `X` are in `X_scale_inv`; packed experts have the scales of one matrix after the other. The value
+of an element is its product with the scale in float32, rounded once to the dtype that is read. transformers computes
+the same values (5.12, `Fp8Dequantize`), but requires that all blocks are full.
 """
 
 from __future__ import annotations
@@ -15,106 +15,137 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
-SCALES = "_scale_inv"  # what follows a weight's name in that of its scales
+SCALES = "_scale_inv"  # suffix of the name of a weight's scales
 E4M3 = "float8_e4m3fn"
-LARGEST = 448  # number of e4m3
-# Dtypes of scales, torch's names: bfloat16 in Qwen's files. The last two are powers of two, called ue8m0.
+LARGEST = 448  # the largest e4m3 number
+# Dtypes of scales, by torch's names. Qwen's files have bfloat16; the last two are powers of two, called ue8m0.
 SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu", "uint8")
-# Elements that are multiplied at a time.
+# Number of elements that are multiplied at a time.
 _PIECE = 1 << 18
 
 Block = tuple[int, int]  # rows and columns with one scale
 
 
-def shape_of_scales(shape: Sequence[int], block: Block) -> tuple[int, ...]:
-    """[..., rows, columns] -> [..., blocks of rows, blocks of columns]; the last blocks need not be full."""
+def scales_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:
+    """Return the shape [..., row blocks, column blocks] of the scales of matrices [..., rows, columns].
+
+    The last blocks need not be full.
+    """
     *many, rows, columns = shape
     return (*many, -(-rows // block[0]), -(-columns // block[1]))
 
 
-def block_of(shape: Sequence[int], scales: Sequence[int], block: Block | None) -> Block | None:
-    """The block of matrices, [..., rows, columns], with scales of a shape; all of a matrix if `block` is None. None if
-    the scales do not have their shape.
+def match_block(shape: Sequence[int], scales: Sequence[int], block: Block | None) -> Block | None:
+    """Return the block size of matrices [..., rows, columns], or None if the scales do not have the expected shape.
+
+    Without `block`, each matrix is one block.
     """
-    whole = block is None and math.prod(scales) == math.prod(shape[:-2])
+    one_block = block is None and math.prod(scales) == math.prod(shape[:-2])
     block = block or (shape[-2], shape[-1])
-    return block if whole or tuple(scales) == shape_of_scales(shape, block) else None
+    return block if one_block or tuple(scales) == scales_shape(shape, block) else None
 
 
 @functools.cache
 def _values() -> Tensor:
-    """The 256 values of e4m3 in float32: to look them up is six times as fast as torch's own cast on a CPU."""
+    """Return a lookup table of the 256 e4m3 values in float32, indexed by the byte of a value."""
     import torch
 
+    # On a CPU, looking values up is six times as fast as torch's own cast.
     return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
 
-def in_float32(scales: Tensor) -> Tensor:
-    """Scales of any of `SCALE_DTYPES` in float32; bytes are exponents of two, less 127."""
+def scales_to_float32(scales: Tensor) -> Tensor:
+    """Convert scales with one of `SCALE_DTYPES` to float32. A uint8 scale n means 2^(n - 127)."""
     import torch
 
     return (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()
 
 
-def products(weights: Tensor, start: int, shape: Sequence[int], scales: Tensor, block: Block) -> Tensor:
-    """Values in float32 of elements from `start` on, row-major, of matrices [..., rows, columns] of this shape.
+def check_scales(scales: Tensor, shape: Sequence[int], block: Block) -> None:
+    """Raise ValueError if a scale is not positive, or so large that values overflow. The message names its block.
 
     Args:
-        weights: [elements], the bytes of e4m3.
-        scales: in float32, any shape.
+        scales: in float32.
+        shape: shape of the matrices, [..., rows, columns].
+    """
+    import torch
+
+    valid = (scales > 0) & (scales <= torch.finfo(torch.float32).max / LARGEST)
+    if not valid.all():
+        blocks = scales_shape(shape, block)
+        first = (~valid).view(blocks).nonzero()[0].tolist()
+        raise ValueError(
+            f"the scale of block {first} of {list(blocks)} is {scales.view(blocks)[tuple(first)].item()}, expected a "
+            "finite number above 0: the file is damaged, or its quantization failed"
+        )
+
+
+def dequantize_elements(weights: Tensor, start: int, shape: Sequence[int], scales: Tensor, block: Block) -> Tensor:
+    """Return the float32 values of consecutive elements of FP8 matrices.
+
+    Args:
+        weights: [elements], e4m3 bytes of the elements.
+        start: index of the first element in the matrices, in row-major order.
+        shape: shape of the matrices, [..., rows, columns].
+        scales: all scales of the matrices, in float32, with any shape.
     """
     import torch
 
     (rows, columns), (height, width) = shape[-2:], block
-    scales = scales.reshape(-1, *shape_of_scales((rows, columns), block))
+    scales = scales.reshape(-1, *scales_shape((rows, columns), block))
     values = torch.index_select(_values(), 0, weights.int())
     done, end = 0, len(weights)
     while done < end:
         row, column = divmod(start + done, columns)
         matrix, row = divmod(row, rows)
         of_row = scales[matrix, row // height].repeat_interleave(width)[:columns]
-        if column or end - done < columns:  # a part of a row
+        if column or end - done < columns:  # part of a row
             count = min(columns - column, end - done)
             values[done : done + count] *= of_row[column : column + count]
-        else:  # rows of the same blocks
-            whole = min((end - done) // columns, height - row % height, rows - row)
-            count = whole * columns
-            values[done : done + count].view(whole, columns).mul_(of_row)
+        else:  # full rows with the same scales
+            num_rows = min((end - done) // columns, height - row % height, rows - row)
+            count = num_rows * columns
+            values[done : done + count].view(num_rows, columns).mul_(of_row)
         done += count
     return values
 
 
-def quantized(
+def quantize(
     values: Tensor, width: int, kept: Tensor | None, scales_in: dtype, *, only_scales: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """A row of blocks in e4m3, as bytes, which are not computed with `only_scales`, and their scales.
+    """Quantize a row of blocks to e4m3.
 
-    A scale maps the largest element of its block to `LARGEST`. A block whose values are products
-    of e4m3 and a `kept` scale gets that one: so a model that was read from FP8 has its bytes again.
+    A scale maps the largest element of its block to `LARGEST`. If all values of a block are products of an e4m3 number
+    and its `kept` scale, that scale is used again, so that a model that was read from FP8 gets the same bytes.
 
     Args:
         values: [rows of a block, columns] in float32.
-        width: columns of a block.
-        kept: [blocks] in `scales_in`, scales that the blocks may have had, or None.
+        width: number of columns of a block.
+        kept: [blocks] in `scales_in`, the scales of the FP8 weights that `values` may come from, or None.
         scales_in: one of `SCALE_DTYPES`.
+        only_scales: compute only the scales, and leave the weights undefined.
+
+    Returns:
+        The weights as bytes, and the scales [blocks].
     """
     import torch
 
     weights, scales = torch.empty(values.shape, dtype=torch.uint8), torch.empty(-(-values.shape[1] // width))
-    before = None if kept is None else in_float32(kept)
+    before = None if kept is None else scales_to_float32(kept)
     powers = torch.float8_e8m0fnu if scales_in in (torch.float8_e8m0fnu, torch.uint8) else None
-    step = max(1, _PIECE // (len(values) * width))  # blocks that are in a processor's cache together
+    least = torch.finfo(scales_in if powers is None else torch.float32).tiny  # smaller ones would be rounded to zero
+    step = max(1, _PIECE // (len(values) * width))  # number of blocks that fit the processor's cache
     for first in range(0, len(scales), step):
         blocks, here = slice(first, first + step), slice(first * width, (first + step) * width)
         part, old, encoded = values[:, here].contiguous(), None if before is None else before[blocks], None
         largest = _of_blocks(part.abs().amax(0), width)
-        new = torch.where(largest > 0, largest, LARGEST) / LARGEST
+        new = (torch.where(largest > 0, largest, LARGEST) / LARGEST).clamp(min=least)
         new = new.to(scales_in).float() if powers is None else new.log2().ceil().exp2()
         if old is not None:
             of_columns = old.repeat_interleave(width)[: part.shape[1]]
             encoded = _e4m3(part, of_columns)
             again = torch.index_select(_values(), 0, encoded.flatten().int()).view_as(part).mul_(of_columns)
-            # The products were rounded to either; differences of floats are faster than comparisons.
+            # The products were rounded to float32 or bfloat16. Differences are faster than comparisons.
             change = torch.minimum((again - part).abs_(), (again.bfloat16().float() - part).abs_())
             new = torch.where(_of_blocks(change.amax(0), width) == 0, old, new)
         scales[blocks] = new
@@ -123,6 +154,7 @@ def quantized(
         if old is None or not torch.equal(new, old):
             encoded = _e4m3(part, new.repeat_interleave(width)[: part.shape[1]])
         weights[:, here] = encoded
+    check_scales(scales, values.shape, (len(values), width))  # kept scales may be bad, float16 scales may overflow
     scales = scales.to(powers or scales_in)
     return weights, scales.view(torch.uint8) if scales_in == torch.uint8 else scales
 
@@ -134,26 +166,31 @@ def _e4m3(values: Tensor, scales: Tensor) -> Tensor:
 
 
 def _of_blocks(largest: Tensor, width: int) -> Tensor:
-    """[columns] -> [blocks]."""
+    """Return the maximum of each block of `width` columns: [columns] -> [blocks]."""
     import torch
 
     return torch.nn.functional.pad(largest, (0, -len(largest) % width)).view(-1, width).amax(1)
 
 
-def dequantized(weight: Tensor, scales: Tensor, block: Block | None, to: dtype) -> Tensor:
-    """The values of matrices of e4m3, [..., rows, columns], with little more memory than the result's.
+def dequantize(weight: Tensor, scales: Tensor, block: Block | None, to: dtype) -> Tensor:
+    """Return e4m3 matrices [..., rows, columns] in the dtype `to`, with little more memory than the result needs.
 
     Raises:
-        ValueError: scales of another shape than the blocks'.
+        ValueError: the scales do not have the shape of the blocks, or a scale is not positive and finite.
     """
     import torch
 
-    fits = block_of(weight.shape, scales.shape, block)
+    fits = match_block(weight.shape, scales.shape, block)
     if fits is None:
         found = f"{list(scales.shape)} for {list(weight.shape)}"
         raise ValueError(f"scales have the shape {found}, expected one for each block of {block}")
-    result, data, scales = torch.empty(weight.shape, dtype=to), weight.view(torch.uint8).flatten(), in_float32(scales)
+    result, data, scales = (
+        torch.empty(weight.shape, dtype=to),
+        weight.view(torch.uint8).flatten(),
+        scales_to_float32(scales),
+    )
+    check_scales(scales, weight.shape, fits)
     for start in range(0, data.numel(), _PIECE):
-        part = products(data[start : start + _PIECE], start, weight.shape, scales, fits)
+        part = dequantize_elements(data[start : start + _PIECE], start, weight.shape, scales, fits)
         result.view(-1)[start : start + _PIECE] = part
     return result

@@ -1,7 +1,19 @@
-"""The weight table's rows: which Hugging Face tensors a Megatron parameter is made of, their names and shapes; and the
-rows that families share: the vision tower's, a text layer's MLP, the experts of a layer.
+"""Rows of the weight table: how the Hugging Face tensors of a model become Megatron parameters.
 
-Standard library only.
+    kind of row        Hugging Face tensors                     Megatron parameter
+    WeightRow          one tensor                               the same tensor
+                       several tensors                          concatenated along dimension 0
+    GatedMLP           gate, up                                 [gate; up]
+    QKV                q, k, v                                  interleaved by query group: [q heads; k; v] ...
+    ConcatenatedQKV    [q; k; v]                                interleaved by head: [q; k; v] ...
+    GatedQKV           q with gates, k, v                       interleaved by query group: [q heads; gates; k; v] ...
+    ZeroCentered       w                                        w - 1
+    PackedExpert       [experts, ...], optionally transposed    one expert
+
+Each kind defines `hf_slices`, which converts files and adapters, and names a mapping of Megatron-Bridge, which converts
+weights that ranks share. A package with its own family can define further kinds.
+
+The module also has the rows that families share: vision tower, attention, MLP and experts. Standard library only.
 """
 
 from __future__ import annotations
@@ -12,27 +24,27 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 
 @dataclass(frozen=True)
 class Dimensions:
-    """Values of the weight table's symbols for one model; `dimensions[name]` is one of the sizes."""
+    """Values of the symbols in a weight table, for one model. `dimensions[name]` is a size."""
 
-    sizes: Mapping[str, int]  # by name, those in the rows' shapes, conditions (0 or 1) and counts of heads
-    indices: Mapping[str, Sequence[int]]  # by name, the values of a `*`
-    family: str  # whose table it is, a name that `registry.family` knows
+    sizes: Mapping[str, int]  # by name: symbols in shapes, conditions (0 or 1) and numbers of heads
+    indices: Mapping[str, Sequence[int]]  # by name: the values of a `*`, such as the numbers of the layers
+    family: str  # name of the family with the table, see `registry.family`
 
     def __getitem__(self, name: str) -> int:
         return self.sizes[name]
 
     def with_vocab(self, rows: int) -> Dimensions:
-        """The same with a vocabulary of this many rows."""
+        """Return the dimensions with vocabulary size `rows`."""
         return replace(self, sizes={**self.sizes, "vocab": rows})
 
 
 def vision_sizes(vision: Mapping) -> dict[str, int]:
-    """Sizes of the vision tower, from only its configuration."""
+    """Return the sizes of a vision tower, from `vision_config`."""
     return {
         "v_hidden": vision["hidden_size"],
         "v_heads": vision["num_heads"],
@@ -48,197 +60,237 @@ def vision_sizes(vision: Mapping) -> dict[str, int]:
 
 Shape = tuple[str | int, ...]
 
+# Modules with mappings of Megatron-Bridge and ours.
+_PARAM_MAPPING = "megatron.bridge.models.conversion.param_mapping"
+_OUR_MAPPINGS = "qwen3vl_bridge.weights.bridge_mappings"
 
-class ParamSlice(NamedTuple):
-    """Position of consecutive elements of a Megatron parameter: elements [start, start + length) of a tensor.
 
-    If `columns` is not 0 they are a matrix with this many columns, stored transposed. If `stride` is not 1, they are
-    that far apart. The stored values are `plus` more than the elements.
-    """
+class TensorSlice(NamedTuple):
+    """Elements [start, start + length) of a stored tensor. A weight row lists the slices of its Megatron parameter."""
 
     tensor: str
     start: int
     length: int
-    columns: int = 0
-    stride: int = 1
-    plus: int = 0
+    columns: int = 0  # if not 0, the elements are a matrix with this many columns, stored transposed
+    stride: int = 1  # distance between the elements in the stored tensor
+    plus: int = 0  # the stored values are larger than the parameter by this number
+
+    def cut(self, start: int, length: int) -> TensorSlice:
+        """Return the part of this slice that has `length` elements and begins at element `start` of the slice."""
+        return self._replace(start=self.start + start, length=length)
 
 
 @dataclass(frozen=True)
 class WeightRow:
-    """One Megatron parameter and its Hugging Face tensors.
+    """A Megatron parameter and its Hugging Face tensors. The class of a row defines the transformation.
 
-    The class of a row is its transformation, which `hf_slices` defines for files and adapters, and for weights that
-    ranks share a class of Megatron-Bridge (`weights/bridge_mappings.py`). A row of this class itself is one tensor that
-    is the same on both sides, or several that Megatron concatenates.
+    Rows of a table have a `*` for each index of a layer or expert; `expand` replaces them by numbers.
     """
+
+    # Class of Megatron-Bridge for rows of this kind, "module:class", called as mapping(megatron name, *hf names).
+    # A name, because this module must not import Megatron.
+    mapping: ClassVar[str] = f"{_PARAM_MAPPING}:AutoMapping"
 
     megatron: str  # Megatron parameter name, with Transformer Engine's layer spec
     hf: tuple[str, ...]  # names of its Hugging Face tensors, in the order of Megatron's parameter
-    shapes: tuple[Shape, ...]  # shape of each Hugging Face tensor; a string names a size of `Dimensions`
-    # What each `*` counts, entries of `Dimensions.indices`. A Hugging Face name may have fewer of them.
+    shapes: tuple[Shape, ...]  # shape of each Hugging Face tensor; strings are symbols of `Dimensions.sizes`
+    # For each `*` of the Megatron name, its values: a key of `Dimensions.indices`. A Hugging Face name may have fewer.
     indices: tuple[str, ...] = ()
-    condition: str | None = None  # key of `dimensions` that must be true for the row to exist, or None
-    replicated: bool = False  # the parameter is a plain torch one, whole on every tensor-parallel rank
-    float32: bool = False  # the parameter is in float32 in models of 16 bits too, and in Megatron's checkpoints of them
-    gated: bool = False  # it is the gate and the up projection, concatenated; separate in an fsdp_dtensor checkpoint
-    # Sections of the parameter that are separate in a checkpoint of either Megatron format: the name of each, and its
-    # size along dimension 0, an entry of `Dimensions`.
+    condition: str | None = None  # symbol of `Dimensions.sizes` that must not be 0 for the row to exist, or None
+    replicated: bool = False  # every tensor-parallel rank has the full parameter, in a plain torch module
+    float32: bool = False  # the parameter and its Megatron checkpoints are in float32 also in 16-bit models
+    gated: bool = False  # the parameter is [gate; up], which are separate tensors in an fsdp_dtensor checkpoint
+    # Sections of the parameter that are separate tensors in both Megatron checkpoint formats: the name of each, and its
+    # size along dimension 0, a symbol of `Dimensions.sizes`.
     sections: tuple[tuple[str, str], ...] = ()
-    position: tuple[int, ...] = ()  # the numbers that replace the `*`, in an expanded row
-    pattern: str = ""  # the Megatron parameter name as in the table, in an expanded row
+    # Of expanded rows: the numbers that have replaced the `*`, and the Megatron name with `*`.
+    position: tuple[int, ...] = ()
+    pattern: str = ""
 
     @property
-    def stored(self) -> tuple[str, ...]:
-        """Names of the tensors as which an fsdp_dtensor checkpoint stores the parameter, in parts of dimension 0."""
+    def stored_names(self) -> tuple[str, ...]:
+        """Names of the tensors into which an fsdp_dtensor checkpoint divides the parameter along dimension 0."""
         if self.gated:
             return f"{self.megatron}_w", f"{self.megatron}_v"
         return tuple(f"{self.megatron}.{name}" for name, _ in self.sections) or (self.megatron,)
 
     @property
-    def of_vocabulary(self) -> bool:
-        """Whether the parameter has a row for each token, so that Megatron may pad it."""
+    def is_vocabulary(self) -> bool:
+        """Whether the parameter has one row per token of the vocabulary, which Megatron may pad."""
         return self.shapes[0][0] == "vocab"
 
     @property
     def expert(self) -> int:
-        """Index of an expanded row's expert, for rows of experts."""
+        """Index of the expert. Only expanded rows of experts have it."""
         return self.position[self.indices.index("experts")]
 
-    def at(self, *numbers: int) -> WeightRow:
-        """This row with its `*` replaced by `numbers`, from left to right, on both sides."""
-        hf = tuple(_fill(name, numbers) for name in self.hf)
-        return replace(self, megatron=_fill(self.megatron, numbers), hf=hf, position=numbers, pattern=self.megatron)
+    def bridge_mapping(self) -> str:
+        """Return this row's Megatron-Bridge mapping class as "module:class"."""
+        if self.sections:
+            return f"{_PARAM_MAPPING}:{'GDNLinearMappingSeparate' if len(self.hf) > 1 else 'GDNConv1dMapping'}"
+        if self.is_vocabulary:
+            return f"{_OUR_MAPPINGS}:VocabularyMapping"
+        return f"{_PARAM_MAPPING}:ReplicatedMapping" if self.replicated else self.mapping
 
-    def numbers(self, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the Hugging Face tensors as numbers; for a packed tensor, those of the row's expert."""
+    def with_indices(self, *numbers: int) -> WeightRow:
+        """Return the row with each `*` replaced by a number, from left to right."""
+
+        def fill(name: str) -> str:
+            for number in numbers:
+                name = name.replace("*", str(number), 1)
+            return name
+
+        hf = tuple(fill(name) for name in self.hf)
+        return replace(self, megatron=fill(self.megatron), hf=hf, position=numbers, pattern=self.megatron)
+
+    def resolve_shapes(self, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
+        """Return `shapes` with sizes in place of symbols. For a packed tensor, it is the shape of one expert."""
         return tuple(tuple(dimensions[d] if isinstance(d, str) else d for d in shape) for shape in self.shapes)
 
     def hf_shapes(self, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the whole Hugging Face tensors: some have all experts, where `numbers` gives one's part."""
-        return self.numbers(dimensions)
+        """Return the shapes of the Hugging Face tensors. A packed tensor has all experts."""
+        return self.resolve_shapes(dimensions)
 
-    def hf_slices(self, dimensions: Dimensions) -> Iterator[ParamSlice]:
-        """Positions in the Hugging Face tensors of an expanded row's parameter, in the parameter's row-major order."""
-        for name, shape in zip(self.hf, self.numbers(dimensions), strict=True):
-            yield ParamSlice(name, 0, math.prod(shape))
+    def hf_slices(self, dimensions: Dimensions) -> Iterator[TensorSlice]:
+        """Yield the slices of Hugging Face tensors that, one after the other, are the Megatron parameter's elements.
+
+        The elements are in row-major order. The row must be expanded.
+        """
+        for name, shape in zip(self.hf, self.resolve_shapes(dimensions), strict=True):
+            yield TensorSlice(name, 0, math.prod(shape))
 
     def megatron_shape(self, dimensions: Dimensions) -> tuple[int, ...]:
-        """Shape of an expanded row's Megatron parameter."""
-        shapes = self.numbers(dimensions)
+        """Return the shape of an expanded row's Megatron parameter."""
+        shapes = self.resolve_shapes(dimensions)
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
 @dataclass(frozen=True)
 class GatedMLP(WeightRow):
-    """Two tensors gate, up; Megatron concatenates them [gate; up]."""
+    """A row with two tensors, gate and up, which Megatron concatenates: [gate; up]."""
 
+    mapping: ClassVar[str] = f"{_PARAM_MAPPING}:GatedMLPMapping"
     gated: bool = True
 
 
 class QKV(WeightRow):
-    """Three tensors q, k, v; Megatron interleaves them by query group: [q heads of the group, its k, its v] ..."""
+    """A row with the tensors q, k, v, which Megatron interleaves by query group.
 
-    def hf_slices(self, dimensions: Dimensions) -> Iterator[ParamSlice]:
-        """See `WeightRow`."""
-        head = dimensions["head_dim"] * math.prod(self.numbers(dimensions)[0][1:])
+    The parameter has [q heads of the group, its k, its v] of each group.
+    """
+
+    mapping: ClassVar[str] = f"{_PARAM_MAPPING}:QKVMapping"
+
+    def hf_slices(self, dimensions: Dimensions) -> Iterator[TensorSlice]:
+        """Yield slices of q, k and v for each query group, see `WeightRow.hf_slices`."""
+        head = dimensions["head_dim"] * math.prod(self.resolve_shapes(dimensions)[0][1:])
         queries = dimensions["heads"] // dimensions["kv_heads"] * head
         for group in range(dimensions["kv_heads"]):
             for name, length in zip(self.hf, (queries, head, head), strict=True):
-                yield ParamSlice(name, group * length, length)
+                yield TensorSlice(name, group * length, length)
 
 
 class ConcatenatedQKV(WeightRow):
-    """One tensor [q; k; v]; Megatron interleaves it by head: [q, k, v of head 0], [q, k, v of head 1] ..."""
+    """A row with one tensor [q; k; v], which Megatron interleaves by head.
 
-    def hf_slices(self, dimensions: Dimensions) -> Iterator[ParamSlice]:
-        """See `WeightRow`."""
-        third = math.prod(self.numbers(dimensions)[0]) // 3
+    The parameter has [q, k, v of head 0], [q, k, v of head 1], and so on.
+    """
+
+    mapping: ClassVar[str] = f"{_PARAM_MAPPING}:ConcatenatedQKVMapping"
+
+    def hf_slices(self, dimensions: Dimensions) -> Iterator[TensorSlice]:
+        """Yield slices of q, k and v for each head, see `WeightRow.hf_slices`."""
+        third = math.prod(self.resolve_shapes(dimensions)[0]) // 3
         head = third // dimensions["v_heads"]
         for number in range(dimensions["v_heads"]):
-            for part in range(3):
-                yield ParamSlice(self.hf[0], part * third + number * head, head)
+            for q_k_or_v in range(3):
+                yield TensorSlice(self.hf[0], q_k_or_v * third + number * head, head)
 
 
 class GatedQKV(WeightRow):
-    """Three tensors q, k, v, where q has each head's queries and then its output gate.
+    """A row with the tensors q, k, v, where q has the queries of each head followed by its output gate.
 
     Megatron interleaves them by query group: [queries of its heads, their gates, its k, its v] ...
     """
 
-    def hf_slices(self, dimensions: Dimensions) -> Iterator[ParamSlice]:
-        """See `WeightRow`."""
+    mapping: ClassVar[str] = f"{_PARAM_MAPPING}:QKVMapping"
+
+    def hf_slices(self, dimensions: Dimensions) -> Iterator[TensorSlice]:
+        """Yield slices of queries, gates, k and v for each query group, see `WeightRow.hf_slices`."""
         query, *others = self.hf
         heads = dimensions["heads"] // dimensions["kv_heads"]  # of a group
-        head = dimensions["head_dim"] * math.prod(self.numbers(dimensions)[0][1:])
+        head = dimensions["head_dim"] * math.prod(self.resolve_shapes(dimensions)[0][1:])
         for group in range(dimensions["kv_heads"]):
-            for part in range(2):  # queries, gates
+            for query_or_gate in range(2):
                 for number in range(group * heads, (group + 1) * heads):
-                    yield ParamSlice(query, (2 * number + part) * head, head)
+                    yield TensorSlice(query, (2 * number + query_or_gate) * head, head)
             for name in others:
-                yield ParamSlice(name, group * head, head)
+                yield TensorSlice(name, group * head, head)
 
 
 class ZeroCentered(WeightRow):
-    """One tensor; Megatron's is less by one, because its norms multiply by 1 + weight.
+    """A row with the weight of a norm. Megatron's weight is smaller by one, because its norm multiplies by 1 + weight.
 
-    In float32 that is exact for weights of at least 0.5, and for those of bfloat16 from 2^-16 in magnitude; others are
-    rounded by up to 6e-8.
+    In float32 the subtraction is exact for weights of at least 0.5, and for bfloat16 weights from 2^-16 in magnitude;
+    others are rounded by up to 6e-8.
     """
 
-    def hf_slices(self, dimensions: Dimensions) -> Iterator[ParamSlice]:
-        """See `WeightRow`."""
-        yield ParamSlice(self.hf[0], 0, math.prod(self.numbers(dimensions)[0]), plus=1)
+    mapping: ClassVar[str] = f"{_OUR_MAPPINGS}:ZeroCenteredMapping"
+
+    def hf_slices(self, dimensions: Dimensions) -> Iterator[TensorSlice]:
+        """Yield a slice with the full tensor, whose values are larger by one; see `WeightRow.hf_slices`."""
+        yield TensorSlice(self.hf[0], 0, math.prod(self.resolve_shapes(dimensions)[0]), plus=1)
 
 
 @dataclass(frozen=True)
 class PackedExpert(WeightRow):
-    """One expert of a tensor that has all experts of a layer, [experts, ...]."""
+    """A row with one expert from a packed tensor, which has all experts of a layer, [experts, ...]."""
 
     transposed: bool = False  # the tensor is input-major, [experts, in, out], unlike Megatron's [out, in]
 
-    def hf_shapes(self, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
-        """See `WeightRow`."""
-        return ((dimensions["experts"], *self.numbers(dimensions)[0]),)
+    def bridge_mapping(self) -> str:
+        """Return the mapping class of packed experts, see `WeightRow.bridge_mapping`."""
+        kind = "GatedExpertMapping" if self.gated else "ExpertMapping"
+        return f"{_OUR_MAPPINGS}:InputMajor{kind}" if self.transposed else f"{_PARAM_MAPPING}:Fused{kind}"
 
-    def hf_slices(self, dimensions: Dimensions) -> Iterator[ParamSlice]:
-        """See `WeightRow`."""
-        shape = self.numbers(dimensions)[0]
+    def hf_shapes(self, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
+        """Return the shape of the packed tensor, [experts, ...]."""
+        return ((dimensions["experts"], *self.resolve_shapes(dimensions)[0]),)
+
+    def hf_slices(self, dimensions: Dimensions) -> Iterator[TensorSlice]:
+        """Yield the slice of this row's expert in the packed tensor, see `WeightRow.hf_slices`."""
+        shape = self.resolve_shapes(dimensions)[0]
         size = math.prod(shape)
-        yield ParamSlice(self.hf[0], self.expert * size, size, columns=shape[0] if self.transposed else 0)
+        yield TensorSlice(self.hf[0], self.expert * size, size, columns=shape[0] if self.transposed else 0)
 
     def megatron_shape(self, dimensions: Dimensions) -> tuple[int, ...]:
-        """See `WeightRow`."""
-        shape = self.numbers(dimensions)[0]
+        """Return the shape of one expert's Megatron parameter, [out, in]."""
+        shape = self.resolve_shapes(dimensions)[0]
         return shape[::-1] if self.transposed else shape
 
 
-def stored_rows(row: WeightRow, rows: int, dimensions: Dimensions) -> tuple[int, ...]:
-    """Number of a parameter's rows in each of `WeightRow.stored`: its section's, or equal parts."""
-    return tuple(dimensions[size] for _, size in row.sections) or (rows // len(row.stored),) * len(row.stored)
-
-
-def _fill(name: str, numbers: Sequence[int]) -> str:
-    for number in numbers:
-        name = name.replace("*", str(number), 1)
-    return name
+def stored_sizes(row: WeightRow, rows: int, dimensions: Dimensions) -> tuple[int, ...]:
+    """Return the size along dimension 0 of each tensor in `stored_names`, for a parameter with `rows` rows."""
+    if row.sections:
+        return tuple(dimensions[size] for _, size in row.sections)
+    return (rows // len(row.stored_names),) * len(row.stored_names)
 
 
 def expand(rows: tuple[WeightRow, ...], dimensions: Dimensions) -> Iterator[WeightRow]:
-    """The rows of a model of these dimensions, one per Megatron parameter, without any `*`."""
+    """Yield the rows of a model, one per Megatron parameter, with indices of layers and experts in place of `*`."""
     for row in rows:
         if row.condition is None or dimensions[row.condition]:
             for numbers in itertools.product(*(dimensions.indices[name] for name in row.indices)):
-                yield row.at(*numbers)
+                yield row.with_indices(*numbers)
 
 
 def parameter_count(rows: tuple[WeightRow, ...], dimensions: Dimensions) -> int:
-    """Number of parameters of a model of these dimensions, without building it."""
-    return sum(math.prod(shape) for row in expand(rows, dimensions) for shape in row.numbers(dimensions))
+    """Return the number of parameters of a model, without building it."""
+    return sum(math.prod(shape) for row in expand(rows, dimensions) for shape in row.resolve_shapes(dimensions))
 
 
 class ExpertLayout(Enum):
-    """Format of the experts of a layer in a Hugging Face checkpoint."""
+    """Layout of experts in a Hugging Face checkpoint."""
 
     INPUT_MAJOR = "packed [experts, in, out]"  # released Qwen3-VL
     OUTPUT_MAJOR = "packed [experts, out, in]"  # a model saved by transformers 5
@@ -246,16 +298,19 @@ class ExpertLayout(Enum):
     OUTPUT_MAJOR_MTP_PER_EXPERT = "packed [experts, out, in], one tensor per expert of multi-token prediction"
 
 
-def expert_layout_of(
+def detect_expert_layout(
     table: Callable[[ExpertLayout], Sequence[WeightRow]], shapes: Mapping[str, Sequence[int]], dimensions: Dimensions
 ) -> ExpertLayout:
-    """The format of a checkpoint's experts, from the shapes of the tensors of its first MoE layer and of multi-token
-    prediction, by Hugging Face name; `table` gives the rows of a checkpoint in a format.
+    """Return the layout of a checkpoint's experts.
 
-    No model is ambiguous: if one tensor's two orientations have the same shape, the other's have not.
+    No model is ambiguous: if both orientations of one tensor have the same shape, those of the other do not.
+
+    Args:
+        table: returns the rows of a checkpoint with a layout.
+        shapes: by Hugging Face name, the shapes of the tensors of the first MoE layer and of multi-token prediction.
 
     Raises:
-        ValueError: an unknown format.
+        ValueError: an unknown layout.
     """
     layer = dimensions.indices["moe_layers"][0]
     names: list[str] = []
@@ -265,7 +320,7 @@ def expert_layout_of(
             if "experts" not in row.indices or (row.condition is not None and not dimensions[row.condition]):
                 continue
             for expert in dimensions.indices["experts"]:
-                expanded = row.at(*(expert if index == "experts" else layer for index in row.indices))
+                expanded = row.with_indices(*(expert if index == "experts" else layer for index in row.indices))
                 expected.update(zip(expanded.hf, expanded.hf_shapes(dimensions), strict=True))
         if all(tuple(shapes.get(name, ())) == shape for name, shape in expected.items()):
             return layout
@@ -279,9 +334,9 @@ def expert_layout_of(
 
 
 OUTPUT_LAYER = "language_model.output_layer"
-# Megatron-Bridge's names of an adapter's parameters: `layer`, MARK, and one of the three.
-MARK = ".adapter."
-IN, OUT, MAGNITUDE = "linear_in.weight", "linear_out.weight", "weight_magnitude"
+# Megatron-Bridge names the parameters of an adapter by the layer, ADAPTER_MARK, and one of the three suffixes.
+ADAPTER_MARK = ".adapter."
+LINEAR_IN, LINEAR_OUT, MAGNITUDE = "linear_in.weight", "linear_out.weight", "weight_magnitude"
 
 # If a layer spec has no fused norm-and-linear module, its norms are separate modules; if it has no grouped experts,
 # each expert is.
@@ -293,7 +348,7 @@ _LOCAL_NAMES = (
 
 
 def local_name(name: str) -> str:
-    """The local layer spec's name of a parameter given with Transformer Engine's name."""
+    """Return the name that a parameter of Transformer Engine's layer spec has with the local layer spec."""
     for pattern, instead in _LOCAL_NAMES:
         name = re.sub(pattern, instead, name)
     return name
@@ -302,41 +357,59 @@ def local_name(name: str) -> str:
 _ONE_EXPERT = re.compile(r"(?<=\.mlp\.experts)\.local_experts\.\d+(?=\.)")
 
 
-def is_of_experts(layer: str) -> bool:
-    """Whether a linear layer, by its name in either layer spec, is of experts."""
+def is_expert_layer(layer: str) -> bool:
+    """Return whether a linear layer belongs to experts, by its name in either layer spec."""
     return ".mlp.experts." in layer
 
 
-def is_of_mtp(name: str) -> bool:
-    """Whether a Megatron module or parameter is of multi-token prediction."""
+def is_mtp(name: str) -> bool:
+    """Return whether a Megatron module or parameter belongs to multi-token prediction."""
     return ".mtp." in name
 
 
 def shared_name(layer: str) -> str:
-    """A linear layer's name as shared by all experts of its layer; any other layer's own name."""
+    """Return the name of a linear layer without the number of its expert."""
     return _ONE_EXPERT.sub("", layer)
 
 
-# Indices that megatron-core's own format turns into dimensions of a tensor.
+# torch_dist checkpoints stack the tensors of layers and experts, so that an index becomes a dimension of a tensor.
 _KINDS_OF_TEXT_LAYERS = ("dense_layers", "moe_layers", "linear_layers", "full_layers")
 _STACKED: Mapping[str, str] = dict.fromkeys(_KINDS_OF_TEXT_LAYERS, "text_layers")
-# They stay in the name if layers of one stack differ, like the layers of a model with dense and MoE layers.
+# These indices stay in the name if layers of one stack differ, as in a model with dense and MoE layers.
 NAMED_IF_MIXED = ("text_layers", *_KINDS_OF_TEXT_LAYERS)
+
+
+def with_former_mtp_name(name: str) -> str:
+    """Return a parameter's name with `transformer_layer` (its former name) in place of `mtp_model_layer`.
+
+    megatron-core stores the former name: in `torch_dist`, and since 0.20 in `fsdp_dtensor` too
+    (`fsdp_dtensor_checkpoint.handle_mtp_in_state_dict`).
+    """
+    return name.replace(".mtp_model_layer.", ".transformer_layer.")
+
+
+def without_former_mtp_name(name: str) -> str:
+    """Return a stored name with `mtp_model_layer` in place of `transformer_layer`; inverts `with_former_mtp_name`."""
+    return re.sub(r"(\bmtp\.layers\.\d+)\.transformer_layer\.", r"\1.mtp_model_layer.", name)
 
 
 def stacked_name(
     row: WeightRow, dimensions: Dimensions, named: Collection[str] = (), *, local: bool = False
 ) -> tuple[str, tuple[tuple[int, int], ...]]:
-    """Name in megatron-core's own format, `torch_dist`, of the tensor that an expanded row is a part of.
+    """Return the name of the tensor in a `torch_dist` checkpoint that contains an expanded row's parameter.
 
     Source: megatron-core 0.19, `sharded_state_dict` of TransformerBlock, SequentialMLP and TEGroupedMLP.
 
-    Indices in `named` stay in the name. `local` is whether it was saved with megatron-core's own local layer spec. That
-    renames norms as if they were all fused, because the norm before experts is in no spec; ours does not rename that
-    one. Returns the name, and for each dimension in front of the parameter's own: the row's index in it, and its size.
+    Args:
+        named: indices that stay in the name instead of being stacked.
+        local: whether the checkpoint was saved with megatron-core's own local layer spec. It renames all norms as if
+            they were fused; ours does not rename the norm before experts, because no spec fuses it.
+
+    Returns:
+        The name; and for each stacked dimension, the row's index in it and its size.
     """
     name = re.sub(r"mlp\.experts\.(local_experts\.)?", "mlp.experts.experts.", row.pattern)
-    name = name.replace(".mtp_model_layer.", ".transformer_layer.")  # its earlier name in megatron-core
+    name = with_former_mtp_name(name)
     name = name.replace("weight*", "weight.*")
     if local:
         name = name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
@@ -350,62 +423,67 @@ def stacked_name(
     return name, tuple(stacked)
 
 
-class Part(Enum):
-    """As in the names of the freeze flags."""
+class Component(Enum):
+    """A component of the model that can be frozen by a flag `freeze_<component>`."""
 
     LANGUAGE_MODEL = "language_model"
-    VISION_MODEL = "vision_model"  # without the mergers
-    VISION_PROJECTION = "vision_projection"  # the mergers, main and DeepStack
+    VISION_MODEL = "vision_model"  # without the patch mergers
+    VISION_PROJECTION = "vision_projection"  # the patch mergers: the main merger and DeepStack's
 
 
 _WRAPPERS = ("module.", "_teacher_model.")
-# Of a student, ModelOpt's losses have parameters too: they fit its hidden states to its teacher's.
+# `_loss_modules` are ModelOpt's distillation losses, which have parameters that fit hidden states to the teacher's.
 _OF_LANGUAGE = ("language_model.", "embedding.", "decoder.", "output_layer.", "mtp.", "_loss_modules.")
 
 
-def part_of(name: str) -> Part:
-    """The part of a parameter or a linear layer, by its name in the model, its language model alone or a wrapper, such
-    as a student's of its teacher; a ValueError if it is not of this model.
+def component_of(name: str) -> Component:
+    """Return the component of a parameter or linear layer.
+
+    Args:
+        name: its name in the model, in the language model alone, or in a wrapper such as DDP or ModelOpt's teacher.
+
+    Raises:
+        ValueError: a name that is not of this model.
     """
     while name.startswith(_WRAPPERS):
         name = name.partition(".")[2]
     if name.startswith(_OF_LANGUAGE):
-        return Part.LANGUAGE_MODEL
+        return Component.LANGUAGE_MODEL
     if not name.startswith("vision_model."):
         raise ValueError(f"found the parameter {name}, expected one of language_model or vision_model")
     is_merger = name.startswith(("vision_model.merger.", "vision_model.decoder.deepstack_merger_list."))
-    return Part.VISION_PROJECTION if is_merger else Part.VISION_MODEL
+    return Component.VISION_PROJECTION if is_merger else Component.VISION_MODEL
 
 
-def copied(megatron: str, hf: str, *shape: str | int, indices: tuple[str, ...] = (), **more: Any) -> WeightRow:
-    """The row of one tensor of this shape."""
+def single_row(megatron: str, hf: str, *shape: str | int, indices: tuple[str, ...] = (), **more: Any) -> WeightRow:
+    """Return a row that copies one Hugging Face tensor of shape `shape` to a Megatron parameter."""
     return WeightRow(megatron, (hf,), (shape,), indices, **more)
 
 
-def affine(
+def weight_and_bias_rows(
     megatron: str, hf: str, weight: Shape, *, indices: tuple[str, ...] = (), replicated: bool = False
 ) -> tuple[WeightRow, ...]:
-    """Rows of a module with a weight and a bias as long as the weight's first dimension."""
+    """Return the rows of a module with a weight, and a bias with the size of the weight's first dimension."""
     return tuple(
-        copied(f"{megatron}.{suffix}", f"{hf}.{suffix}", *shape, indices=indices, replicated=replicated)
+        single_row(f"{megatron}.{suffix}", f"{hf}.{suffix}", *shape, indices=indices, replicated=replicated)
         for suffix, shape in (("weight", weight), ("bias", weight[:1]))
     )
 
 
 def merger_rows(megatron: str, hf: str, norm: str, indices: tuple[str, ...] = ()) -> tuple[WeightRow, ...]:
-    """Rows of a patch merger: a norm, and two linear layers with a GELU between."""
+    """Return the rows of a patch merger: a norm, and two linear layers with a GELU between them."""
     return (
-        *affine(f"{megatron}.patch_norm", f"{hf}.norm", (norm,), indices=indices),
-        *affine(f"{megatron}.linear_fc1", f"{hf}.linear_fc1", ("v_merged", "v_merged"), indices=indices),
-        *affine(f"{megatron}.linear_fc2", f"{hf}.linear_fc2", ("hidden", "v_merged"), indices=indices),
+        *weight_and_bias_rows(f"{megatron}.patch_norm", f"{hf}.norm", (norm,), indices=indices),
+        *weight_and_bias_rows(f"{megatron}.linear_fc1", f"{hf}.linear_fc1", ("v_merged", "v_merged"), indices=indices),
+        *weight_and_bias_rows(f"{megatron}.linear_fc2", f"{hf}.linear_fc2", ("hidden", "v_merged"), indices=indices),
     )
 
 
 _PATCH = ("v_hidden", "v_channels", "v_temporal_patch", "v_patch", "v_patch")
 _TOWER, _HF_TOWER = "vision_model.decoder.layers.*.", "model.visual.blocks.*."
 VISION_ROWS: tuple[WeightRow, ...] = (
-    *affine("vision_model.patch_embed.proj", "model.visual.patch_embed.proj", _PATCH, replicated=True),
-    copied(
+    *weight_and_bias_rows("vision_model.patch_embed.proj", "model.visual.patch_embed.proj", _PATCH, replicated=True),
+    single_row(
         "vision_model.pos_embed.weight", "model.visual.pos_embed.weight", "v_positions", "v_hidden", replicated=True
     ),
     *(
@@ -425,32 +503,35 @@ VISION_ROWS: tuple[WeightRow, ...] = (
 
 
 def text_rows(*layers: WeightRow) -> tuple[WeightRow, ...]:
-    """Rows of a text model with these layers: the embedding before them, the final norm and the output layer after."""
+    """Return the rows of a text model: embedding, the rows `layers`, final norm and output layer."""
     embedding = "language_model.embedding.word_embeddings.weight"
     return (
-        copied(embedding, "model.language_model.embed_tokens.weight", "vocab", "hidden"),
+        single_row(embedding, "model.language_model.embed_tokens.weight", "vocab", "hidden"),
         *layers,
-        copied("language_model.decoder.final_layernorm.weight", "model.language_model.norm.weight", "hidden"),
-        copied(f"{OUTPUT_LAYER}.weight", "lm_head.weight", "vocab", "hidden", condition="untied"),
+        single_row("language_model.decoder.final_layernorm.weight", "model.language_model.norm.weight", "hidden"),
+        single_row(f"{OUTPUT_LAYER}.weight", "lm_head.weight", "vocab", "hidden", condition="untied"),
     )
 
 
 def attention_rows(
     megatron: str, hf: str, *indices: str, kind: type[WeightRow] = QKV, queries: str = "q"
 ) -> tuple[WeightRow, ...]:
-    """Rows of attention with normalized heads and of the norm before it, named as in `dense_mlp_rows`.
+    """Return the rows of attention with q and k norms, and of the norm before it.
 
-    `kind` is the row of q, k and v, and `queries` the size of its first tensor.
+    Args:
+        megatron, hf: prefixes of the layers' names, with a `*` for each index and a dot at the end.
+        kind: the class of the row of q, k and v.
+        queries: the size of the first tensor of that row.
     """
 
     def copy(name: str, other: str, *shape: str) -> WeightRow:
-        return copied(f"{megatron}self_attention.{name}", f"{hf}{other}.weight", *shape, indices=indices)
+        return single_row(f"{megatron}self_attention.{name}", f"{hf}{other}.weight", *shape, indices=indices)
 
     return (
         copy("linear_qkv.layer_norm_weight", "input_layernorm", "hidden"),
         kind(
             f"{megatron}self_attention.linear_qkv.weight",
-            tuple(f"{hf}self_attn.{part}_proj.weight" for part in "qkv"),
+            tuple(f"{hf}self_attn.{name}_proj.weight" for name in "qkv"),
             ((queries, "hidden"), ("kv", "hidden"), ("kv", "hidden")),
             indices,
         ),
@@ -461,40 +542,38 @@ def attention_rows(
 
 
 def dense_mlp_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightRow, ...]:
-    """Rows of an MLP and the norm before it, of layers with these names: a `*` for each index, a point at the end."""
+    """Return the rows of an MLP and of the norm before it; arguments as for `attention_rows`."""
     fc1, norm, half = f"{megatron}mlp.linear_fc1.", f"{hf}post_attention_layernorm.weight", ("ffn", "hidden")
     gate_up = (f"{hf}mlp.gate_proj.weight", f"{hf}mlp.up_proj.weight")
     return (
-        copied(f"{fc1}layer_norm_weight", norm, "hidden", indices=indices),
+        single_row(f"{fc1}layer_norm_weight", norm, "hidden", indices=indices),
         GatedMLP(f"{fc1}weight", gate_up, (half, half), indices),
-        copied(f"{megatron}mlp.linear_fc2.weight", f"{hf}mlp.down_proj.weight", "hidden", "ffn", indices=indices),
+        single_row(f"{megatron}mlp.linear_fc2.weight", f"{hf}mlp.down_proj.weight", "hidden", "ffn", indices=indices),
     )
 
 
 def moe_rows(megatron: str, hf: str, *indices: str, experts: ExpertLayout) -> tuple[WeightRow, ...]:
-    """Rows of a router, its experts in this format, and the norm before them; otherwise as `dense_mlp_rows`."""
+    """Return the rows of a MoE layer: the norm before it, the router, and experts in the layout `experts`."""
     norm = f"{hf}post_attention_layernorm.weight"
-    return (
-        copied(f"{megatron}pre_mlp_layernorm.weight", norm, "hidden", indices=indices),
-        copied(f"{megatron}mlp.router.weight", f"{hf}mlp.gate.weight", "experts", "hidden", indices=indices),
-        *_expert_rows(megatron, hf, indices, experts),
+    before = (
+        single_row(f"{megatron}pre_mlp_layernorm.weight", norm, "hidden", indices=indices),
+        single_row(f"{megatron}mlp.router.weight", f"{hf}mlp.gate.weight", "experts", "hidden", indices=indices),
     )
-
-
-def _expert_rows(megatron: str, hf: str, indices: tuple[str, ...], experts: ExpertLayout) -> tuple[WeightRow, ...]:
-    fc1, fc2 = (f"{megatron}mlp.experts.linear_{part}.weight*" for part in ("fc1", "fc2"))
+    fc1, fc2 = (f"{megatron}mlp.experts.linear_{name}.weight*" for name in ("fc1", "fc2"))
     hf, each = f"{hf}mlp.experts.", (*indices, "experts")
     gate_up, down = ("moe_gate_up", "hidden"), ("hidden", "moe_ffn")
     if experts is ExpertLayout.PER_EXPERT:
         half = ("moe_ffn", "hidden")
         return (
+            *before,
             GatedMLP(fc1, (f"{hf}*.gate_proj.weight", f"{hf}*.up_proj.weight"), (half, half), each),
             WeightRow(fc2, (f"{hf}*.down_proj.weight",), (down,), each),
         )
-    turned = experts is ExpertLayout.INPUT_MAJOR
-    if turned:
+    transposed = experts is ExpertLayout.INPUT_MAJOR
+    if transposed:
         gate_up, down = gate_up[::-1], down[::-1]
     return (
-        PackedExpert(fc1, (f"{hf}gate_up_proj",), (gate_up,), each, transposed=turned, gated=True),
-        PackedExpert(fc2, (f"{hf}down_proj",), (down,), each, transposed=turned),
+        *before,
+        PackedExpert(fc1, (f"{hf}gate_up_proj",), (gate_up,), each, transposed=transposed, gated=True),
+        PackedExpert(fc2, (f"{hf}down_proj",), (down,), each, transposed=transposed),
     )

@@ -7,15 +7,22 @@ import sys
 
 from qwen3vl_bridge.checkpoint import CheckpointError, export_checkpoint, import_checkpoint, verify_checkpoint
 from qwen3vl_bridge.cli.convert import main
-from qwen3vl_bridge.io.files import write_object
+from qwen3vl_bridge.core.files import write_object
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.forked import ROOT
-
-from ..support import CHANGES, expect_error, exporting, importing, model_with, model_with_config, stock_load
+from tests.checkpoint.support import (
+    CHANGES,
+    expect_error,
+    exporting,
+    importing,
+    model_with,
+    model_with_config,
+    stock_load,
+)
+from tests.helpers.forked import ROOT
 
 CONVERT = ROOT / "conversion" / "convert.py"
 
@@ -25,13 +32,13 @@ def convert(*arguments: object, **how) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, CONVERT, *map(str, arguments)], **pipes | how)
 
 
-def test_bad_input_is_one_line_and_status_2(tmp_path):
+def test_convert_invalid_input_exits_2(tmp_path):
     found = convert("export", "--megatron-path", "/no/such", "--hf-path", tmp_path / "hf")
     assert found.returncode == 2 and not found.stdout
     assert found.stderr == "error: /no/such: there is no such folder, expected the folder of a Megatron checkpoint\n"
 
 
-def test_a_whole_conversion(untied_folder, tmp_path, capsys):
+def test_convert_import_export_verify(untied_folder, tmp_path, capsys):
     megatron, hf = str(tmp_path / "megatron"), str(tmp_path / "hf")
     assert main(["import", "--hf-model", str(untied_folder), "--megatron-path", megatron, "--tp", "2", "--verify"]) == 0
     out, error = capsys.readouterr()
@@ -43,7 +50,7 @@ def test_a_whole_conversion(untied_folder, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("same: ")
 
 
-def test_a_dry_run_writes_nothing(untied_folder, tmp_path, capsys):
+def test_convert_dry_run_writes_nothing(untied_folder, tmp_path, capsys):
     arguments = ["--hf-model", str(untied_folder), "--megatron-path", str(tmp_path / "a" / "b"), "--dry-run"]
     arguments += ["--torch-dtype", "bfloat16"]
     assert main(["import", *arguments, "--json"]) == 0
@@ -62,7 +69,8 @@ def full():
         yield file
 
 
-def test_a_report_that_cannot_be_printed_is_no_failure_of_what_is_in_place(full, untied_folder, tmp_path):
+@pytest.mark.slow
+def test_convert_stdout_full_keeps_result(full, untied_folder, tmp_path):
     place = tmp_path / "m"
     arguments = ["import", "--no-progress", "--hf-model", untied_folder, "--megatron-path", place]
     for more in ([], ["--json", "--overwrite"]):
@@ -73,8 +81,8 @@ def test_a_report_that_cannot_be_printed_is_no_failure_of_what_is_in_place(full,
     assert main(["verify", "--no-progress", "--hf-model", str(untied_folder), "--megatron-path", str(place)]) == 0
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify", "import"])
-def test_what_has_no_result_but_its_text_fails_without_it(command, full, imported, untied_folder, tmp_path):
+@pytest.mark.parametrize("command", ["inspect", "verify", pytest.param("import", marks=pytest.mark.slow)])
+def test_convert_stdout_full_without_result_exits_2(command, full, imported, untied_folder, tmp_path):
     arguments = {
         "inspect": ["--megatron-path", imported],
         "verify": ["--hf-model", untied_folder, "--megatron-path", imported, "--no-progress"],
@@ -87,7 +95,7 @@ def test_what_has_no_result_but_its_text_fails_without_it(command, full, importe
         assert convert(command, *arguments, stdout=full, stderr=full).returncode == 2
 
 
-def test_a_user_that_there_is_not(capsys, tmp_path, untied_folder, imported):
+def test_convert_unknown_home_exits_2(capsys, tmp_path, untied_folder, imported):
     nobody, part = "~nosuchuser/x", "~nosuchuser/x: ~nosuchuser is not the home folder of any user"
     expect_error(capsys, importing(nobody, tmp_path), part)
     expect_error(capsys, exporting(nobody, tmp_path), part)
@@ -100,8 +108,9 @@ def test_a_user_that_there_is_not(capsys, tmp_path, untied_folder, imported):
         assert capsys.readouterr().err == f"error: {part} here\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("endpoint", ["nonsense", "ftp://hub", "http://["])
-def test_an_address_of_a_hub_that_is_none(endpoint, tmp_path):
+def test_convert_invalid_hub_endpoint_exits_2(endpoint, tmp_path):
     environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
     found = convert(*importing("Qwen/No-Such", tmp_path), env=environment)
     assert found.returncode == 2 and f"HF_ENDPOINT is {endpoint!r}" in found.stderr and "Traceback" not in found.stderr
@@ -116,7 +125,8 @@ def piped(arguments: list[str], closed: str) -> subprocess.CompletedProcess:
     return found
 
 
-def test_a_reader_that_has_gone_takes_nothing_from_what_is_done(untied_folder, tmp_path):
+@pytest.mark.slow
+def test_convert_closed_pipe_keeps_result(untied_folder, tmp_path):
     arguments = ["import", "--hf-model", str(untied_folder), "--megatron-path", str(tmp_path / "m")]
     found = piped([*arguments, "--no-progress"], "stdout")
     assert (found.returncode, found.stderr) == (0, "")
@@ -126,7 +136,7 @@ def test_a_reader_that_has_gone_takes_nothing_from_what_is_done(untied_folder, t
 
 
 @pytest.mark.parametrize("variables", [{}, {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}])
-def test_inspect_waits_for_nobody(variables, capsys, monkeypatch, imported):
+def test_inspect_ignores_world_size(variables, capsys, monkeypatch, imported):
     for name, value in {"WORLD_SIZE": "2", **variables}.items():
         monkeypatch.setenv(name, value)
     assert main(["inspect", "--megatron-path", str(imported)]) == 0
@@ -140,16 +150,14 @@ def test_inspect_waits_for_nobody(variables, capsys, monkeypatch, imported):
     ({"RANK": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}, "RANK is '2', expected 0 to 1"),
     ({"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}, "to each other: invalid literal"),
 ])  # fmt: skip
-def test_processes_that_cannot_find_each_other_do_not_wait(
-    variables, part, capsys, monkeypatch, untied_folder, tmp_path, no_groups
-):
+def test_convert_invalid_world_exits_2(variables, part, capsys, monkeypatch, untied_folder, tmp_path, no_groups):
     for name, value in {"WORLD_SIZE": "2", **variables}.items():
         monkeypatch.setenv(name, value)
     expect_error(capsys, importing(untied_folder, tmp_path), part)
 
 
 @pytest.mark.slow
-def test_several_processes_write_what_one_writes(moe_folder, tmp_path):
+def test_convert_two_processes_same_bytes(moe_folder, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(CONVERT)]
     arguments = ["import", "--hf-model", str(moe_folder), "--megatron-path", str(tmp_path / "two"), "--ep", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -165,7 +173,7 @@ def test_several_processes_write_what_one_writes(moe_folder, tmp_path):
     assert found.returncode and found.stderr.count("error: ") == 1 and "exists already" in found.stderr
 
 
-def test_tensors_that_the_model_does_not_call_for(tmp_path, untied_folder, imported):
+def test_convert_not_strict_ignores_extra_tensors(tmp_path, untied_folder, imported):
     folder = model_with(tmp_path / "model", untied_folder, CHANGES["extra"])
     with pytest.raises(CheckpointError, match="1 unexpected"):
         import_checkpoint(folder, tmp_path / "megatron")
@@ -186,7 +194,7 @@ def test_tensors_that_the_model_does_not_call_for(tmp_path, untied_folder, impor
     assert "language_model.extra [3] float32 is not a tensor" in report.notes[0]
 
 
-def test_code_that_a_model_brings_comes_along_only_when_trusted(capsys, tmp_path, untied_folder):
+def test_convert_remote_code_needs_flag(capsys, tmp_path, untied_folder):
     code = {"auto_map": {"AutoModel": "modeling.Model"}}
     folder = model_with_config(tmp_path / "model", untied_folder, code)
     (folder / "modeling.py").write_text("raise SystemExit('never run here')\n")
@@ -203,12 +211,12 @@ def test_code_that_a_model_brings_comes_along_only_when_trusted(capsys, tmp_path
     ({"text_config": {"_target_": "os.system", "_args_": ["true"]}}, "the key '_target_'"),
     ({"note": [{"deep": "${oc.env:HOME}"}]}, "would replace"),
 ])  # fmt: skip
-def test_a_configuration_that_megatron_bridge_would_act_on(capsys, tmp_path, untied_folder, change, part):
+def test_import_executable_config_raises(capsys, tmp_path, untied_folder, change, part):
     folder = model_with_config(tmp_path / "model", untied_folder, change)
     expect_error(capsys, importing(folder, tmp_path), "config.json", part)
 
 
-def test_a_manifest_that_lies(capsys, tmp_path, moe_folder):
+def test_export_invalid_manifest_raises(capsys, tmp_path, moe_folder):
     import_checkpoint(moe_folder, tmp_path / "megatron")
     path = tmp_path / "megatron" / "iter_0000000" / "qwen3vl_bridge.json"
     for name, value in (("expert_layout", "SIDEWAYS"), ("expert_layout", ["x"]), ("sha256", {"a": "b"})):
@@ -223,7 +231,7 @@ def test_a_manifest_that_lies(capsys, tmp_path, moe_folder):
 
 
 @pytest.mark.parametrize("ckpt_format", ["fsdp_dtensor", "torch_dist"])
-def test_inspect_says_what_the_manifest_says(ckpt_format, moe_folder, tmp_path, capsys):
+def test_inspect_shows_manifest(ckpt_format, moe_folder, tmp_path, capsys):
     import_checkpoint(moe_folder, tmp_path / "megatron", ckpt_format=ckpt_format, checksums=True)
     arguments = ["inspect", "--megatron-path", str(tmp_path / "megatron")]
     assert main([*arguments, "--json"]) == 0

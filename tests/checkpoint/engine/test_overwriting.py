@@ -14,20 +14,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import CheckpointError, export_checkpoint, import_checkpoint, verify_checkpoint
-from qwen3vl_bridge.checkpoint.conversion import Replaceable
-from qwen3vl_bridge.checkpoint.formats import planned_files
-from qwen3vl_bridge.checkpoint.stored_models import MANIFEST, tool
+from qwen3vl_bridge.checkpoint.conversion import EarlierResult
+from qwen3vl_bridge.checkpoint.formats import output_files
+from qwen3vl_bridge.checkpoint.stored_models import MANIFEST, describe_tool
 from qwen3vl_bridge.cli.convert import main
-from qwen3vl_bridge.io import atomic
-from qwen3vl_bridge.io.files import read_object, write_object
+from qwen3vl_bridge.core import atomic
+from qwen3vl_bridge.core.files import read_object, write_object
 
 import pytest
 
-from ..support import before_each_unit, broken_disk, contents, expect_error, exporting, importing
+from tests.checkpoint.support import before_each_unit, broken_disk, contents, expect_error, exporting, importing
 
 
 @pytest.mark.parametrize("empty", [False, True])
-def test_the_target_appears_at_the_end_only(empty, tmp_path):
+def test_atomic_directory_target_appears_at_end(empty, tmp_path):
     target = tmp_path / "a" / "b" / "target"
     if empty:
         target.mkdir(parents=True)
@@ -40,7 +40,7 @@ def test_the_target_appears_at_the_end_only(empty, tmp_path):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, CheckpointError, OSError])
-def test_a_failure_leaves_nothing_not_even_parents(error, tmp_path):
+def test_atomic_directory_failure_leaves_nothing(error, tmp_path):
     with (
         pytest.raises(CheckpointError if error is OSError else error),
         atomic.atomic_directory(tmp_path / "a" / "b" / "target", print) as work,
@@ -50,11 +50,11 @@ def test_a_failure_leaves_nothing_not_even_parents(error, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_dead_process_left_is_removed_and_reported(tmp_path):
+def test_atomic_directory_removes_stale_folders(tmp_path):
     stale = tmp_path / ".target.partial-0123456789ab"
     (stale / "iter_0000000").mkdir(parents=True)
     for folder in (stale, tmp_path / ".target.partial-ba9876543210"):  # that of the second is in place already
-        (atomic.scratch_of(folder) / "plan").mkdir(parents=True)
+        (atomic.scratch_folder(folder) / "plan").mkdir(parents=True)
     said: list[str] = []
     with atomic.atomic_directory(tmp_path / "target", said.append):
         pass
@@ -63,7 +63,7 @@ def test_what_a_dead_process_left_is_removed_and_reported(tmp_path):
 
 
 @pytest.mark.parametrize("name", [".target.partial-backup", ".target.replaced-yesterday"])
-def test_folders_of_somebodys_own_stay(name, tmp_path):
+def test_atomic_directory_keeps_user_folders(name, tmp_path):
     (tmp_path / name).mkdir()
     (tmp_path / name / "precious").touch()
     with atomic.atomic_directory(tmp_path / "target", print):
@@ -71,7 +71,7 @@ def test_folders_of_somebodys_own_stay(name, tmp_path):
     assert (tmp_path / name / "precious").exists()
 
 
-def test_a_second_process_is_refused_while_the_first_works(tmp_path):
+def test_atomic_directory_second_process_raises(tmp_path):
     with atomic.atomic_directory(tmp_path / "target", print) as work:
         refused = pytest.raises(CheckpointError, match="is being written by another process")
         with refused, atomic.atomic_directory(tmp_path / "target", print):
@@ -81,7 +81,7 @@ def test_a_second_process_is_refused_while_the_first_works(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_second_process_is_refused_up_to_the_very_end(tmp_path, monkeypatch, keep):
+def test_atomic_directory_second_process_raises_until_end(tmp_path, monkeypatch, keep):
     target, original, refused = tmp_path / "target", atomic._move_into_place, []
 
     def meet(*arguments, **named):
@@ -93,13 +93,13 @@ def test_a_second_process_is_refused_up_to_the_very_end(tmp_path, monkeypatch, k
 
     monkeypatch.setattr(atomic, "_move_into_place", meet)
     with atomic.atomic_directory(target, print, keep=keep) as work:
-        atomic.scratch_of(work).mkdir()
+        atomic.scratch_folder(work).mkdir()
     assert len(refused) == 2 and [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("earlier", [False, True])
-def test_a_signal_after_the_move_takes_nothing(tmp_path, monkeypatch, keep, earlier):
+def test_atomic_directory_interrupt_after_rename_keeps_result(tmp_path, monkeypatch, keep, earlier):
     target, original = tmp_path / "target", atomic._move_into_place
     if earlier:
         target.mkdir()
@@ -110,14 +110,14 @@ def test_a_signal_after_the_move_takes_nothing(tmp_path, monkeypatch, keep, earl
         raise KeyboardInterrupt
 
     monkeypatch.setattr(atomic, "_move_into_place", interrupted)
-    with atomic.atomic_directory(target, print, keep=keep, replace=lambda _: None) as work:
-        atomic.scratch_of(work).mkdir()
-        (atomic.scratch_of(work) / "plan").touch()
+    with atomic.atomic_directory(target, print, keep=keep, check_replaceable=lambda _: None) as work:
+        atomic.scratch_folder(work).mkdir()
+        (atomic.scratch_folder(work) / "plan").touch()
         (work / "new").touch()
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["new", "target"]
 
 
-def test_a_lock_that_was_let_go_meanwhile_is_none(tmp_path, monkeypatch):
+def test_atomic_directory_removed_lock_file_is_retried(tmp_path, monkeypatch):
     """A process opens the file, another that held it ends and removes it, a third makes a new one."""
     path, flock, once = tmp_path / ".target.partial-lock", fcntl.flock, []
 
@@ -134,7 +134,7 @@ def test_a_lock_that_was_let_go_meanwhile_is_none(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
-def test_a_target_that_came_into_being_meanwhile_is_kept(tmp_path):
+def test_atomic_directory_new_target_is_kept(tmp_path):
     target = tmp_path / "target"
     with pytest.raises(CheckpointError, match="not empty"), atomic.atomic_directory(target, print):
         target.mkdir()
@@ -143,13 +143,13 @@ def test_a_target_that_came_into_being_meanwhile_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize("swap", [True, False])
-def test_an_earlier_result_is_replaced(tmp_path, monkeypatch, swap):
+def test_atomic_directory_replaces_target(tmp_path, monkeypatch, swap):
     target = tmp_path / "target"
     target.mkdir()
     (target / "old").write_text("x")
     if not swap:  # as on a file system that has no such operation
         monkeypatch.setattr(atomic, "_RENAME_EXCHANGE", 1 << 20)
-    with atomic.atomic_directory(target, print, replace=lambda _: True) as work:
+    with atomic.atomic_directory(target, print, check_replaceable=lambda _: True) as work:
         (work / "new").write_text("x")
         assert (target / "old").exists()
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["new", "target"]
@@ -158,7 +158,7 @@ def test_an_earlier_result_is_replaced(tmp_path, monkeypatch, swap):
 refused = functools.partial(expect_error, options=["--overwrite"])
 
 
-def test_a_project_that_holds_a_configuration_is_no_result(capsys, tmp_path, imported, untied_folder):
+def test_overwrite_user_folder_raises(capsys, tmp_path, imported, untied_folder):
     project = tmp_path / "new" / "hf"
     (project / "src").mkdir(parents=True)
     shutil.copyfile(untied_folder / "config.json", project / "config.json")
@@ -170,7 +170,7 @@ def test_a_project_that_holds_a_configuration_is_no_result(capsys, tmp_path, imp
     refused(capsys, exporting(imported, tmp_path), "was not written by a conversion", MANIFEST)
 
 
-def test_a_run_that_holds_other_iterations_is_no_result(capsys, tmp_path, untied_folder, imported):
+def test_overwrite_training_run_raises(capsys, tmp_path, untied_folder, imported):
     run = shutil.copytree(imported, tmp_path / "new" / "megatron")
     (run / "iter_0000100").mkdir()
     (run / "iter_0000100" / ".metadata").write_text("precious")
@@ -178,11 +178,11 @@ def test_a_run_that_holds_other_iterations_is_no_result(capsys, tmp_path, untied
     assert "iter_0000100/.metadata" in error
     # What a trainer of ours has written in the first iteration's place has a manifest, but not a conversion's.
     shutil.rmtree(run / "iter_0000100")
-    write_object(run / "iter_0000000" / MANIFEST, {**tool(), "source": "x", "expert_layout": None})
+    write_object(run / "iter_0000000" / MANIFEST, {**describe_tool(), "source": "x", "expert_layout": None})
     refused(capsys, importing(untied_folder, tmp_path), "was not written by a conversion", MANIFEST)
 
 
-def test_what_lies_beside_a_result_is_listed(capsys, tmp_path, imported):
+def test_overwrite_lists_user_files(capsys, tmp_path, imported):
     target = tmp_path / "new" / "hf"
     export_checkpoint(imported, target)
     for number in range(25):
@@ -193,8 +193,8 @@ def test_what_lies_beside_a_result_is_listed(capsys, tmp_path, imported):
 
 
 @pytest.mark.parametrize("ckpt_format", ["fsdp_dtensor", "torch_dist"])
-def test_a_result_is_replaced_by_another(ckpt_format, tmp_path, tied_folder, moe_folder, monkeypatch):
-    monkeypatch.setattr(planned_files, "UNIT_BYTES", 1 << 14)
+def test_overwrite_replaces_result(ckpt_format, tmp_path, tied_folder, moe_folder, monkeypatch):
+    monkeypatch.setattr(output_files, "RANGE_BYTES", 1 << 14)
     import_checkpoint(moe_folder, tmp_path / "m", ckpt_format=ckpt_format)
     import_checkpoint(tied_folder, tmp_path / "m", overwrite=True)
     export_checkpoint(tmp_path / "m", tmp_path / "hf", max_shard_bytes=300_000)
@@ -203,11 +203,11 @@ def test_a_result_is_replaced_by_another(ckpt_format, tmp_path, tied_folder, moe
     assert not list((tmp_path / "hf").glob("model-*"))
 
 
-def test_a_result_of_another_kind_or_of_an_earlier_version_stays(tmp_path, imported):
+def test_overwrite_other_format_or_old_manifest_raises(tmp_path, imported):
     export_checkpoint(imported, tmp_path / "hf")
-    Replaceable(".", "huggingface")(tmp_path / "hf")
+    EarlierResult(".", "huggingface").check(tmp_path / "hf")
     with pytest.raises(CheckpointError, match="conversion of this kind"):
-        Replaceable(".", "peft")(tmp_path / "hf")
+        EarlierResult(".", "peft").check(tmp_path / "hf")
     said = read_object(tmp_path / "hf" / MANIFEST)
     for files_then in (None, sorted(said["files"])):
         write_object(tmp_path / "hf" / MANIFEST, said | {"files": files_then})
@@ -238,7 +238,7 @@ def put_link(target: Path) -> str:
 
 
 @pytest.mark.parametrize("put", [put_weights, put_settings, put_link])
-def test_what_was_put_over_a_result_is_kept(put, capsys, tmp_path, untied_folder, imported):
+def test_overwrite_changed_files_raises(put, capsys, tmp_path, untied_folder, imported):
     target = tmp_path / "new" / "hf"
     export_checkpoint(imported, target)
     name = put(target)
@@ -247,7 +247,7 @@ def test_what_was_put_over_a_result_is_kept(put, capsys, tmp_path, untied_folder
     assert name in error and (target / name).read_bytes() == before
 
 
-def test_what_is_written_while_a_result_is_replaced_is_kept(tmp_path, tied_folder, untied_folder, monkeypatch):
+def test_overwrite_file_written_during_swap_is_kept(tmp_path, tied_folder, untied_folder, monkeypatch):
     import_checkpoint(tied_folder, tmp_path / "m")
     original = atomic._move_into_place
 
@@ -266,7 +266,7 @@ def test_what_is_written_while_a_result_is_replaced_is_kept(tmp_path, tied_folde
     assert (kept / "precious").exists()
 
 
-def test_what_came_to_a_result_meanwhile_is_kept(tmp_path, untied_folder):
+def test_overwrite_file_written_during_conversion_raises(tmp_path, untied_folder):
     import_checkpoint(untied_folder, tmp_path / "m")
     intruded = before_each_unit(lambda *_: (tmp_path / "m" / "precious").write_text("x"))
     lost = "that are not part of our checkpoint, which would be deleted: precious;"
@@ -282,7 +282,7 @@ def test_what_came_to_a_result_meanwhile_is_kept(tmp_path, untied_folder):
 
 
 @pytest.mark.parametrize("earlier", [True, False])
-def test_the_mode_of_the_target_stays(earlier, tmp_path, untied_folder):
+def test_overwrite_keeps_folder_mode(earlier, tmp_path, untied_folder):
     target, before = tmp_path / "m", os.umask(0o027)
     try:
         if earlier:
@@ -300,7 +300,7 @@ def test_the_mode_of_the_target_stays(earlier, tmp_path, untied_folder):
         os.umask(before)
 
 
-def test_a_result_is_in_place_when_the_earlier_one_cannot_be_removed(tmp_path, tied_folder, untied_folder, monkeypatch):
+def test_overwrite_old_result_not_removable_is_noted(tmp_path, tied_folder, untied_folder, monkeypatch):
     import_checkpoint(tied_folder, tmp_path / "m")
     original = shutil.rmtree
 
@@ -319,7 +319,7 @@ def test_a_result_is_in_place_when_the_earlier_one_cannot_be_removed(tmp_path, t
 @pytest.fixture
 def begun(untied_folder, tmp_path, monkeypatch) -> Path:
     """An import to `tmp_path / "m"` that was to be continued and got as far as five units."""
-    monkeypatch.setattr(planned_files, "UNIT_BYTES", 1 << 14)
+    monkeypatch.setattr(output_files, "RANGE_BYTES", 1 << 14)
     with broken_disk(5), pytest.raises(CheckpointError, match="stays in"):
         import_checkpoint(untied_folder, tmp_path / "m", resume=True)
     (folder,) = tmp_path.glob(".m.partial-????????????")
@@ -327,7 +327,7 @@ def begun(untied_folder, tmp_path, monkeypatch) -> Path:
 
 
 def damage(folder: Path) -> str:
-    line = (atomic.scratch_of(folder) / "rank-0").read_text().splitlines()[0]
+    line = (atomic.scratch_folder(folder) / "rank-0").read_text().splitlines()[0]
     name, start, end, _ = line.split(" ")
     path = folder / "iter_0000000" / name
     data = bytearray(path.read_bytes())
@@ -337,7 +337,7 @@ def damage(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("verify", [False, True])
-def test_a_damaged_part_is_written_once_more(begun, untied_folder, tmp_path, verify):
+def test_resume_rewrites_damaged_range(begun, untied_folder, tmp_path, verify):
     damage(begun)
     report = import_checkpoint(untied_folder, tmp_path / "m", resume=True, verify=verify)
     assert any(note.startswith("1 of 5 parts") for note in report.notes) and report.resumed
@@ -345,22 +345,22 @@ def test_a_damaged_part_is_written_once_more(begun, untied_folder, tmp_path, ver
     assert contents(tmp_path / "m") == contents(tmp_path / "whole")
 
 
-def test_a_result_that_fails_to_verify_again_and_again_says_how_to_go_on(begun, untied_folder, tmp_path, monkeypatch):
+def test_resume_verify_fails_suggests_start_over(begun, untied_folder, tmp_path, monkeypatch):
     damage(begun)  # and in such a way that it is not noticed
-    monkeypatch.setattr(planned_files, "intact", lambda _, __, units, ___: [unit for unit, _ in units])
+    monkeypatch.setattr(output_files, "find_unchanged", lambda _, recorded, __: [part for part, _ in recorded])
     with pytest.raises(CheckpointError, match=r"not written correctly.*; if it fails again, run without --resume"):
         import_checkpoint(untied_folder, tmp_path / "m", resume=True, verify=True)
     assert import_checkpoint(untied_folder, tmp_path / "m", verify=True).resumed == 0
 
 
-def test_a_file_that_grew_says_how_to_go_on(begun, untied_folder, tmp_path):
+def test_resume_longer_file_suggests_start_over(begun, untied_folder, tmp_path):
     with (begun / "iter_0000000" / damage(begun)).open("ab") as file:
         file.write(b"x" * (1 << 20))
     with pytest.raises(CheckpointError, match=r"bytes, expected .*; if it fails again, run without --resume"):
         import_checkpoint(untied_folder, tmp_path / "m", resume=True)
 
 
-def test_other_options_do_not_cost_what_was_to_be_continued(begun, untied_folder, tmp_path, capsys):
+def test_resume_other_options_keeps_partial_result(begun, untied_folder, tmp_path, capsys):
     arguments = ["import", "--no-progress", "--hf-model", str(untied_folder), "--megatron-path", str(tmp_path / "m")]
     before = contents(begun)
     assert main([*arguments, "--resume", "--torch-dtype", "bfloat16"]) == 2
@@ -379,19 +379,19 @@ def whole(untied_folder, tmp_path, monkeypatch) -> Path:
     def refuse(*_):
         raise OSError(5, "Input/output error")
 
-    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="the whole result stays in"):
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="the complete result stays in"):
         patch.setattr(os, "rename", refuse)
         import_checkpoint(model, tmp_path / "m", resume=True)
     return model
 
 
-def test_a_process_that_dies_before_it_moves_the_result_loses_nothing(whole, tmp_path):
+def test_resume_complete_result_writes_nothing(whole, tmp_path):
     report = import_checkpoint(whole, tmp_path / "m", resume=True)
     assert report.resumed and not report.written
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "model"]
 
 
-def test_what_lies_beside_the_tensors_is_written_anew(whole, tmp_path):
+def test_resume_rewrites_side_files(whole, tmp_path):
     """The model's own files may have changed, and an earlier run may have left others."""
     (folder,) = tmp_path.glob(".m.partial-????????????")
     (folder / "iter_0000000" / "hf" / "stray.json").write_text("{}")
@@ -402,14 +402,14 @@ def test_what_lies_beside_the_tensors_is_written_anew(whole, tmp_path):
     assert (tmp_path / "m" / "iter_0000000" / "hf" / "generation_config.json").exists()
 
 
-def test_without_resume_a_conversion_starts_anew(begun, untied_folder, tmp_path):
+def test_import_without_resume_starts_over(begun, untied_folder, tmp_path):
     report = import_checkpoint(untied_folder, tmp_path / "m", torch_dtype="bfloat16")
     assert not report.resumed and str(begun) in report.notes[0] and "removed" in report.notes[0]
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
-def test_what_never_got_as_far_as_a_plan_is_in_nobodys_way(begun, untied_folder, tmp_path):
-    (atomic.scratch_of(begun) / "plan").write_text("")
+def test_resume_partial_result_without_plan_starts_over(begun, untied_folder, tmp_path):
+    (atomic.scratch_folder(begun) / "plan").write_text("")
     report = import_checkpoint(untied_folder, tmp_path / "m", resume=True)
     assert not report.resumed and verify_checkpoint(untied_folder, tmp_path / "m").same
 
@@ -417,9 +417,9 @@ def test_what_never_got_as_far_as_a_plan_is_in_nobodys_way(begun, untied_folder,
 # Writing a unit takes a second and removing what was written another one; both say so when they begin.
 SLOW = """
 import shutil, sys, time
-from qwen3vl_bridge.cli import convert as cli; from qwen3vl_bridge.checkpoint.formats import planned_files
+from qwen3vl_bridge.cli import convert as cli; from qwen3vl_bridge.checkpoint.formats import output_files
 
-write, remove = planned_files._write_unit, shutil.rmtree
+write, remove = output_files._write_range, shutil.rmtree
 
 def slowly(*arguments):
     print("writing", flush=True)
@@ -431,7 +431,7 @@ def removed(*arguments, **options):
     time.sleep(1.5)
     remove(*arguments, **options)
 
-planned_files._write_unit, shutil.rmtree = slowly, removed
+output_files._write_range, shutil.rmtree = slowly, removed
 sys.exit(cli.main())
 """
 
@@ -451,8 +451,8 @@ def started(untied_folder, tmp_path) -> Iterator[subprocess.Popen]:
     process.communicate()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_does_not_break_off_the_tidying(number, started, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_import_second_signal_does_not_stop_cleanup(number, started, tmp_path):
     started.send_signal(number)
     time.sleep(0.1)
     started.send_signal(signal.SIGTERM)  # of the same Ctrl-C
@@ -466,7 +466,8 @@ def test_a_second_signal_does_not_break_off_the_tidying(number, started, tmp_pat
     assert not list(tmp_path.iterdir())
 
 
-def test_a_third_signal_ends_at_once(started, untied_folder, tmp_path):
+@pytest.mark.slow
+def test_import_third_signal_ends_at_once(started, untied_folder, tmp_path):
     for _ in range(3):
         started.send_signal(signal.SIGINT)
         time.sleep(1.05)
@@ -476,7 +477,8 @@ def test_a_third_signal_ends_at_once(started, untied_folder, tmp_path):
     assert not (tmp_path / "out" / "m").exists()
 
 
-def test_what_nohup_ignores_stays_ignored(untied_folder, tmp_path):
+@pytest.mark.slow
+def test_import_nohup_ignores_sighup(untied_folder, tmp_path):
     process = start(untied_folder, tmp_path / "m", "nohup")
     os.kill(process.pid, signal.SIGHUP)
     out, error = process.communicate(timeout=60)

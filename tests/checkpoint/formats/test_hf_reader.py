@@ -11,10 +11,16 @@ import zipfile
 
 from qwen3vl_bridge.checkpoint import CheckpointError
 from qwen3vl_bridge.checkpoint.conversion_plan import Task
-from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
-from qwen3vl_bridge.checkpoint.formats.dcp_reader import Tiling, find_payload
-from qwen3vl_bridge.checkpoint.formats.huggingface import INDEX, SINGLE, HFWeights, one_file, shards, write_index
-from qwen3vl_bridge.checkpoint.formats.tensors import Extent, Segments, TensorSpec, Zeros
+from qwen3vl_bridge.checkpoint.formats.dcp import ChunkIndex, find_payload, read_metadata
+from qwen3vl_bridge.checkpoint.formats.huggingface import (
+    INDEX,
+    SINGLE,
+    HFWeights,
+    plan_file,
+    split_into_shards,
+    write_index,
+)
+from qwen3vl_bridge.checkpoint.formats.tensors import ByteRange, SliceList, TensorSpec, ZeroSlice
 
 import pytest
 import torch
@@ -24,7 +30,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from ..support import TENSORS, entry, file_of, read_everything
+from tests.checkpoint.support import TENSORS, entry, file_of, read_everything
 
 
 @pytest.mark.parametrize("content", [
@@ -37,7 +43,7 @@ from ..support import TENSORS, entry, file_of, read_everything
     file_of(f'{{"a": {json.dumps(entry())}, "a": {json.dumps(entry())}}}'),
     file_of(json.dumps({"a": entry()}).encode("utf-16")), file_of(json.dumps({"\ud800": entry()})),
 ])  # fmt: skip
-def test_a_header_that_lies(content, tmp_path):
+def test_hf_weights_invalid_header_raises(content, tmp_path):
     (tmp_path / SINGLE).write_bytes(content)
     with pytest.raises(CheckpointError, match=f"{tmp_path / SINGLE}.*expected"):
         HFWeights(tmp_path)
@@ -52,11 +58,11 @@ def test_a_header_that_lies(content, tmp_path):
     ({"weight_map": {"a": "a\0b"}}, "expected a path inside"),
     ({"weight_map": {"a": "missing.safetensors"}}, "missing.safetensors: found nothing, expected a file"),
     ({"weight_map": {"a": "folder"}}, "folder: found something that is not a file"),
-    ({"weight_map": {"a": "s", "b": "s"}}, "s lacks 1 tensors against model.safetensors.index.json: b"),
+    ({"weight_map": {"a": "s", "b": "s"}}, "s lacks 1 tensors compared with model.safetensors.index.json: b"),
     ({"weight_map": {"b": "s"}}, "s lacks 1 tensors"), ('{"weight_map": {"a": "s", "a": "t"}}', "'a' occurs twice"),
-    ({"weight_map": {"a": "s", "c": "t"}}, "t also holds 1 tensors against model.safetensors.index.json: a"),
+    ({"weight_map": {"a": "s", "c": "t"}}, "t also holds 1 tensors compared with model.safetensors.index.json: a"),
 ])  # fmt: skip
-def test_an_index_that_lies(index, message, tmp_path):
+def test_hf_weights_invalid_index_raises(index, message, tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "s").write_bytes(file_of({"a": entry()}))
     (tmp_path / "t").write_bytes(file_of({"a": entry(), "c": entry(offsets=(24, 48))}, 48))
@@ -66,15 +72,15 @@ def test_an_index_that_lies(index, message, tmp_path):
     assert message in str(error.value)
 
 
-def test_what_the_writer_writes_safetensors_reads(tmp_path):
+def test_plan_file_is_readable_by_safetensors(tmp_path):
     specs = [TensorSpec("b", "bfloat16", (3,)), TensorSpec("f", "float32", (2, 2)), TensorSpec("h", "float16", (5,))]
-    tasks = [Task(spec, Segments([Zeros(spec.numel)])) for spec in specs]
-    files = [one_file(name, part) for name, part in shards(tasks, max_shard_bytes=22).items()]
+    tasks = [Task(spec, SliceList([ZeroSlice(spec.numel)])) for spec in specs]
+    files = [plan_file(name, part) for name, part in split_into_shards(tasks, max_shard_bytes=22).items()]
     for file in files:
         data = b"".join(content if isinstance(content, bytes) else bytes(len(content)) for content in file.contents)
         assert len(data) == file.nbytes
         (tmp_path / file.name).write_bytes(data)
-    write_index(tmp_path, shards(tasks, max_shard_bytes=22))
+    write_index(tmp_path, split_into_shards(tasks, max_shard_bytes=22))
     found = [list(load_file(tmp_path / file.name)) for file in files]
     assert [sorted(names) for names in found] == [["b", "f"], ["h"]]
     read = {name: tensor for file in files for name, tensor in load_file(tmp_path / file.name).items()}
@@ -85,14 +91,14 @@ def test_what_the_writer_writes_safetensors_reads(tmp_path):
     assert dict(HFWeights(tmp_path).specs) == {spec.name: spec for spec in specs}
 
 
-def test_all_that_torch_writes_is_read(saved):
+def test_dcp_tensors_reads_torch_save(saved):
     found = read_everything(saved)
     assert found.keys() == TENSORS.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
     assert set(read_metadata(saved).byte_items) == {"x", "n"}
 
 
-def test_a_tensor_that_is_not_contiguous_in_its_archive_is_refused(tmp_path):
+def test_dcp_tensors_not_contiguous_raises(tmp_path):
     dcp.save({"t": torch.arange(6.0).reshape(2, 3).T}, checkpoint_id=tmp_path, no_dist=True)
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp, t: .*found strides \(1, 3\), expected a contiguous"):
         read_everything(tmp_path)
@@ -106,7 +112,7 @@ class Hostile:
 @pytest.mark.parametrize("value", [
     Hostile(), {"x": Hostile()}, print, os.system, eval, [1, {2: (3, 4)}], None, torch.nn.Linear(1, 1), ValueError("x"),
 ])  # fmt: skip
-def test_other_pickles_are_refused_without_running_anything(value, folder, tmp_path, monkeypatch):
+def test_read_metadata_other_pickle_raises(value, folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (folder / ".metadata").write_bytes(pickle.dumps(value))
     with pytest.raises(CheckpointError):
@@ -125,13 +131,13 @@ def test_other_pickles_are_refused_without_running_anything(value, folder, tmp_p
     (b"\x82\x01.", ""),
     (b"P0\n.", ""),
 ])  # fmt: skip
-def test_hostile_instructions_are_refused(data, part, folder):
+def test_read_metadata_malicious_opcodes_raise(data, part, folder):
     (folder / ".metadata").write_bytes(data)
     with pytest.raises(CheckpointError, match=part):
         read_metadata(folder)
 
 
-def test_an_item_is_never_unpacked(tmp_path):
+def test_find_payload_compressed_item_raises(tmp_path):
     """18 MB may unpack to 4.5 GiB."""
     plain, packed = io.BytesIO(), tmp_path / "__0_0.distcp"
     torch.save(torch.zeros(4, 4), plain)
@@ -139,17 +145,17 @@ def test_an_item_is_never_unpacked(tmp_path):
         for name in source.namelist():
             target.writestr(name, source.read(name))
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp, x: the item at byte 0 cannot be read: it is compressed"):
-        find_payload(Extent(packed, 0, packed.stat().st_size), "float32", (4, 4), "x")
+        find_payload(ByteRange(packed, 0, packed.stat().st_size), "float32", (4, 4), "x")
     packed.write_bytes(plain.getvalue())
-    assert find_payload(Extent(packed, 0, len(plain.getvalue())), "float32", (4, 4), "x").length == 64
+    assert find_payload(ByteRange(packed, 0, len(plain.getvalue())), "float32", (4, 4), "x").length == 64
 
 
 @pytest.mark.parametrize("value", [Hostile(), 3])
-def test_nothing_that_an_item_calls_for_is_run(value, tmp_path, monkeypatch):
+def test_find_payload_other_pickle_raises(value, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save(value, tmp_path / "item")
     with pytest.raises(CheckpointError, match=f"{tmp_path}/item, a: the item at byte 0 cannot be read: "):
-        find_payload(Extent(tmp_path / "item", 0, (tmp_path / "item").stat().st_size), "float32", (3,), "a")
+        find_payload(ByteRange(tmp_path / "item", 0, (tmp_path / "item").stat().st_size), "float32", (3,), "a")
     assert not (tmp_path / "pwned").exists()
 
 
@@ -198,7 +204,7 @@ def _no_place(metadata):
     (_other_dtype, "expected [3, 4] int32 by the metadata"), (_no_place, "expected _StorageInfo"),
     (lambda m: m.storage_data.update({MetadataIndex("zz"): 3}), ""),
 ])  # fmt: skip
-def test_metadata_that_lies(change, message, folder):
+def test_read_metadata_contradictions_raise(change, message, folder):
     changed(folder, change)
     if not message:  # nobody needs the entry
         read_everything(folder)
@@ -213,25 +219,25 @@ def test_metadata_that_lies(change, message, folder):
     cuts=st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=3, max_size=3),
     span=st.tuples(st.integers(0, 60), st.integers(0, 60)),
 )
-def test_boxes_of_any_grid_are_every_element_once(cuts, span):
+def test_chunk_index_any_grid_yields_each_element_once(cuts, span):
     shape = (5, 4, 3)
     tensor = torch.arange(60).reshape(shape)
     edges = [[0, *sorted({c for c in cut if c < n}), n] for cut, n in zip(cuts, shape, strict=True)]
     grid = [[(a, b - a) for a, b in itertools.pairwise(e) if b > a] for e in edges]
     boxes = [tuple(zip(x, y, z, strict=True)) for x in grid[0] for y in grid[1] for z in grid[2]]
-    tiling = Tiling(shape, boxes)
+    tiling = ChunkIndex(shape, boxes)
     low, high = sorted(span)
     found = []
-    for block in tiling.blocks(low, high - low):
-        offsets, sizes = boxes[block.box]
+    for block in tiling.find(low, high - low):
+        offsets, sizes = boxes[block.chunk]
         box = tensor[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))].flatten()
         assert block.start == low + len(found)
         found += box[block.first : block.first + block.length].tolist()
     assert found == list(range(low, high))
-    whole = sum(block.length for block in tiling.blocks(0, 60))
+    whole = sum(block.length for block in tiling.find(0, 60))
     assert whole == 60
     for broken in (boxes[1:], [*boxes, boxes[0]]):
-        blocks = Tiling(shape, broken).blocks(0, 60)
+        blocks = ChunkIndex(shape, broken).find(0, 60)
         assert [i for block in blocks for i in range(block.start, block.start + block.length)] != list(range(60))
 
 
@@ -246,7 +252,7 @@ JSON = st.recursive(
 
 @FUZZ
 @given(content=st.binary(max_size=200))
-def test_any_file(content, tmp_path):
+def test_hf_weights_random_file(content, tmp_path):
     (tmp_path / SINGLE).write_bytes(content)
     with contextlib.suppress(CheckpointError):
         HFWeights(tmp_path)
@@ -254,7 +260,7 @@ def test_any_file(content, tmp_path):
 
 @FUZZ
 @given(index=st.dictionaries(st.sampled_from(["weight_map", "metadata"]), JSON))
-def test_any_index(index, tmp_path):
+def test_hf_weights_random_index(index, tmp_path):
     (tmp_path / INDEX).write_text(json.dumps(index))
     with contextlib.suppress(CheckpointError):
         HFWeights(tmp_path)
@@ -275,7 +281,7 @@ DAMAGE = {
 
 @FUZZ
 @given(**DAMAGE)
-def test_any_damage_to_the_metadata(where, keep, folder, saved):
+def test_read_metadata_damaged(where, keep, folder, saved):
     (folder / ".metadata").write_bytes(damaged((saved / ".metadata").read_bytes(), where, keep))
     with contextlib.suppress(CheckpointError):
         read_everything(folder)
@@ -283,7 +289,7 @@ def test_any_damage_to_the_metadata(where, keep, folder, saved):
 
 @FUZZ
 @given(**DAMAGE)
-def test_any_damage_to_the_data(where, keep, folder, saved):
+def test_dcp_tensors_damaged(where, keep, folder, saved):
     (folder / "__0_0.distcp").write_bytes(damaged((saved / "__0_0.distcp").read_bytes(), where, keep))
     with contextlib.suppress(CheckpointError):
         read_everything(folder)
@@ -291,7 +297,7 @@ def test_any_damage_to_the_data(where, keep, folder, saved):
 
 @FUZZ
 @given(data=st.binary(max_size=60))
-def test_any_metadata(data, folder):
+def test_read_metadata_random_bytes(data, folder):
     (folder / ".metadata").write_bytes(b"\x80\x04" + data)
     with contextlib.suppress(CheckpointError):
         read_everything(folder)

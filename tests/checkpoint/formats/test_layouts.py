@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from qwen3vl_bridge.checkpoint import Topology, export_checkpoint, import_checkpoint, verify_checkpoint
 from qwen3vl_bridge.checkpoint.formats import tensors
 from qwen3vl_bridge.checkpoint.formats.huggingface import SINGLE, HFWeights
-from qwen3vl_bridge.checkpoint.formats.tensors import ITEMSIZE, Slice, TransposedSlice
+from qwen3vl_bridge.checkpoint.formats.tensors import ITEMSIZE, TensorSlice, TransposedSlice
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from ..support import assert_same, before_each_unit, hf_tensors, stock_load
+from tests.checkpoint.support import assert_same, before_each_unit, hf_tensors, stock_load
 
 
 def restated(name: str, hf: dict[str, torch.Tensor], config: dict) -> torch.Tensor:
@@ -57,7 +57,7 @@ def stored_layouts(untied_folder, tmp_path_factory):
     return stock_load(folder / "iter_0000000")
 
 
-def test_attention_is_interleaved_by_query_group(stored_layouts, untied_folder):
+def test_import_qkv_interleaved_by_query_group(stored_layouts, untied_folder):
     hf = hf_tensors(untied_folder)
     config = json.loads((untied_folder / "config.json").read_text())
     names = [
@@ -68,7 +68,7 @@ def test_attention_is_interleaved_by_query_group(stored_layouts, untied_folder):
         assert torch.equal(stored_layouts[f"model.module.{name}"], restated(name, hf, config)), name
 
 
-def test_gate_and_up_are_stored_apart(stored_layouts, untied_folder):
+def test_import_fsdp_gate_and_up_are_separate(stored_layouts, untied_folder):
     hf = hf_tensors(untied_folder)
     for layer in range(4):
         for suffix, part in (("_w", "gate"), ("_v", "up")):
@@ -87,7 +87,7 @@ def resave(stored: dict, folder, change) -> None:
     (folder / "latest_checkpointed_iteration.txt").write_text("7")
 
 
-def test_a_trainers_checkpoint_exports(stored_layouts, untied_folder, tmp_path):
+def test_export_checkpoint_with_optimizer(stored_layouts, untied_folder, tmp_path):
     resave(stored_layouts, tmp_path / "run", lambda tensor: tensor * 2)
     export_checkpoint(tmp_path / "run", tmp_path / "hf", hf_model=untied_folder)
     assert_same(hf_tensors(tmp_path / "hf"), {name: 2 * tensor for name, tensor in hf_tensors(untied_folder).items()})
@@ -106,7 +106,8 @@ def _save_sharded(rank: int, store: str, folder: str, tensors: dict[str, torch.T
     dist.destroy_process_group()
 
 
-def test_what_several_ranks_saved_exports(stored_layouts, untied_folder, tmp_path):
+@pytest.mark.slow
+def test_export_checkpoint_of_two_ranks(stored_layouts, untied_folder, tmp_path):
     run = tmp_path / "run" / "iter_0000001"
     arguments = (str(tmp_path / "store"), str(run), stored_layouts)
     # From a fresh process: forks of one that has joined others cannot join each other.
@@ -141,22 +142,22 @@ def stored_values(tmp_path_factory):
     strip=st.sampled_from([1, 64, 1000, 1 << 18]),
     cuts=st.lists(st.integers(0, 3000), max_size=3),
 )
-def test_a_turned_matrix_is_the_transpose(stored_values, rows, more_rows, columns, dtypes, strip, cuts):
+def test_slice_reader_transposed_matches_torch(stored_values, rows, more_rows, columns, dtypes, strip, cuts):
     """Of one run or of two, read strip by strip, asked for in parts, in the dtype that is stored or another."""
     folder, values = stored_values
     lengths, (first, second, target) = [rows * columns, more_rows * columns], dtypes
     names = [f"gate {first}", f"up {second}"]
-    runs = tuple(Slice(name, 7, length) for name, length in zip(names, lengths, strict=True) if length)
-    parts = [values[run.source][7 : 7 + run.length].to(getattr(torch, target)) for run in runs]
+    runs = tuple(TensorSlice(name, 7, length) for name, length in zip(names, lengths, strict=True) if length)
+    parts = [values[run.tensor][7 : 7 + run.length].to(getattr(torch, target)) for run in runs]
     expected = torch.cat(parts).view(-1, columns).t().contiguous().view(-1)
     places = sorted({0, len(expected), *(cut for cut in cuts if cut < len(expected))})
     matrix = TransposedSlice(runs, columns, 0, len(expected))
-    with pytest.MonkeyPatch.context() as patch, tensors.SegmentReader(HFWeights(folder), block=64) as reader:
-        patch.setattr(tensors, "_STRIP", strip)
+    with pytest.MonkeyPatch.context() as patch, tensors.SliceReader(HFWeights(folder), block_bytes=64) as reader:
+        patch.setattr(tensors, "_STRIP_BYTES", strip)
         found = b"".join(
             bytes(block)
             for start, end in itertools.pairwise(places)
-            for block in reader.blocks([matrix.part(start, end - start)], target)
+            for block in reader.read_blocks([matrix.cut(start, end - start)], target)
         )
     assert len(found) == len(expected) * ITEMSIZE[target]
     assert torch.equal(torch.frombuffer(bytearray(found), dtype=expected.dtype), expected)
@@ -181,7 +182,7 @@ def open_below(folder) -> int:
 
 
 @pytest.mark.parametrize("direction", ["import", "export"])
-def test_a_slow_disk_does_not_collect_open_files(direction, moe_folder, tmp_path):
+def test_conversion_slow_disk_few_open_files(direction, moe_folder, tmp_path):
     source, target, most = tmp_path / "source", tmp_path / "target", []
     if direction == "export":
         import_checkpoint(moe_folder, source)

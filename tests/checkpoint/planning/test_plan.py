@@ -6,9 +6,8 @@ import math
 
 from qwen3vl_bridge.checkpoint import CheckpointError, Topology, import_checkpoint, verify_checkpoint
 from qwen3vl_bridge.checkpoint.conversion_plan import make_plan, prove, tensors_of
-from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, HuggingFace, TorchDist
-from qwen3vl_bridge.checkpoint.formats.tensors import Segments, Slice, TensorSpec, TransposedSlice, Zeros
-from qwen3vl_bridge.checkpoint.topology import OwnedRows, holders
+from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, HuggingFace, OwnedRows, TorchDist, find_row_owners
+from qwen3vl_bridge.checkpoint.formats.tensors import SliceList, TensorSlice, TensorSpec, TransposedSlice, ZeroSlice
 from qwen3vl_bridge.models.qwen3_vl.presets import PRESETS, config_dict, hf_config, parameter_count
 from qwen3vl_bridge.models.qwen3_vl.table import table
 from qwen3vl_bridge.registry import dimensions_of, family, preset
@@ -19,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.expert_layouts import LAYOUTS
+from tests.helpers.expert_layouts import LAYOUTS
 
 
 def specs(shapes, dtype="bfloat16") -> dict[str, TensorSpec]:
@@ -30,9 +29,10 @@ def sides(dimensions, naming="transformer_engine"):
     return HuggingFace(dimensions), FsdpDtensor(dimensions, naming), TorchDist(dimensions)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", ["32B", pytest.param("235B-A22B", marks=pytest.mark.slow)])
-def test_a_large_model_is_planned_in_all_directions(size, layout):
+def test_make_plan_large_model_every_direction(size, layout):
     dimensions = dimensions_of(config_dict(size))
     if not dimensions.indices["moe_layers"] and layout is not ExpertLayout.INPUT_MAJOR:
         return
@@ -45,16 +45,18 @@ def test_a_large_model_is_planned_in_all_directions(size, layout):
         assert bool(plan.transposed) == (turned and size == "235B-A22B") and not plan.cast
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("size", PRESETS)
-def test_names_and_shapes_of_every_size_are_alike_in_both_layer_specs(size):
+def test_fsdp_layout_local_and_te_have_same_shapes(size):
     dimensions = dimensions_of(config_dict(size))
     rows = list(expand(table(), dimensions))
     te, local = (tensors_of(rows, FsdpDtensor(dimensions, naming)) for naming in ("transformer_engine", "local"))
     assert len(te) == len(local) and sorted(te.values()) == sorted(local.values()) and te.keys() != local.keys()
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("size", PRESETS)
-def test_an_export_has_the_tensors_of_the_model_transformers_builds(size):
+def test_hf_layout_matches_transformers_state_dict(size):
     from transformers import Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration
 
     dimensions = dimensions_of(config_dict(size))
@@ -69,11 +71,11 @@ def test_an_export_has_the_tensors_of_the_model_transformers_builds(size):
 
 
 def tasks(*runs, shape=(4,), name="out"):
-    segments = tuple(run if isinstance(run, TransposedSlice | Zeros) else Slice(*run) for run in runs)
+    segments = tuple(run if isinstance(run, TransposedSlice | ZeroSlice) else TensorSlice(*run) for run in runs)
     return [(TensorSpec(name, "float32", shape), segments)]
 
 
-TURNED = TransposedSlice((Slice("a", 0, 4),), 2, 0, 4)
+TURNED = TransposedSlice((TensorSlice("a", 0, 4),), 2, 0, 4)
 
 
 @pytest.mark.parametrize(("plan", "message"), [
@@ -81,20 +83,20 @@ TURNED = TransposedSlice((Slice("a", 0, 4),), 2, 0, 4)
     (tasks(("a", 0, 2), ("a", 3, 2)), "read not exactly once"), (tasks(("a", 1, 4)), "read not exactly once"),
     (tasks(("a", 0, 4)) * 2, "planned twice"),
     (tasks(("a", 0, 4), name="other"), "planned twice or in another shape|other"), ([], "nothing planned"),
-    (tasks(("a", 0, 3), Zeros(1)), "zeros are planned"),
-    (tasks(TURNED.part(0, 2), TURNED.part(0, 2)), "read not exactly once"),
-    (tasks(TURNED.part(0, 3), Zeros(1)), "zeros"), (tasks(TURNED.part(0, 2), ("a", 2, 2)), "not read as a whole"),
-    (tasks(TURNED._replace(columns=3)), "not read as a whole"),
+    (tasks(("a", 0, 3), ZeroSlice(1)), "zeros are planned"),
+    (tasks(TURNED.cut(0, 2), TURNED.cut(0, 2)), "read not exactly once"),
+    (tasks(TURNED.cut(0, 3), ZeroSlice(1)), "zeros"), (tasks(TURNED.cut(0, 2), ("a", 2, 2)), "not read completely"),
+    (tasks(TURNED._replace(columns=3)), "not read completely"),
 ])  # fmt: skip
-def test_a_wrong_plan_is_found_out(plan, message):
+def test_prove_wrong_plan_raises(plan, message):
     with pytest.raises((AssertionError, KeyError), match=message):
         prove(plan, specs({"a": (4,)}), {"out": (4,)})
 
 
-def test_elements_that_nobody_reads_are_found_out():
+def test_prove_unread_elements_raise():
     prove(tasks(("a", 0, 4)), specs({"a": (4,)}), {"out": (4,)})
-    prove(tasks(TURNED.part(2, 2), TURNED.part(0, 2)), specs({"a": (4,)}), {"out": (4,)})
-    prove(tasks(("a", 0, 4), Zeros(2), shape=(6,)), specs({"a": (4,)}), {"out": (6,)}, padded={"out"})
+    prove(tasks(TURNED.cut(2, 2), TURNED.cut(0, 2)), specs({"a": (4,)}), {"out": (4,)})
+    prove(tasks(("a", 0, 4), ZeroSlice(2), shape=(6,)), specs({"a": (4,)}), {"out": (6,)}, padded={"out"})
     prove(tasks(("a", 0, 4)), specs({"a": (6,)}), {"out": (4,)}, padded={"a"})
     with pytest.raises(AssertionError, match="4 elements read of 6"):
         prove(tasks(("a", 0, 4)), specs({"a": (6,)}), {"out": (4,)})
@@ -102,11 +104,11 @@ def test_elements_that_nobody_reads_are_found_out():
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
 @pytest.mark.parametrize("shape", [(), (7,), (1, 9), (24, 10), (25, 3, 2), (8, 1000)])
-def test_chunks_cover_a_tensor_and_end_where_parts_do(shape, parts):
+def test_split_into_chunks_covers_tensor_and_ends_at_owners(shape, parts):
     spec = TensorSpec("x", "bfloat16", shape)
     rows = shape[0] if shape else 1
     held = [OwnedRows(i * rows // parts, (i,)) for i in range(parts)] if rows >= parts else [OwnedRows(0, (0,))]
-    chunks = list(Topology(chunk_bytes=100).chunks(spec, parts={(): held}))
+    chunks = list(Topology(chunk_bytes=100).split_into_chunks(spec, owned={(): held}))
     assert sum(math.prod(sizes) for _, _, sizes in chunks) == spec.numel
     position = 0
     for owner, offsets, sizes in chunks:
@@ -119,7 +121,7 @@ def test_chunks_cover_a_tensor_and_end_where_parts_do(shape, parts):
         assert {part.first for part in held} <= {offsets[0] for _, offsets, _ in chunks}
 
 
-def test_a_topology_is_checked_against_the_model():
+def test_topology_check_valid_sizes_pass():
     dense, moe = (dimensions_of(config_dict(size)) for size in ("32B", "30B-A3B"))
     for tp in (1, 2, 4, 8, 16):
         Topology(tp=tp, cp=4, etp=1).check(dense, stages=False)
@@ -136,12 +138,12 @@ def test_a_topology_is_checked_against_the_model():
     ("30B-A3B", {"etp": 5}, "--etp is 5, expected a divisor of moe_ffn_hidden_size, which is 768"),
     ("30B-A3B", {"ep": 8, "world_size": 4}, r"--world-size is 4, expected a multiple of etp \* ep \* pp, which is"),
 ])  # fmt: skip
-def test_a_topology_that_cannot_be(size, sizes, message):
+def test_topology_check_invalid_sizes_raise(size, sizes, message):
     with pytest.raises(CheckpointError, match=message):
         Topology(**sizes).check(dimensions_of(config_dict(size)), stages=True)
 
 
-def test_groups_may_be_fewer_than_ranks_or_shared_out_evenly():
+def test_topology_check_tp_and_query_groups():
     config = config_dict("32B")
     config["text_config"] |= {"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 96}
     config["vision_config"] |= {"num_heads": 12, "hidden_size": 96, "intermediate_size": 96}
@@ -157,12 +159,13 @@ def test_groups_may_be_fewer_than_ranks_or_shared_out_evenly():
 def held(size: str, side_of, **sizes):
     dimensions = dimensions_of(preset(size))
     rows, side = list(expand(family(dimensions.family).rows(), dimensions)), side_of(dimensions)
-    return holders(rows, side, Topology(**sizes)), tensors_of(rows, side)
+    return find_row_owners(rows, side, Topology(**sizes)), tensors_of(rows, side)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("sizes", [{"world_size": 64}, {"world_size": 256, "tp": 4}, {"tp": 2, "cp": 4}])
 @pytest.mark.parametrize("size", ["8B", "9B"])
-def test_every_row_of_an_fsdp_checkpoint_has_a_holder(size, sizes):
+def test_find_row_owners_fsdp_every_row_has_owner(size, sizes):
     parts, shapes = held(size, FsdpDtensor, **sizes)
     assert parts.keys() == shapes.keys()
     owners = set()
@@ -175,7 +178,7 @@ def test_every_row_of_an_fsdp_checkpoint_has_a_holder(size, sizes):
     assert len({owner[:3] for owner in owners}) == ranks // sizes.get("tp", 1)
 
 
-def test_a_layers_weights_lie_one_behind_the_other():
+def test_find_row_owners_fsdp_layer_matches_megatron_order():
     """The widest first, then attention's output, its input, gate and up; shares are of whole rows of all of them."""
     parts, _ = held("8B", FsdpDtensor, world_size=8)
     layer = "language_model.decoder.layers.5."
@@ -190,7 +193,7 @@ def test_a_layers_weights_lie_one_behind_the_other():
     ("30B-A3B", 128, "language_model.decoder.layers.3"), ("35B-A3B", 256, "language_model.decoder.layers.3"),
     ("35B-A3B", 256, "language_model.mtp.layers.0.mtp_model_layer"),
 ])  # fmt: skip
-def test_experts_are_shared_by_the_ranks_of_their_group(size, experts, layer):
+def test_find_row_owners_fsdp_experts_by_ep_rank(size, experts, layer):
     parts, _ = held(size, FsdpDtensor, ep=8, world_size=64)
     first = layer + ".mlp.experts.linear_fc{}.weight{}"
     for expert in range(experts):
@@ -200,8 +203,8 @@ def test_experts_are_shared_by_the_ranks_of_their_group(size, experts, layer):
         assert {parts[first.format(2, expert)][()][0].owner[2] for expert in range(16)} == {5, 6, 7}
 
 
-def test_stages_groups_and_tensor_parallel_ranks_of_torch_dist():
-    parts, _ = held("30B-A3B", TorchDist.of, pp=2, ep=4, tp=2, etp=1)
+def test_find_row_owners_torch_dist_pp_ep_tp():
+    parts, _ = held("30B-A3B", TorchDist.for_model, pp=2, ep=4, tp=2, etp=1)
     fc1 = parts["language_model.decoder.layers.mlp.experts.experts.linear_fc1.weight"]
     assert fc1[23, 31] == [OwnedRows(0, (0, 1, 0, 0)), OwnedRows(768, (0, 1, 0, 0))]
     assert fc1[24, 96][0].owner == (1, 1, 3, 0)
@@ -211,12 +214,13 @@ def test_stages_groups_and_tensor_parallel_ranks_of_torch_dist():
     assert output[0].owner == (1, 0, 0, 0)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(("ckpt_format", "sizes"), [
     ("fsdp_dtensor", {"ep": 2}), ("fsdp_dtensor", {"world_size": 4}), ("fsdp_dtensor", {"cp": 2}),
     ("fsdp_dtensor", {"tp": 2, "etp": 1}), ("torch_dist", {"pp": 2}), ("torch_dist", {"ep": 2}),
     ("torch_dist", {"etp": 2}),
 ])  # fmt: skip
-def test_a_size_that_is_stated_changes_the_files(ckpt_format, sizes, moe_folders, tmp_path):
+def test_import_parallel_sizes_change_files(ckpt_format, sizes, moe_folders, tmp_path):
     source, contents = moe_folders[ExpertLayout.INPUT_MAJOR], []
     for name, topology in (("plain", Topology(chunk_bytes=4_000)), ("cut", Topology(chunk_bytes=4_000, **sizes))):
         import_checkpoint(source, tmp_path / name, ckpt_format=ckpt_format, topology=topology)
@@ -227,43 +231,48 @@ def test_a_size_that_is_stated_changes_the_files(ckpt_format, sizes, moe_folders
     assert manifest["topology"].items() >= sizes.items()
 
 
-PIECES = (Slice("a", 10, 5), Zeros(2), TransposedSlice((Slice("b", 0, 6),), 2, 0, 6), Slice("a", 0, 4))
+SLICES = (
+    TensorSlice("a", 10, 5),
+    ZeroSlice(2),
+    TransposedSlice((TensorSlice("b", 0, 6),), 2, 0, 6),
+    TensorSlice("a", 0, 4),
+)
 
 
 @given(st.integers(0, 17), st.integers(0, 17))
-def test_pieces_are_cut_by_element(one, other):
+def test_slice_list_select_returns_elements(one, other):
     def elements(segments):
         for segment in segments:
-            if isinstance(segment, Slice):
-                yield from ((segment.source, segment.start + i) for i in range(segment.length))
-            elif isinstance(segment, Zeros):
+            if isinstance(segment, TensorSlice):
+                yield from ((segment.tensor, segment.start + i) for i in range(segment.length))
+            elif isinstance(segment, ZeroSlice):
                 yield from [None] * segment.length
             else:
                 yield from (("turned", segment.start + i) for i in range(segment.length))
 
     start, end = sorted((one, other))
-    segments = Segments(PIECES)
-    assert list(elements(segments.cut(start, end - start))) == list(elements(PIECES))[start:end]
-    assert all(segment.length for segment in segments.cut(start, end - start))
+    segments = SliceList(SLICES)
+    assert list(elements(segments.select(start, end - start))) == list(elements(SLICES))[start:end]
+    assert all(segment.length for segment in segments.select(start, end - start))
     with pytest.raises(AssertionError, match="elements up to 18 of 17"):
-        list(segments.cut(start, 18 - start))
+        list(segments.select(start, 18 - start))
 
 
-def test_parts_of_few_bytes_are_not_cut_apart():
+def test_split_into_chunks_small_parts_are_joined():
     spec = TensorSpec("x", "bfloat16", (100, 10))
     parts = [OwnedRows(row, (row,)) for row in range(0, 100, 7)]
-    (one,) = Topology().chunks(spec, parts={(): parts})
+    (one,) = Topology().split_into_chunks(spec, owned={(): parts})
     assert one == ((0,), (0, 0), (100, 10))
-    chunks = list(Topology(chunk_bytes=400).chunks(spec, parts={(): parts}))  # 20 rows at most, and at least
+    chunks = list(Topology(chunk_bytes=400).split_into_chunks(spec, owned={(): parts}))  # 20 rows at most, and at least
     assert [(owner[0], offsets[0], sizes[0]) for owner, offsets, sizes in chunks] == [
         (0, 0, 11), (0, 11, 10), (21, 21, 11), (21, 32, 10), (42, 42, 11), (42, 53, 10), (63, 63, 19), (63, 82, 18),
     ]  # fmt: skip
 
 
-def test_layers_and_experts_have_chunks_of_their_own():
+def test_split_into_chunks_separates_layers_and_experts():
     spec = TensorSpec("x", "bfloat16", (2, 3, 10, 4))
     halves = {(i, j): (OwnedRows(0, (i,)), OwnedRows(5, (j,))) for i in range(2) for j in range(3)}
-    chunks = list(Topology(chunk_bytes=32).chunks(spec, 2, halves))
+    chunks = list(Topology(chunk_bytes=32).split_into_chunks(spec, 2, halves))
     assert {sizes[:2] for _, _, sizes in chunks} == {(1, 1)}
     assert [offsets for _, offsets, _ in chunks[:4]] == [(0, 0, row, 0) for row in (0, 3, 5, 8)]
     assert [sizes for _, _, sizes in chunks[:4]] == [(1, 1, count, 4) for count in (3, 2, 3, 2)]
@@ -271,9 +280,9 @@ def test_layers_and_experts_have_chunks_of_their_own():
     assert [owner for owner, _, _ in chunks[20:]] == [(1,), (1,), (2,), (2,)]
 
 
-def test_one_rank_holds_all():
+def test_find_row_owners_single_rank():
     assert held("8B", FsdpDtensor)[0] == {}
-    parts, shapes = held("8B", TorchDist.of)
+    parts, shapes = held("8B", TorchDist.for_model)
     assert {len(of_index) for of_tensor in parts.values() for of_index in of_tensor.values()} == {1, 2}
     fc1 = "language_model.decoder.layers.mlp.linear_fc1.weight"  # read in two, by one rank too
     assert parts[fc1][35,] == [OwnedRows(0, (0, 0, 0, 0)), OwnedRows(shapes[fc1][1] // 2, (0, 0, 0, 0))]

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ..support import EMBEDDING, assert_same, expect_error, hf_tensors, importing, model_with, stock_load
+from tests.checkpoint.support import EMBEDDING, assert_same, expect_error, hf_tensors, importing, model_with, stock_load
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:This process .* is multi-threaded")
 VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
@@ -29,7 +29,7 @@ def rows(*values: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", [EMBEDDING, "lm_head.weight"])
-def test_a_hugging_face_tensor_is_never_longer(name, capsys, tmp_path, untied_folder, imported):
+def test_import_hf_tensor_with_extra_rows_raises(name, capsys, tmp_path, untied_folder, imported):
     def change(tensors):
         tensors[name] = torch.cat([tensors[name], torch.zeros(100, 80)])
 
@@ -42,7 +42,7 @@ def test_a_hugging_face_tensor_is_never_longer(name, capsys, tmp_path, untied_fo
 
 
 @pytest.mark.parametrize("padding", [rows(0.0, 0.0, 0.0), rows(0.0, -0.0, 0.0)])
-def test_zeros_are_left_out(padding, tmp_path, untied_folder, imported):
+def test_export_zero_padding_is_dropped(padding, tmp_path, untied_folder, imported):
     run = padded(tmp_path / "run", imported, padding)
     report = export_checkpoint(run, tmp_path / "hf", hf_model=untied_folder, verify=True)
     assert len(report.notes) == 3 and "has 3 rows beyond the vocabulary; they are padding" in report.notes[0]
@@ -50,7 +50,7 @@ def test_zeros_are_left_out(padding, tmp_path, untied_folder, imported):
     assert hf_tensors(tmp_path / "hf")[EMBEDDING].shape == (512, 80)
 
 
-def test_rows_that_training_has_moved(capsys, tmp_path, untied_folder, imported):
+def test_export_nonzero_padding_raises_unless_dropped(capsys, tmp_path, untied_folder, imported):
     run = padded(tmp_path / "run", imported, rows(0.0, 1e-40, 0.0, 9.0), of=VOCABULARY[1:])
     parts = ("language_model.output_layer.weight has 4 rows beyond the vocabulary of 512", "2 are not zero",
              "the first is row 513", "--drop-vocab-padding", "vocab_size")  # fmt: skip
@@ -70,7 +70,7 @@ def test_rows_that_training_has_moved(capsys, tmp_path, untied_folder, imported)
 
 
 @pytest.mark.parametrize("which", VOCABULARY)
-def test_another_format_keeps_every_row_or_none(which, tmp_path, untied_folder, imported):
+def test_reformat_keeps_padding(which, tmp_path, untied_folder, imported):
     short = padded(tmp_path / "short", imported, rows(1.0), of=(which,))
     with pytest.raises(CheckpointError, match=r"found \[512, 80\], expected \[513, 80\]"):
         reformat_checkpoint(short, tmp_path / "x", ckpt_format="torch_dist", hf_model=untied_folder)
@@ -86,7 +86,7 @@ def test_another_format_keeps_every_row_or_none(which, tmp_path, untied_folder, 
 
 
 @given(st.integers(1, 3_000), st.integers(0, 3_000), st.integers(1, 500) | st.none())
-def test_a_run_file_pads_to_the_rows_that_are_there(vocabulary, padding, divisor):
+def test_run_config_vocab_divisor_gives_rows(vocabulary, padding, divisor):
     rows = vocabulary + padding
     model = run_config({}, "x", "torch_dist", provider="", vocabulary=vocabulary, rows=rows, vocab_divisor=divisor)[
         "model"

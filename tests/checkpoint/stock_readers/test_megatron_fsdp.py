@@ -5,9 +5,9 @@ import types
 from pathlib import Path
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge.checkpoint import Topology, export_checkpoint, import_checkpoint, inspect_checkpoint, topology
-from qwen3vl_bridge.checkpoint.formats import planned_files
-from qwen3vl_bridge.io.files import CheckpointError
+from qwen3vl_bridge.checkpoint import Topology, export_checkpoint, import_checkpoint, inspect_checkpoint
+from qwen3vl_bridge.checkpoint.formats import layouts, output_files
+from qwen3vl_bridge.core.files import CheckpointError
 from qwen3vl_bridge.weights.rows import ExpertLayout, local_name
 
 import pytest
@@ -28,10 +28,9 @@ from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
-from tests.forked import results_of_ranks
-from tests.ranks import of_all_ranks
-
-from ..support import assert_same, hf_tensors
+from tests.checkpoint.support import assert_same, hf_tensors
+from tests.helpers.forked import results_of_ranks
+from tests.helpers.ranks import of_all_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -201,8 +200,8 @@ def load_and_compare(
 
 
 def import_twice(source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    monkeypatch.setattr(planned_files, "UNIT_BYTES", 100_000)
-    monkeypatch.setattr(topology, "_LEAST_BYTES", 500)
+    monkeypatch.setattr(output_files, "RANGE_BYTES", 100_000)
+    monkeypatch.setattr(layouts, "_MIN_CHUNK_BYTES", 500)
     topologies = {"any": Topology(), "ep2": Topology(ep=2)}
     for name, sizes in topologies.items():
         import_checkpoint(source, folder / name, topology=sizes, naming="local")
@@ -217,7 +216,7 @@ def check_reads(anyhow: list[list[int]], stated: list[list[int]]) -> None:
         assert opened <= 0.9 * opened_before, (opened, opened_before)  # found: 29 of 34, and 25 of 33
 
 
-def test_megatron_fsdp_loads_every_shard_and_what_it_saves_exports(
+def test_megatron_fsdp_loads_import_and_its_save_exports(
     untied_folder, tied_folder, moe_folders, tmp_path, monkeypatch
 ):
     sources = {"untied": untied_folder, "tied": tied_folder, "moe": moe_folders[ExpertLayout.INPUT_MAJOR]}

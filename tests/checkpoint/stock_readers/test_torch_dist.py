@@ -20,9 +20,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.utils import unwrap_model
 
-from tests.forked import results_of_ranks
-
-from ..support import assert_same, hf_tensors
+from tests.checkpoint.support import assert_same, hf_tensors
+from tests.helpers.forked import results_of_ranks
 
 TP, EP, PP = "tensor_model_parallel_size", "expert_model_parallel_size", "pipeline_model_parallel_size"
 # What Megatron-Bridge passes on.
@@ -83,7 +82,7 @@ def load(hf_folder: Path, folder: Path, settings: dict[str, Any], save_to: Path 
 
 
 @pytest.mark.slow
-def test_stock_megatron_core_loads_it_and_what_it_saves_exports(
+def test_megatron_core_loads_import_and_its_save_exports(
     untied_folder, tied_folder, moe_folders, all_moe_folder, tmp_path
 ):
     released = moe_folders[ExpertLayout.INPUT_MAJOR]

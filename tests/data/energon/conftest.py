@@ -1,4 +1,4 @@
-"""WebDatasets on disk, prepared by energon itself, and providers of them."""
+"""WebDatasets on disk, prepared by energon, and providers that read them."""
 
 import gc
 import io
@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge import Qwen3VLEnergonProvider
-from qwen3vl_bridge.batch import TokenBatch
+from qwen3vl_bridge.core.batch import TokenBatch
 
 import pytest
 from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
 
-from ..conftest import segments
+from tests.data.conftest import segments
 
 CRUDE = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
 
@@ -36,7 +36,7 @@ def provider_of(checkpoint: Path, path: Path, **changes: Any) -> Qwen3VLEnergonP
 
 
 def write_tar(path: Path, samples: Iterable[Sample]) -> None:
-    """A tar of samples: (key, {extension: contents}); contents that are neither bytes nor text are made JSON."""
+    """Write a tar of samples: (key, {extension: contents}); other contents than bytes and text become JSON."""
     with tarfile.open(path, "w") as tar:
         for key, parts in samples:
             for extension, contents in parts.items():
@@ -49,7 +49,7 @@ def write_tar(path: Path, samples: Iterable[Sample]) -> None:
 
 
 def write_folder(folder: Path, *, yaml: str = CRUDE, **splits: list[list[Sample]]) -> Path:
-    """A prepared folder. Each split is a list of tars."""
+    """Write a prepared folder. Each split is a list of tars."""
     folder.mkdir(parents=True, exist_ok=True)
     for split, tars in splits.items():
         for number, samples in enumerate(tars):
@@ -62,7 +62,7 @@ def write_folder(folder: Path, *, yaml: str = CRUDE, **splits: list[list[Sample]
 
 
 def keys(batches: Iterable[TokenBatch]) -> list[str]:
-    """The samples of batches, by their keys, without those that nothing is trained on."""
+    """Return the keys of the samples of batches, without samples that have no loss."""
     found = []
     for batch in batches:
         for sample_id, tokens in segments(batch):
@@ -73,7 +73,7 @@ def keys(batches: Iterable[TokenBatch]) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _no_old_garbage():
-    """Energon collects garbage as a stream begins, in workers too: among all that Megatron's import leaves."""
+    """Freeze the objects of Megatron's import: energon collects garbage when a stream begins, also in workers."""
     gc.freeze()
 
 

@@ -1,15 +1,15 @@
-"""Streams over WebDatasets: each sample once, positions that go on exactly, in Megatron-Bridge's loop."""
+"""Test streams over WebDatasets: each sample once, exact resume, and Megatron-Bridge's loop."""
 
 import io
 import logging
 from functools import partial
 from itertools import chain
 
+from qwen3vl_bridge.core.collectives import sum_over_data_parallel
 from qwen3vl_bridge.data import DataError
+from qwen3vl_bridge.data import samples as samples_module
 from qwen3vl_bridge.data.encoding import VisionLimits
-from qwen3vl_bridge.data.packing import sample_sizes
-from qwen3vl_bridge.parallel.collectives import sum_amounts
-from qwen3vl_bridge.training.metrics import Amounts, ExcludedSamples, Meter
+from qwen3vl_bridge.training.metrics import BatchCounts, ExcludedSamples, Meter
 from qwen3vl_bridge.training.process_groups import shutdown
 
 import pytest
@@ -19,19 +19,18 @@ from megatron.bridge.data.loaders import RerunDataIterator
 from megatron.bridge.data.utils import get_dataset_provider
 from megatron.bridge.utils.safe_pickle import energon_torch_load
 
+from tests.data.conftest import built, groups, picture, same, take
+from tests.data.energon.conftest import ASKED, keys, provider_of, write_folder
+from tests.data.test_shared_sizes import run
+from tests.data.test_videos import ask
 from tests.training.running import replicate, train
-
-from ..conftest import built, groups, picture, same, take
-from ..media.test_video import ask
-from ..packing.test_shared_sizes import run
-from .conftest import ASKED, keys, provider_of, write_folder
 
 NUMBER = 22
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """22 samples in three tars, every third with a picture; seven for validation; one for testing."""
+    """Write 22 samples in three tars, every third with an image; seven for validation, one for testing."""
     folder = tmp_path_factory.mktemp("streams")
     contents = [picture(folder / f"{n}.png", 32, 32 * (n + 1), seed=n).read_bytes() for n in range(3)]
 
@@ -55,7 +54,7 @@ TRAIN = sample_keys(("t", NUMBER))
 
 
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (1, 2), (2, 0)])
-def test_each_sample_comes_once_an_epoch(make, folder, ranks, workers):
+def test_energon_stream_reads_each_sample_once_per_epoch(make, folder, ranks, workers):
     provider = make(folder, pack=False, num_workers=workers)
     share = NUMBER // ranks
     streams = [provider.stream("train", dp_rank=rank, dp_size=ranks) for rank in range(ranks)]
@@ -65,7 +64,7 @@ def test_each_sample_comes_once_an_epoch(make, folder, ranks, workers):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_rows_are_packed_from_each_sample_once(make, folder, ranks):
+def test_energon_rows_pack_each_sample_once(make, folder, ranks):
     provider = make(folder, packing_buffer_size=NUMBER // ranks)
     streams = [provider.stream("train", dp_rank=rank, dp_size=ranks) for rank in range(ranks)]
     found, rows, most = [], 0, 0
@@ -86,8 +85,9 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_a_restored_stream_gives_the_batches_of_an_unbroken_one(make, folder, settings):
+def test_energon_stream_restored_equals_uninterrupted(make, folder, settings):
     whole = take(make(folder, **settings).stream("train"), 11)
     assert len({batch.sample_ids for batch in whole}) > 8
     for stop in (7,) if "num_workers" in settings else (0, 7):
@@ -104,7 +104,7 @@ def test_a_restored_stream_gives_the_batches_of_an_unbroken_one(make, folder, se
 
 
 @pytest.mark.parametrize("settings", [{}, {"packing_buffer_size": 4}])
-def test_each_rank_goes_on_from_its_own_state(make, folder, settings):
+def test_energon_stream_restores_each_rank(make, folder, settings):
     provider = make(folder, **settings)
     for rank in range(2):
         stream, resumed = (provider.stream("train", dp_rank=rank, dp_size=2) for _ in range(2))
@@ -118,7 +118,7 @@ def test_each_rank_goes_on_from_its_own_state(make, folder, settings):
     ({"packing_buffer_size": 6}, "data"), ({"num_workers": 2}, "workers 2, expected 0"),
     ({"on_bad": "drop"}, "on_bad drop, expected error"),
 ])  # fmt: skip
-def test_a_position_in_other_data_is_refused(make, folder, changes, found):
+def test_energon_stream_state_of_other_data_raises(make, folder, changes, found):
     before, now = make(folder, packing_buffer_size=5), make(folder, **{"packing_buffer_size": 5, **changes})
     built(before, 4)
     now.expect_position(before.position, 0)
@@ -126,22 +126,23 @@ def test_a_position_in_other_data_is_refused(make, folder, changes, found):
         built(now, 4)
 
 
-def test_energons_state_of_other_workers_is_refused(make, folder):
+def test_energon_stream_state_of_other_workers_raises(make, folder):
     stream = make(folder, pack=False).stream("train")
     take(stream, 1)
-    with pytest.raises(ValueError, match="energon refuses the position"):
+    with pytest.raises(ValueError, match="energon rejects the position"):
         make(folder, pack=False, num_workers=2).stream("train").restore_state(stream.save_state())
 
 
-def test_the_order_follows_the_seed(make, folder):
+def test_energon_stream_order_depends_on_seed(make, folder):
     first, again, other = (keys(take(make(folder, pack=False, seed=s).stream("train"), NUMBER)) for s in (1, 1, 2))
     assert first == again != other
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(("ranks", "settings"), [
     (1, {}), (3, {}), (2, {"pack": False}), (2, {"pack": False, "micro_batch_size": 2}), (1, {"num_workers": 2}),
 ])  # fmt: skip
-def test_evaluation_sees_each_sample_once_on_as_many_batches(make, folder, ranks, settings):
+def test_energon_evaluation_reads_each_sample_once_on_all_ranks(make, folder, ranks, settings):
     provider = make(folder, seq_length=128, packing_buffer_size=None if "pack" in settings else 4, **settings)
     passes = [list(provider.evaluation("valid", dp_rank=rank, dp_size=ranks)) for rank in range(ranks)]
     assert len({len(batches) for batches in passes}) == 1
@@ -150,7 +151,7 @@ def test_evaluation_sees_each_sample_once_on_as_many_batches(make, folder, ranks
     assert all(batch.input_ids.shape == (rows, 128) for batches in passes for batch in batches)
 
 
-def test_evaluation_sees_the_split_that_it_is_asked_for(make, folder):
+def test_energon_evaluation_reads_requested_split(make, folder):
     provider = make(folder)
     assert sorted(keys(provider.evaluation("train"))) == TRAIN
     assert keys(provider.evaluation("test")) == ["x0"]
@@ -158,7 +159,7 @@ def test_evaluation_sees_the_split_that_it_is_asked_for(make, folder):
         provider.evaluation("val")
 
 
-def test_a_sample_that_proves_bad_in_evaluation_leaves_its_place_to_nothing(make, tmp_path):
+def test_energon_evaluation_bad_sample_leaves_blank_token(make, tmp_path):
     whole = picture(tmp_path / "a.jpg", 96, 96).read_bytes()
     bad = {"json": {"messages": ask({"type": "image", "image": "jpg"})}, "jpg": whole[: len(whole) // 2]}
     good = {"json": {"messages": ASKED}}
@@ -169,7 +170,7 @@ def test_a_sample_that_proves_bad_in_evaluation_leaves_its_place_to_nothing(make
         list(make(folder, pack=False).evaluation("valid"))
 
 
-def test_a_restored_stream_counts_what_it_drops_from_there_on(make, tmp_path):
+def test_energon_stream_restored_counts_new_drops(make, tmp_path):
     bad, good = {"json": {"messages": []}}, {"json": {"messages": ASKED}}
     folder = write_folder(tmp_path / "wds", train=[[(f"{n}", bad if n % 3 else good) for n in range(18)]])
     provider = make(folder, packing_buffer_size=2, on_bad="drop")
@@ -185,8 +186,7 @@ def test_a_restored_stream_counts_what_it_drops_from_there_on(make, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_what_is_dropped_adds_up_over_ranks(make, tmp_path, workers):
-    """A total of both ranks and their workers, as the run's metrics make it; and the log names the first only once."""
+def test_energon_drops_are_summed_over_ranks(make, tmp_path, workers):
 
     def of_rank(rank: int) -> tuple:
         dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
@@ -194,9 +194,9 @@ def test_what_is_dropped_adds_up_over_ranks(make, tmp_path, workers):
         stream = make(folder, pack=False, num_workers=workers, on_bad="drop").stream("train", dp_rank=rank, dp_size=2)
         meter, batches = Meter(), take(stream, 6)
         for batch in batches:
-            meter.add(Amounts(), batch)
+            meter.add(BatchCounts(), batch)
         excluded = ExcludedSamples(None)
-        total = excluded.figures(sum_amounts(excluded.numbers(meter.newly_dropped), groups()), [0])
+        total = excluded.to_metrics(sum_over_data_parallel(excluded.pad_counts(meter.newly_dropped), groups()), [0])
         dist.barrier()
         return total, sum(meter.newly_dropped), keys(batches)
 
@@ -204,7 +204,7 @@ def test_what_is_dropped_adds_up_over_ranks(make, tmp_path, workers):
     tars = [[(f"{tar}{n}", good if n % 3 == 2 else bad) for n in range(18)] for tar in "ab"]
     folder = write_folder(tmp_path / "wds", train=tars)
     shutdown()  # groups of other tests, of which each rank would have a copy
-    sample_sizes._job.cache_clear()
+    samples_module._job.cache_clear()
     (total, first, seen), (same_total, second, other) = run(*(partial(of_rank, rank) for rank in range(2)))
     # Each rank has a tar: its six good samples, and the twelve bad ones before them.
     assert len({*seen, *other}) == 12 and (first, second) == (12, 12)
@@ -213,7 +213,7 @@ def test_what_is_dropped_adds_up_over_ranks(make, tmp_path, workers):
     assert numbers in ([1, 2, 3, 4, 8, 16], [1, 2, 3, 4, 8, 16, 32])  # workers read ahead
 
 
-def test_megatron_bridge_builds_the_same_batches_and_finds_their_state(make, folder):
+def test_energon_build_datasets_equals_stream(make, folder):
     provider = make(folder, packing_buffer_size=5)
     train, valid, test = get_dataset_provider(provider)((10, 2, 2), provider)
     assert test is None and next(valid).sample_ids[0].startswith("val-0.tar:v")
@@ -224,7 +224,7 @@ def test_megatron_bridge_builds_the_same_batches_and_finds_their_state(make, fol
     assert built(make(folder, do_validation=False), 4, 4)[1:] == (None, None)
 
 
-def test_megatron_bridges_ranks_have_their_share(make, folder):
+def test_energon_build_datasets_divides_over_ranks(make, folder):
     provider = make(folder, pack=False, seed=3)
     train, _, _ = built(provider, 4, dp=2, dp_rank=1)
     assert all(map(same, take(train, 11), provider.stream("train", dp_rank=1, dp_size=2)))
@@ -232,21 +232,21 @@ def test_megatron_bridges_ranks_have_their_share(make, folder):
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"dataloader_type": "single"}, "dataloader_type is 'single', expected 'external'"),
-    ({"micro_batch_size": 2}, "micro_batch_size is 2, expected 1 where rows are packed"),
+    ({"micro_batch_size": 2}, "micro_batch_size is 2, expected 1 with packing"),
     ({"pack": False, "packing_buffer_size": 4}, "packing_buffer_size is 4, but pack is off"),
     ({"shuffle_buffer_size": 0}, "shuffle_buffer_size is 0, expected at least 1"),
     ({"sample_fps": 0.0}, "sample_fps is 0.0, expected"),
-    ({"pin_memory": False}, "pin_memory is False, expected True: this data set has no such setting"),
+    ({"pin_memory": False}, "pin_memory is False, expected True: .* ignores this setting"),
     ({"data_sharding": False}, "data_sharding is False"),
     ({"num_workers": 1, "persistent_workers": False}, "persistent_workers is False, expected True"),
     ({"dataset_kwargs": {"auto_decode": True, "batch_size": 2}}, "has auto_decode, batch_size, expected none"),
 ])  # fmt: skip
-def test_settings_that_cannot_be_or_would_be_ignored_are_refused(make, folder, changes, message):
+def test_energon_invalid_or_ignored_settings_raise(make, folder, changes, message):
     with pytest.raises(ValueError, match=message):
         make(folder, **changes)
 
 
-def test_wrong_shares_are_refused(make, folder):
+def test_energon_invalid_dp_rank_raises(make, folder):
     provider = make(folder)
     with pytest.raises(ValueError, match="found data-parallel rank 2 of 2"):
         provider.stream("train", dp_rank=2, dp_size=2)
@@ -257,13 +257,13 @@ def test_wrong_shares_are_refused(make, folder):
     provider.finalize()  # Megatron-Bridge does it again
 
 
-def test_more_arguments_reach_energon(make, folder):
+def test_energon_dataset_kwargs_are_passed(make, folder):
     (folder / ".nv-meta" / "small.yaml").write_text("split_parts:\n  train: [train-1.tar]\nexclude: []\n")
     provider = make(folder, pack=False, dataset_kwargs={"split_config": "small.yaml"})
     assert sorted(keys(take(provider.stream("train"), 3))) == ["t10", "t11", "t9"]
 
 
-def test_a_run_trains_on_it_and_goes_on_where_it_stopped(untied_folder, folder, tmp_path):
+def test_energon_run_trains_and_resumes(untied_folder, folder, tmp_path):
     from qwen3vl_recipes.digits import qwen3_vl_digits_sft_config
     from qwen3vl_recipes.paths import set_paths
 

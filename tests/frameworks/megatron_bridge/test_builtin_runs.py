@@ -17,20 +17,20 @@ from megatron.core.transformer.moe.router import TopKRouter
 from PIL import Image
 from transformers import AutoProcessor
 
-from tests.expert_layouts import rewrite
-from tests.host_waits.upstream import stock_with_torch_attention
-from tests.model.checkpoints.test_torch_dist import make_experts_everywhere
-from tests.parity.batches import make_batch, make_samples
+from tests.helpers.batches import make_batch, make_samples
+from tests.helpers.expert_layouts import rewrite
+from tests.helpers.stock_steps import stock_with_torch_attention
+from tests.models.checkpoints.test_torch_dist import make_experts_everywhere
 from tests.parity.conftest import make_pair
-from tests.parity.one_process.test_padding import masks_that_arrive
-from tests.parity.one_process.test_parity import run_megatron
+from tests.parity.test_padding import masks_that_arrive
+from tests.parity.test_parity import run_megatron
 
 IDS = torch.tensor([[11, 12, 13, 14, 9, 9], [11, 12, 13, 14, 15, 16]])
 KEEP = torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6])
 
 
-def test_logits_beside_transformers(untied_folder):
-    """Theirs differ where there are pictures, by the mergers' activation alone: tanh-GELU in place of exact GELU."""
+def test_builtin_model_differs_by_merger_activation(untied_folder):
+    """Megatron-Bridge's own model differs in one point: its mergers use tanh-GELU instead of exact GELU."""
     pair = make_pair(untied_folder)
     samples = make_samples("image and video", pair.config, seed=5)
     expected = pair.reference_results(samples)
@@ -51,7 +51,7 @@ def test_logits_beside_transformers(untied_folder):
     assert theirs() <= limit
 
 
-def test_padding_is_masked_in_routers(moe_folder, tmp_path):
+def test_builtin_routers_mask_padding(moe_folder, tmp_path):
     """The same rows with padding on the right: which tokens every router is told to leave out."""
     folder = rewrite(
         make_experts_everywhere(moe_folder, tmp_path / "all"), tmp_path / "released", ExpertLayout.INPUT_MAJOR
@@ -71,7 +71,7 @@ def test_padding_is_masked_in_routers(moe_folder, tmp_path):
     assert theirs and all(value is None for given in theirs for value in given)
 
 
-def test_video_times(untied_folder, tmp_path):
+def test_builtin_video_timestamps(untied_folder, tmp_path):
     """46 frames, two a second: 23 seconds."""
     names = [f"{number}.png" for number in range(46)]
     for number, name in enumerate(names):

@@ -19,10 +19,9 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from tests.forked import results_of_ranks
+from tests.frameworks.support import pass_of
+from tests.helpers.forked import results_of_ranks
 from tests.parity.conftest import build
-
-from ..support import pass_of
 
 TOKENS = 6
 # DeepStack features go to the first three text layers: all of them on the first stage, or not.
@@ -86,7 +85,7 @@ def answers(folder, text: str, image: Image.Image) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["untied", "moe"])
-def test_the_inference_wrapper_and_engine_answer_as_transformers(kind, request):
+def test_inference_engine_matches_transformers(kind, request):
     """`megatron.bridge.inference.vlm`; its wrapper knows no model with experts of Megatron-Bridge's own."""
     folder = request.getfixturevalue(f"{kind}_folder")
     provider = AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider(load_weights=True)
@@ -105,7 +104,7 @@ def test_the_inference_wrapper_and_engine_answer_as_transformers(kind, request):
     assert found.generated_tokens.tolist() == answers(folder, text, image)
 
 
-def test_rows_that_grow_pass_pipeline_stages(untied_folder):
+def test_generation_growing_rows_pass_pipeline(untied_folder):
     """Megatron-Bridge's `hf_to_megatron_generate_vlm.py --pp 2`: the schedule is told each row's length, no setting."""
     asked = "<|vision_start|><|image_pad|><|vision_end|>which digit", picture(64, 64)
     found = results_of_ranks(answers_of_stages, 2, untied_folder, *asked)

@@ -18,12 +18,11 @@ from megatron.bridge.training import vlm_step
 from safetensors.torch import load_file
 from transformers import AutoProcessor
 
-from tests.model.inputs.support import no_grad
+from tests.frameworks.megatron_bridge.test_generation import TOKENS, answer, answers, picture
+from tests.frameworks.support import check_exported
+from tests.models.inputs.support import no_grad
 from tests.parity.conftest import make_pair
 from tests.training.megatron_batches.test_megatron_batches import batch_of, direct, reference_loss, write_conversations
-
-from ..support import check_exported
-from .test_generation import TOKENS, answer, answers, picture
 
 # Relative, of a loss; of each gradient, relative to its largest entry; of logits up to about 2, absolute.
 LOSS = 1e-6  # measured 2e-7
@@ -51,7 +50,7 @@ STEPS = {
 }
 
 
-def test_its_conversions_in_one_process_without_an_address(untied_folder, tmp_path, monkeypatch):
+def test_conversion_without_master_address(untied_folder, tmp_path, monkeypatch):
     """`import_ckpt` leaves the groups that it begins, in Megatron-Bridge's own code, and `export_ckpt` begins some."""
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):  # which it sets
         monkeypatch.setenv(name, "restores it")
@@ -65,9 +64,10 @@ def test_its_conversions_in_one_process_without_an_address(untied_folder, tmp_pa
     check_exported(load_file(tmp_path / "hf" / "model.safetensors"), untied_folder)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("numbers", [(0, 1, 2), (1, 4)], ids=["pictures", "text"])
-def test_its_steps(pair, untied_folder, conversations, name, numbers):
+def test_megatron_bridge_steps_match(pair, untied_folder, conversations, name, numbers):
     """forward_step of both modules on what their collators make: loss, count and gradients are transformers'."""
     module, settings = STEPS[name]
     dataset = direct(untied_folder, conversations, **settings)
@@ -85,7 +85,7 @@ def test_its_steps(pair, untied_folder, conversations, name, numbers):
     assert max(errors.values()) <= GRADIENT, max(errors, key=errors.get)
 
 
-def test_its_generation_script(folder):
+def test_megatron_bridge_generation_script(folder):
     """scripts/inference/vlm_generation.py: settings, MTP switched off, and the same answer as transformers'."""
     bridge = AutoBridge.from_hf_pretrained(str(folder))
     provider = bridge.to_megatron_provider(load_weights=True)
@@ -105,14 +105,14 @@ def test_its_generation_script(folder):
         assert answer(model, given, TOKENS) == answers(folder, text, image)
 
 
-def test_its_round_trip(folder):
+def test_megatron_bridge_round_trip(folder):
     """examples/conversion/hf_megatron_roundtrip.py: built with the weights, and exported one by one."""
     bridge = AutoBridge.from_hf_pretrained(str(folder))
     model = bridge.to_megatron_model(wrap_with_ddp=False)
     check_exported(dict(bridge.export_hf_weights(model, show_progress=False)), folder)
 
 
-def test_its_comparison(pair):
+def test_megatron_bridge_comparison_script(pair):
     config, generator = pair.config, torch.Generator().manual_seed(0)
     text = torch.randint(0, config.image_token_id - 16, (1, 12), generator=generator)
     picture = torch.tensor([[config.vision_start_token_id, *[config.image_token_id] * 6, config.vision_end_token_id]])

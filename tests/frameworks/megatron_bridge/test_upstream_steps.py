@@ -21,18 +21,17 @@ from megatron.bridge.training.utils.visual_inputs import GenericVisualInputs
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
-from tests.forked import results_of_ranks
-from tests.model.inputs.support import offsets, packed_params, share_of
-from tests.noise import check
-from tests.parity.batches import Sample, pictures
+from tests.frameworks.support import log_probs_of, packed_row, padded_lengths, padded_rows
+from tests.helpers.batches import Sample, pictures
+from tests.helpers.forked import results_of_ranks
+from tests.helpers.noise import check
+from tests.helpers.ranks import largest
+from tests.helpers.steps import forward_backward
+from tests.models.inputs.support import offsets, packed_params, share_of
 from tests.parity.matrix import MODELS, with_references
 from tests.parity.on_ranks import Split
 from tests.parity.references import MICROBATCHES, step_samples, worst
 from tests.parity.topologies import TOPOLOGIES
-from tests.ranks import largest
-from tests.steps import forward_backward
-
-from ..support import log_probs_of, packed_row, padded_lengths, padded_rows
 
 CONTENT, MULTIPLE = "mixed", 16
 
@@ -151,7 +150,8 @@ def found(untied_folder, moe_folder, tmp_path_factory):
     return results_of_ranks(errors_of_cases, 2, CASES, folders | others, timeout=500), limits | other_limits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
-def test_they_train_as_one_process_does(found, case):
+def test_upstream_steps_on_ranks_match_one_process(found, case):
     errors, limits = found
     check(errors[case], limits[case[0]])

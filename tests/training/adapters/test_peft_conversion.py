@@ -1,7 +1,8 @@
-"""What a run has saved of its adapters, in other libraries: they get the logits of the Megatron model."""
+"""Adapters in a run's checkpoint, exported to other libraries, give the logits of the Megatron model."""
 
 import dataclasses
 import json
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -10,8 +11,8 @@ from qwen3vl_bridge.checkpoint import CheckpointError, import_checkpoint
 from qwen3vl_bridge.checkpoint.formats.megatron import find_iteration
 from qwen3vl_bridge.checkpoint.stored_models import ModelConfig
 from qwen3vl_bridge.cli import convert
-from qwen3vl_bridge.peft.adapter_rows import layer_of, linear_rows
-from qwen3vl_bridge.peft.hf_export import export_adapters, merge_adapters
+from qwen3vl_bridge.peft.adapter_rows import adaptable_rows, layer_name
+from qwen3vl_bridge.peft.checkpoint_export import export_adapters, merge_adapters
 from qwen3vl_bridge.peft.lora import Qwen3VLDoRA
 
 import pytest
@@ -26,20 +27,19 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
-from tests import fp8
-from tests.adapters.test_export import Adapted, adapt, check_logits, reference_logits, worst_difference
 from tests.checkpoint.support import assert_same, stock_load
-from tests.expert_layouts import LAYOUTS, relayout
-
-from ..conftest import Inputs
-from ..running import stored, train
-from .test_peft_run import CASES, DIST, FORMATS, FSDP, Trained, inputs_of, peft_config
+from tests.helpers import fp8
+from tests.helpers.expert_layouts import LAYOUTS, relayout
+from tests.peft.test_export import Adapted, adapt, check_logits, reference_logits, worst_difference
+from tests.training.adapters.test_peft_run import CASES, DIST, FORMATS, FSDP, Trained, inputs_of, peft_config
+from tests.training.conftest import Inputs
+from tests.training.running import stored, train
 
 WEIGHT = 1e-6  # of weights up to about 0.3, whose products are summed up in another order; measured 0
 
 
 def trained_and_saved(inputs: Inputs, case: str, save: Path, ckpt_format: str, steps: int = 3) -> Adapted:
-    """Some steps of a run, and their checkpoint; the model that they have made, on its own and in float32."""
+    """Train some steps and save; return the trained model in float32."""
     trained = Trained()
     settings = dict(train__train_iters=steps, checkpoint__save_interval=steps)
     train(peft_config(inputs, save, CASES[case](), ckpt_format, **settings), callbacks=[trained])
@@ -53,9 +53,14 @@ def trained_and_saved(inputs: Inputs, case: str, save: Path, ckpt_format: str, s
     return made
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        kind if kind in ("LoRA", "adapted experts") else pytest.param(kind, marks=pytest.mark.slow) for kind in CASES
+    ],
+)
 def run(request, inputs, folders, tmp_path_factory):
-    """Of each kind a trained run in each format: inputs, a model with samples, logits by format, folder of folders."""
+    """A trained run of each kind: inputs, a model with samples, logits by format, and the folder of checkpoints."""
     folder, logits = tmp_path_factory.mktemp("peft"), {}
     inputs = inputs_of(request.param, inputs, folders)
     for ckpt_format in FORMATS:
@@ -66,7 +71,7 @@ def run(request, inputs, folders, tmp_path_factory):
 
 
 @pytest.mark.parametrize("ckpt_format", FORMATS)
-def test_adapters(run, ckpt_format, tmp_path):
+def test_export_adapters_loads_in_peft(run, ckpt_format, tmp_path):
     inputs, adapted, logits, folder = run
     if not adapted.peft.freeze_vision_projection:
         with pytest.raises(CheckpointError, match=r"also trained (12|24) tensors of the base model"):
@@ -91,7 +96,7 @@ def test_adapters(run, ckpt_format, tmp_path):
 
 
 @pytest.mark.parametrize("ckpt_format", FORMATS)
-def test_merged(run, ckpt_format, tmp_path):
+def test_merge_adapters_matches_peft(run, ckpt_format, tmp_path):
     inputs, adapted, logits, folder = run
     merge_adapters(folder / ckpt_format, tmp_path / "merged", verify=True, max_shard_bytes=300_000)
     loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged")
@@ -100,14 +105,16 @@ def test_merged(run, ckpt_format, tmp_path):
     for file in (tmp_path / "merged").glob("*.safetensors"):
         after |= load_file(file)
     same = {name for name in before if torch.equal(before[name], after[name])}
-    layers = [row for row in linear_rows(ModelConfig(inputs.hf).rows()) if adapted.peft.settings.adapts(layer_of(row))]
+    layers = [
+        row for row in adaptable_rows(ModelConfig(inputs.hf).rows()) if adapted.peft.settings.adapts(layer_name(row))
+    ]
     changed = {name for row in layers for name in row.hf}
     if not adapted.peft.freeze_vision_projection:
         changed |= {name for name in before if "merger" in name}
     assert before.keys() == after.keys() and before.keys() - same == changed
 
 
-def test_merged_with_weights_of_another_model(run, tmp_path):
+def test_merge_adapters_other_base_model_raises(run, tmp_path):
     inputs, _, _, folder = run
     model = shutil.copytree(inputs.hf, tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
@@ -117,7 +124,7 @@ def test_merged_with_weights_of_another_model(run, tmp_path):
         merge_adapters(folder / DIST, tmp_path / "merged", base_model=model)
 
 
-def test_merged_with_weights_whose_vocabulary_is_padded(run, tmp_path):
+def test_merge_adapters_padded_vocabulary(run, tmp_path):
     inputs, _, _, folder = run
     import_checkpoint(inputs.hf, tmp_path / "m")
     iteration = tmp_path / "m" / "iter_0000000"
@@ -134,7 +141,7 @@ def test_merged_with_weights_whose_vocabulary_is_padded(run, tmp_path):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_merged_into_every_layout_of_experts(run, moe_folder, moe_folders, layout, tmp_path):
+def test_merge_adapters_every_expert_layout(run, moe_folder, moe_folders, layout, tmp_path):
     inputs, _, _, folder = run
     if inputs.hf != moe_folder:
         return
@@ -148,8 +155,8 @@ def test_merged_into_every_layout_of_experts(run, moe_folder, moe_folders, layou
     assert worst <= WEIGHT
 
 
-def test_merged_into_a_base_in_fp8(run, tmp_path):
-    """As into a base that has its values in float32; and rounded once."""
+def test_merge_adapters_fp8_base(run, tmp_path):
+    """The result equals a merge into the float32 values, rounded once."""
     inputs, _, _, folder = run
     base = fp8.in_fp8(inputs.hf, tmp_path / "fp8")
     exact = shutil.copytree(inputs.hf, tmp_path / "exact")
@@ -162,14 +169,14 @@ def test_merged_into_a_base_in_fp8(run, tmp_path):
     assert_same(found["c"], {name: one.to(found["c"][name].dtype) for name, one in found["b"].items()})
 
 
-def test_settings_name_the_layers_that_have_adapters(run):
+def test_adapter_settings_match_saved_layers(run):
     inputs, adapted, _, _ = run
     names = {name.partition(".adapter.")[0] for name in adapted.trainable() if ".adapter." in name}
-    rows = linear_rows(ModelConfig(inputs.hf).rows())
-    assert names == {layer_of(row) for row in rows if adapted.peft.settings.adapts(layer_of(row))}
+    rows = adaptable_rows(ModelConfig(inputs.hf).rows())
+    assert names == {layer_name(row) for row in rows if adapted.peft.settings.adapts(layer_name(row))}
 
 
-def test_bfloat16_is_rounded_once(run, tmp_path):
+def test_merge_adapters_bfloat16_rounds_once(run, tmp_path):
     _, _, _, folder = run
     for dtype in ("float32", "bfloat16"):
         merge_adapters(folder / DIST, tmp_path / dtype, torch_dtype=dtype)
@@ -179,7 +186,7 @@ def test_bfloat16_is_rounded_once(run, tmp_path):
     assert all(name.endswith((".linear_attn.A_log", ".linear_attn.norm.weight")) for name in kept)
 
 
-def test_the_command(run, tmp_path, capsys):
+def test_adapters_command_exports_and_merges(run, tmp_path, capsys):
     _, adapted, _, folder = run
     source = ["--megatron-path", str(folder / FSDP), "--no-progress"]
     assert convert.main(["adapters", "merge", *source, "--hf-path", str(tmp_path / "m"), "--dry-run"]) == 0
@@ -192,15 +199,15 @@ def test_the_command(run, tmp_path, capsys):
 
 
 def save_beside(its: Path, tensors: dict[str, torch.Tensor], folder: Path) -> Path:
-    """A checkpoint of other tensors, with a run's files."""
+    """Save a checkpoint of other tensors with the files of a run."""
     dcp.save(tensors, checkpoint_id=folder)
     shutil.copytree(its / "hf", folder / "hf")
     shutil.copyfile(its / "run_config.yaml", folder / "run_config.yaml")
     return folder
 
 
-def test_gate_and_up_in_two_tensors(run, tmp_path):
-    """As runs of earlier versions have them, and not as Megatron-FSDP stores those of adapters."""
+def test_export_adapters_split_gate_and_up(run, tmp_path):
+    """Runs of earlier versions stored gate and up separately."""
     _, adapted, _, folder = run
     its = find_iteration(folder / FSDP)
     if not adapted.peft.freeze_vision_projection:
@@ -221,9 +228,13 @@ def test_gate_and_up_in_two_tensors(run, tmp_path):
         (mixed / "run_config.yaml").write_text(two)
         with pytest.raises(CheckpointError, match="saved by 2 tensor-parallel ranks, and stores"):
             export_adapters(mixed, tmp_path / "mixed")
+        # A configuration without the number is of one rank, megatron-core's default.
+        (mixed / "run_config.yaml").write_text(re.sub(r"\n +tensor_model_parallel_size: 1(?=\n)", "", text))
+        export_adapters(mixed, tmp_path / "one")
+        assert (tmp_path / "one" / "adapter_model.safetensors").read_bytes() == files[0]
 
 
-def test_a_lost_and_a_foreign_adapter_are_listed(run, tmp_path):
+def test_export_adapters_missing_and_unexpected_listed(run, tmp_path):
     _, _, _, folder = run
     its = find_iteration(folder / FSDP)
     tensors = {key: t for key, t in stored(its).items() if ".adapter." in key and key.startswith("model.")}
@@ -235,8 +246,8 @@ def test_a_lost_and_a_foreign_adapter_are_listed(run, tmp_path):
     assert not (tmp_path / "adapter").exists()
 
 
-def test_megatron_bridge_loads_it(run):
-    """Its own loader of adapters, onto a model that has fresh ones."""
+def test_adapter_checkpoint_loads_in_megatron_bridge(run):
+    """Megatron-Bridge's loader reads them into a model with new adapters."""
     inputs, adapted, logits, folder = run
     fresh = adapt(inputs.hf, adapted.peft)
     assert worst_difference(logits[DIST], fresh.logits()) > 0.1
@@ -249,7 +260,7 @@ def test_megatron_bridge_loads_it(run):
 
 
 def bridges_own(run) -> LoRA | DoRA | None:
-    """Megatron-Bridge's configuration of the same adapters: of its own, all parts have some, and experts too."""
+    """Return Megatron-Bridge's configuration of the same adapters: all components and experts."""
     inputs, adapted, _, _ = run
     its, experts = adapted.peft, "moe" in json.loads((inputs.hf / "config.json").read_text())["model_type"]
     if its.layers_differ or not its.adapt_vision_projection or its.adapt_experts != experts:
@@ -258,8 +269,8 @@ def bridges_own(run) -> LoRA | DoRA | None:
     return method(dim=its.dim, alpha=its.alpha, target_modules=its.target_modules)
 
 
-def test_verl_goes_on_from_it(run):
-    """`lora.adapter_path`: Megatron-Bridge's loader, with its defaults, onto adapters of its own class."""
+def test_adapter_checkpoint_loads_in_verl(run):
+    """`lora.adapter_path` uses Megatron-Bridge's loader with its own adapter class."""
     if (peft := bridges_own(run)) is None:
         return
     inputs, _, logits, folder = run
@@ -268,8 +279,8 @@ def test_verl_goes_on_from_it(run):
     check_logits(logits[DIST], fresh, fresh.samples)
 
 
-def test_megatron_bridge_exports_it(run, tmp_path):
-    """`AutoBridge.export_adapter_ckpt`, which its script of that name calls. It takes all adapters for LoRA."""
+def test_adapter_checkpoint_exports_by_megatron_bridge(run, tmp_path):
+    """`AutoBridge.export_adapter_ckpt` reads all adapters as LoRA."""
     if (peft := bridges_own(run)) is None:
         return
     inputs, adapted, logits, folder = run
@@ -285,8 +296,8 @@ def test_megatron_bridge_exports_it(run, tmp_path):
 
 
 @pytest.mark.parametrize("ckpt_format", FORMATS)
-def test_a_run_with_megatron_bridges_own_class(run, ckpt_format, tmp_path):
-    """What it saves has the same tensors, and another name in its configuration."""
+def test_export_adapters_of_megatron_bridge_class(run, ckpt_format, tmp_path):
+    """Its checkpoints have the same tensors, and another class in the configuration."""
     if (peft := bridges_own(run)) is None:
         return
     _, _, _, folder = run

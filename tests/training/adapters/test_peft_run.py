@@ -1,4 +1,4 @@
-"""Runs that train adapters: the steps of the `peft` library, small checkpoints, and going on, over ranks too."""
+"""Runs with adapters match the `peft` library, write small checkpoints, and resume, also on several ranks."""
 
 import re
 from dataclasses import dataclass, field, replace
@@ -8,7 +8,7 @@ from qwen3vl_bridge.checkpoint import CheckpointError
 from qwen3vl_bridge.checkpoint.formats.megatron import find_iteration
 from qwen3vl_bridge.peft.adapter_rows import LINEAR_LAYERS, OF_LINEAR_ATTENTION
 from qwen3vl_bridge.peft.lora import Qwen3VLDoRA, Qwen3VLLoRA
-from qwen3vl_bridge.peft.model_adapters import save_hf_adapter
+from qwen3vl_bridge.peft.running_model_export import save_hf_adapter
 from qwen3vl_bridge.peft.stored_adapters import check_same_adapters
 
 import pytest
@@ -21,12 +21,11 @@ from peft import PeftModel
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForImageTextToText
 
-from tests.forked import results_of_ranks
-from tests.steps import save, set_up, train_step
-
-from ..conftest import Inputs, losses
-from ..running import replicate, stored, train
-from ..test_run import reference_steps
+from tests.helpers.forked import results_of_ranks
+from tests.helpers.steps import save, set_up, train_step
+from tests.training.conftest import Inputs, losses
+from tests.training.running import replicate, stored, train
+from tests.training.test_run import reference_steps
 
 FSDP, DIST = FORMATS = ("fsdp_dtensor", "torch_dist")
 ALL_PARTS = dict(adapt_vision_model=True, adapt_vision_projection=True)
@@ -87,8 +86,8 @@ EPS = 1e-5
 LOSS, NORM, WEIGHT = 1e-6, 1e-5, 1e-3
 
 
-@pytest.mark.parametrize("experts", [False, True])
-def test_two_steps_equal_peft_with_adamw(inputs, moe_folder, tmp_path, experts):
+@pytest.mark.parametrize("experts", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_lora_run_two_steps_match_peft(inputs, moe_folder, tmp_path, experts):
     settings = dict(
         optimizer__lr=LR, optimizer__min_lr=LR, optimizer__adam_eps=EPS, optimizer__weight_decay=DECAY,
         scheduler__start_weight_decay=DECAY, scheduler__end_weight_decay=DECAY, optimizer__clip_grad=0.0,
@@ -134,11 +133,10 @@ def test_two_steps_equal_peft_with_adamw(inputs, moe_folder, tmp_path, experts):
 
 
 # The model with experts has a layer without.
-@pytest.mark.parametrize(
-    ("ckpt_format", "experts"), [pytest.param(FSDP, False, marks=pytest.mark.slow), (FSDP, True), (DIST, True)]
-)
-def test_two_halves_are_the_whole_with_dropout(inputs, moe_folder, tmp_path, ckpt_format, experts):
-    """And a checkpoint holds what is trained and its moments, in float32, and nothing else."""
+@pytest.mark.slow
+@pytest.mark.parametrize(("ckpt_format", "experts"), [(FSDP, False), (FSDP, True), (DIST, True)])
+def test_lora_run_resumed_with_dropout_equals_uninterrupted(inputs, moe_folder, tmp_path, ckpt_format, experts):
+    """A checkpoint has only trained parameters and their moments, in float32."""
     if experts:
         inputs = replace(inputs, hf=moe_folder, megatron=moe_folder)
 
@@ -161,7 +159,7 @@ def test_two_halves_are_the_whole_with_dropout(inputs, moe_folder, tmp_path, ckp
     assert {t.dtype for t in numbers} == {torch.float32}
 
 
-def test_other_adapters_than_the_checkpoints_are_refused(inputs, tmp_path):
+def test_check_same_adapters_different_settings_raise(inputs, tmp_path):
     train(peft_config(inputs, tmp_path, Qwen3VLLoRA(dim=4, alpha=8)), stop_after=1)
     for peft, message in (
         (Qwen3VLLoRA(dim=2, alpha=8), "peft.dim was 4, is 2"),
@@ -176,7 +174,7 @@ def test_other_adapters_than_the_checkpoints_are_refused(inputs, tmp_path):
         train(peft_config(inputs, tmp_path, Qwen3VLLoRA(dim=4, alpha=16)))
 
 
-def test_adapters_after_a_full_run_are_refused_by_every_class(inputs, tmp_path):
+def test_lora_run_in_folder_of_full_run_raises(inputs, tmp_path):
     train(peft_config(inputs, tmp_path, None), stop_after=1)
     for peft in (LoRA(dim=4), Qwen3VLLoRA(dim=4)):
         message = f"iter_0000001 was saved by a run without adapters, and peft is a {type(peft).__name__}: expected"
@@ -189,8 +187,8 @@ class AdaptsNothing(PEFT):
         return module
 
 
-def test_a_run_that_trains_nothing_is_refused(inputs):
-    with pytest.raises(ValueError, match="no parameter of the model requires a gradient; expected a peft that adapts"):
+def test_lora_run_without_trained_weights_raises(inputs):
+    with pytest.raises(ValueError, match="no parameter of the model requires a gradient; expected a peft that matches"):
         train(peft_config(inputs, None, AdaptsNothing()))
 
 
@@ -212,7 +210,7 @@ class Job:
 
 
 def go_on(job: Job, inputs: Inputs, start: Path, out: Path) -> list[dict[str, float]]:
-    """Load what one process had after some steps, take as many more, save; what is logged of these."""
+    """Resume from a checkpoint of one process, train as many steps again, save, and return the log."""
     settings = SAME_ROWS | {f"model__{name}": size for name, size in job.split.items()}
     cfg = peft_config(inputs, out / job.name, CASES[job.case](), job.ckpt_format, **settings)
     cfg.model.sequence_parallel = cfg.model.tensor_model_parallel_size > 1
@@ -264,7 +262,7 @@ def began(inputs, folders, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_two_ranks_go_on_as_one_would(began, inputs, folders, tmp_path):
+def test_lora_run_resumed_on_two_ranks_matches_one(began, inputs, folders, tmp_path):
     start, went = began
     logs = results_of_ranks(all_go_on, 2, [inputs_of(job.case, inputs, folders) for job in JOBS], start, tmp_path)
     worst = {}

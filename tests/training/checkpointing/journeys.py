@@ -1,27 +1,28 @@
-"""Runs go from one way to split the model to the next, by their checkpoints, in Megatron-Bridge's loop."""
+"""Resume runs with one parallel layout after the other, by their checkpoints, in Megatron-Bridge's loop."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from qwen3vl_bridge.training import run_lock
+
 import torch
 from megatron.bridge import AutoBridge
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from tests.forked import results_of_ranks
-from tests.noise import SEEDS, allowed, rounded_folder
+from tests.helpers.forked import results_of_ranks
+from tests.helpers.noise import SEEDS, allowed, rounded_folder
+from tests.helpers.ranks import of_all_ranks
 from tests.parity.topologies import MODULES, TOPOLOGIES, split_by
-from tests.ranks import of_all_ranks
-
-from ..running import configured, optimizer_states, train
+from tests.training.running import configured, optimizer_states, train
 
 SPLITS = {name: topology.fields for name, topology in (TOPOLOGIES | MODULES).items()}
 SPLITS["TP2+SP, padded vocabulary"] = SPLITS["TP2+SP"] | dict(should_pad_vocab=True, make_vocab_size_divisible_by=300)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 LOGGED = ("step", "loss", "grad_norm")
-# Rows of the same documents at every split; four microbatches, for data-parallel ranks and interleaved stages.
+# The same rows with every layout; four microbatches, for data-parallel ranks and interleaved stages.
 COMMON = dict(
     dataset__pad_to_multiple_of=8, train__global_batch_size=4, validation__eval_iters=0, optimizer__lr=1e-3,
     scheduler__lr_warmup_iters=2,
@@ -70,15 +71,15 @@ def export(journey: Journey, count: int) -> tuple[list[list[float]], dict[str, t
     return [[entry[name] for name in LOGGED] for entry in log], weights.found
 
 
-class Everything(Callback):
-    """What a rank has: numbers that it draws after each step, and weights and moments as they are saved."""
+class RunState(Callback):
+    """Record random numbers after each step, and weights and moments at each save."""
 
     def __init__(self) -> None:
         self.draws: list[torch.Tensor] = []
         self.tensors: list[torch.Tensor] = []
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """Numbers of both generators; of the second they differ from one tensor-parallel rank to the next."""
+        """Draw from both generators; the second one differs between tensor-parallel ranks."""
         with get_cuda_rng_tracker().fork():
             tracked = torch.rand(3)
         self.draws += [torch.rand(3), tracked]
@@ -90,7 +91,7 @@ class Everything(Callback):
 
 
 def interrupt(halves: Journey, count: int) -> bool:
-    expected, first, second = Everything(), Everything(), Everything()
+    expected, first, second = RunState(), RunState(), RunState()
     whole = go_on(replace(halves, save=f"{halves.save}_whole"), 2 * count, expected)
     log = go_on(halves, count, first) + go_on(halves, count, second)
     assert [entry[0] for entry in log] == [*range(1, 2 * count + 1)] and expected.tensors
@@ -101,15 +102,15 @@ def interrupt(halves: Journey, count: int) -> bool:
     return all(of_all_ranks(same))
 
 
-Case = tuple[Callable, Journey, int]  # `go_on`, `export` or `interrupt`, and its arguments
+Case = tuple[Callable, Journey, int]  # `go_on`, `export` or `interrupt`, with its arguments
 
 
 def do_all(cases: list[Case]) -> list[Any]:
-    torch.distributed.init_process_group("gloo")  # or Megatron-Bridge's loop would, and take it down at its end
+    torch.distributed.init_process_group("gloo")  # otherwise Megatron-Bridge's loop does it, and destroys it at its end
     return [what(journey, count) for what, journey, count in cases]
 
 
-# By number of ranks; a step is made at each. Megatron-FSDP's formats go on at other numbers of data-parallel ranks.
+# Layouts by number of ranks, one step with each. Megatron-FSDP resumes with other numbers of data-parallel ranks.
 STOPS = {
     "dense": {
         2: ("TP2+SP, padded vocabulary", "PP2", "DP2", "1 + 1", "CP2"), 3: ("1 + PP2",), 4: ("PP2+TP2+SP", "DP2+CP2"),
@@ -150,6 +151,9 @@ class Chain:
 
 
 def on_ranks(ranks: int, cases: list[Case]) -> list[Any]:
+    # The ranks resume runs of this process, where pytest keeps a stopped run's exception, and so its locked folder.
+    for lock in list(run_lock._locks.values()):
+        lock.release()
     return results_of_ranks(do_all, ranks, cases, timeout=1800)
 
 

@@ -1,10 +1,10 @@
-"""A program: ranks of a run are killed in the middle of a save, or fail in it, at each of several moments.
+"""Kill ranks of a run, or let them fail, at several moments of a save.
 
     python -m tests.training.checkpointing.ranks_that_die CASES
 
-CASES is a JSON list of [journey, moments], see `journeys.Journey` and MOMENTS. Ranks are forked from this process,
-which has imported everything and joined nothing, so that many starts cost one import. What is printed at last is a JSON
-list: of each case and moment, how the ranks ended, after how many seconds, and what the tracker names then.
+CASES is a JSON list of [journey, moments], see `journeys.Journey` and MOMENTS. Ranks are forked from this process, so
+that many runs need one import. The last line of the output is a JSON list: for each case and moment the exit codes of
+the ranks, the seconds until the end, and the step in the tracker.
 """
 
 import contextlib
@@ -22,32 +22,31 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.ranks import begin
-from tests.steps import save, set_up, train_step
-
-from .journeys import Journey
+from tests.helpers.ranks import begin
+from tests.helpers.steps import save, set_up, train_step
+from tests.training.checkpointing.journeys import Journey
 
 RANKS = 2
-PATIENCE = 120  # seconds, after which ranks that are still there are said to hang
-# Seconds that the others have to end by themselves after one has failed: a rank that waits inside Megatron-Bridge's own
-# collectives for one that has failed is not told.
+TIMEOUT = 120  # seconds until running ranks count as hanging
+# Seconds that other ranks get to end after one has failed. A rank that waits in a collective of Megatron-Bridge does
+# not notice the failure.
 GRACE = 5
-# When it is written the step's folder is in its place, and so is Megatron-Bridge's state: a run goes on from that step.
+# Written last: then the checkpoint is complete, and a run resumes from that step.
 TRACKER = "the tracker"
-# The rank that dies, the event of Python's audit before which it does, and how the event's path or target ends.
+# The rank to kill, the Python audit event before which it is killed, and the end of the event's path or target.
 DEATHS = {
     "a rank's tensors": (1, "open", ".distcp"), "the metadata": (0, "open", ".metadata.tmp"),
     "the run's state": (0, "open", "run_config.yaml"), "the folder's way into place": (0, "os.rename", "iter_0000002"),
     TRACKER: (0, "open", ".latest_checkpointed_iteration.txt.unfinished"),
 }  # fmt: skip
-# Of ranks that live on and are told that the disk is full there.
+# At these moments ranks get an error that the disk is full.
 FULL = "no space for "
-STEP = "a step"  # in which the first rank is killed between two microbatches
+STEP = "a step"  # the first rank is killed between two microbatches
 MOMENTS = {name: where for moment, where in DEATHS.items() for name in (moment, FULL + moment)}
 
 
 def arm(event: str, ending: str, *, dies: bool) -> None:
-    """Let this process die before an event, as by `kill -9`, or fail in it."""
+    """Kill this process before an event, or raise an error in it."""
 
     def hook(name: str, arguments: tuple) -> None:
         if name == event and str(arguments[1 if event == "os.rename" else 0]).endswith(ending):
@@ -78,13 +77,13 @@ def one_more_step(journey: Journey, rank: int, moment: str | None, *, done: bool
 
 
 def start(work: Callable[[int], None], meeting: str) -> list[int]:
-    """Fork the ranks, which meet by a new file: it takes no port that another process may want. Their process ids."""
+    """Fork the ranks and return their process ids. They meet by a file, which needs no port."""
     children = []
     for rank in range(RANKS):
         if child := os.fork():
             children.append(child)
             continue
-        os.setpgid(0, 0)  # with what it starts, which would outlive it and hold this program's output open
+        os.setpgid(0, 0)  # a group with its children, which would outlive it and keep this program's output open
         os.environ |= dict(WORLD_SIZE=str(RANKS), RANK=str(rank))
         try:
             dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
@@ -98,13 +97,13 @@ def start(work: Callable[[int], None], meeting: str) -> list[int]:
     return children
 
 
-def ends(children: list[int]) -> tuple[list[int | None], float]:
-    """Exit codes, minus the number of a signal; None of one that has to be ended here. And after how many seconds.
+def wait_for_ranks(children: list[int]) -> tuple[list[int | None], float]:
+    """Wait for the ranks. Return their exit codes and the seconds until then.
 
-    Where one has failed, the others are given as long as launchers give them.
+    A negative code is a signal; None means that the rank had to be killed here, GRACE seconds after another failed.
     """
     begun, codes = time.monotonic(), dict.fromkeys(children)
-    last = begun + PATIENCE
+    last = begun + TIMEOUT
     while None in codes.values() and time.monotonic() < last:
         for child in (child for child, code in codes.items() if code is None):
             ended, status = os.waitpid(child, os.WNOHANG)
@@ -115,7 +114,7 @@ def ends(children: list[int]) -> tuple[list[int | None], float]:
         time.sleep(0.02)
     seconds = time.monotonic() - begun
     for child, code in codes.items():
-        with contextlib.suppress(ProcessLookupError):  # nothing of it is left
+        with contextlib.suppress(ProcessLookupError):  # already gone
             os.killpg(child, signal.SIGKILL)
         if code is None:
             os.waitpid(child, 0)
@@ -129,7 +128,7 @@ def main(journey: Journey, moments: list[str]) -> dict:
         meeting = f"{journey.save}, {moment}"
         done = TRACKER in found
         step = functools.partial(one_more_step, journey, moment=moment, done=done)
-        codes, seconds = ends(start(step, meeting))
+        codes, seconds = wait_for_ranks(start(step, meeting))
         hidden = sorted(path.name for path in Path(journey.save).glob(".*"))
         found[str(moment)] = dict(codes=codes, seconds=seconds, tracker=tracker.read_text(), hidden=hidden)
     return found

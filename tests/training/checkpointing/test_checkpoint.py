@@ -1,4 +1,4 @@
-"""What a run goes on with from a checkpoint; checkpoints and weights that do not fit it, or have other names."""
+"""Resume from checkpoints; reject checkpoints and weights that do not fit; find weights of other layer specs."""
 
 import multiprocessing
 import types
@@ -11,7 +11,7 @@ from qwen3vl_bridge.checkpoint import CheckpointError, export_checkpoint
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLMoEModelProvider
 from qwen3vl_bridge.training import weight_loading
 from qwen3vl_bridge.training.process_groups import initialize
-from qwen3vl_bridge.training.resuming import in_own_form
+from qwen3vl_bridge.training.resuming import convert_optimizer_state
 from qwen3vl_bridge.training.weight_loading import rows_by_name
 from qwen3vl_bridge.weights.rows import local_name
 
@@ -25,17 +25,20 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from tests.checkpoint.support import model_with_config
-from tests.steps import save, set_up, train_step
-
-from ..conftest import losses
-from ..running import optimizer_states, replicated, sharded, stored, train
+from tests.helpers.steps import save, set_up, train_step
+from tests.training.conftest import losses
+from tests.training.running import optimizer_states, replicated, sharded, stored, train
 
 STEPS = dict(train__train_iters=6, validation__eval_iters=0)
 
 
-@pytest.fixture(scope="module", params=[replicated, sharded], ids=["distributed optimizer", "Megatron-FSDP"])
+@pytest.fixture(
+    scope="module",
+    params=[replicated, pytest.param(sharded, marks=pytest.mark.slow)],
+    ids=["distributed optimizer", "Megatron-FSDP"],
+)
 def saved(request, inputs, tmp_path_factory):
-    """What makes such runs, the folder of one after two steps that was saved after each, and what it stored."""
+    """Return the function that creates a run, the folder of a run saved after each of two steps, and its tensors."""
     folder = tmp_path_factory.mktemp("saved")
     run = set_up(request.param(inputs, folder, **STEPS))
     for _ in range(2):
@@ -44,11 +47,11 @@ def saved(request, inputs, tmp_path_factory):
     return request.param, folder, stored(folder)
 
 
-def goes_on(make, inputs, load: Path, into: Path | None = None, **settings):
+def resume(make, inputs, load: Path, into: Path | None = None, **settings):
     return set_up(make(inputs, into, **STEPS | dict(checkpoint__load=str(load)) | settings))
 
 
-def parts(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def weights_and_moments(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     moments = {key: tensor for key, tensor in tensors.items() if "exp_avg" in key}
     return {key: t for key, t in tensors.items() if not key.startswith(("optimizer", "rng_state"))}, moments
 
@@ -58,21 +61,21 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
     return all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-def test_no_step_changes_no_weight_from_hugging_face_to_export(inputs, tmp_path):
-    save(set_up(replicated(inputs, tmp_path / "run", checkpoint__save_optim=False)))  # which begins at its first step
+def test_export_without_steps_equals_initial_weights(inputs, tmp_path):
+    save(set_up(replicated(inputs, tmp_path / "run", checkpoint__save_optim=False)))  # saved before any step
     export_checkpoint(tmp_path / "run", tmp_path / "hf", progress=False)
     before, after = (load_file(folder / "model.safetensors") for folder in (inputs.hf, tmp_path / "hf"))
     assert same(before, after)
 
 
-def test_a_rotary_embedding_that_a_run_scales_is_in_its_export(inputs, tmp_path):
+def test_export_has_rope_scaling_of_run(inputs, tmp_path):
     yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
     run = set_up(replicated(inputs, tmp_path / "run", checkpoint__save_optim=False, model__rope_parameters=yarn))
     save(run)
     export_checkpoint(tmp_path / "run", tmp_path / "hf", progress=False)
     found = AutoConfig.from_pretrained(tmp_path / "hf").text_config.rope_parameters
     assert found.items() >= yarn.items() and found["mrope_interleaved"]
-    linear = dict(rope_type="linear", factor=2.0)  # nothing of the other type stays
+    linear = dict(rope_type="linear", factor=2.0)  # replaces all settings of yarn
     settings = dict(checkpoint__save_optim=False, model__rope_parameters=linear)
     save(set_up(replicated(replace(inputs, hf=tmp_path / "hf"), tmp_path / "linear", **settings)))
     export_checkpoint(tmp_path / "linear", tmp_path / "exported", progress=False)
@@ -82,63 +85,63 @@ def test_a_rotary_embedding_that_a_run_scales_is_in_its_export(inputs, tmp_path)
         set_up(replicated(replace(inputs, hf=tmp_path / "hf"), None, model__rope_parameters=None))
 
 
-def test_a_step_may_be_chosen(saved, inputs):
+def test_ckpt_step_chooses_checkpoint(saved, inputs):
     make, folder, _ = saved
-    assert goes_on(make, inputs, folder, checkpoint__ckpt_step=1).progress.step == 1
+    assert resume(make, inputs, folder, checkpoint__ckpt_step=1).progress.step == 1
     with pytest.raises(CheckpointError, match=r"iter_0000007 is not a checkpoint.*iterations found"):
-        goes_on(make, inputs, folder, checkpoint__ckpt_step=7)
+        resume(make, inputs, folder, checkpoint__ckpt_step=7)
 
 
-def test_finetuning_takes_the_weights_alone(saved, inputs, tmp_path):
+def test_finetune_loads_only_weights(saved, inputs, tmp_path):
     make, folder, before = saved
-    run = goes_on(make, inputs, folder, tmp_path, checkpoint__finetune=True, checkpoint__save_optim=False)
+    run = resume(make, inputs, folder, tmp_path, checkpoint__finetune=True, checkpoint__save_optim=False)
     assert run.progress.step == run.progress.consumed_train_samples == run.scheduler.num_steps == 0
     assert not any(state["exp_avg"].any() for state in optimizer_states(run.optimizer))
     save(run)
-    assert same(parts(stored(tmp_path))[0], parts(before)[0])
+    assert same(weights_and_moments(stored(tmp_path))[0], weights_and_moments(before)[0])
 
 
-def test_the_optimizer_may_be_left_out(saved, inputs, tmp_path):
+def test_load_and_save_without_optimizer(saved, inputs, tmp_path):
     make, folder, before = saved
-    run = goes_on(make, inputs, folder, tmp_path, checkpoint__load_optim=False, checkpoint__save_optim=False)
+    run = resume(make, inputs, folder, tmp_path, checkpoint__load_optim=False, checkpoint__save_optim=False)
     assert run.progress.step == 2 and run.scheduler.num_steps == 0
     assert not any(state["exp_avg"].any() for state in optimizer_states(run.optimizer))
     save(run)
-    weights, moments = parts(stored(tmp_path))
-    assert same(weights, parts(before)[0]) and not moments
+    weights, moments = weights_and_moments(stored(tmp_path))
+    assert same(weights, weights_and_moments(before)[0]) and not moments
     with pytest.raises(CheckpointError, match=r"saved without the optimizer.*load_optim=false"):
-        goes_on(make, inputs, tmp_path)
-    assert goes_on(make, inputs, tmp_path, checkpoint__load_optim=False).progress.step == 2
+        resume(make, inputs, tmp_path)
+    assert resume(make, inputs, tmp_path, checkpoint__load_optim=False).progress.step == 2
 
 
-def test_hugging_face_files_travel_from_run_to_run(saved, inputs, tmp_path):
+def test_hugging_face_files_are_copied_on_resume(saved, inputs, tmp_path):
     make, folder, _ = saved
-    save(goes_on(make, inputs, folder, tmp_path, checkpoint__pretrained_checkpoint=None))
+    save(resume(make, inputs, folder, tmp_path, checkpoint__pretrained_checkpoint=None))
     files = (folder / "iter_0000002" / "hf", tmp_path / "iter_0000002" / "hf")
     before, after = (sorted(path.name for path in each.iterdir()) for each in files)
     assert "tokenizer.json" in before and before == after
 
 
-def test_a_folder_without_a_checkpoint_is_a_new_run_or_an_error(inputs, tmp_path):
+def test_load_empty_folder_starts_or_raises(inputs, tmp_path):
     assert set_up(replicated(inputs, tmp_path)).progress.step == 0
     for first in (str(inputs.hf), None):
         settings = dict(checkpoint__pretrained_checkpoint=first, checkpoint__exit_on_missing_checkpoint=True)
-        with pytest.raises(CheckpointError, match="which has no checkpoint; expected one"):
+        with pytest.raises(CheckpointError, match="which has no checkpoint; expected a folder with one"):
             set_up(replicated(inputs, tmp_path, **settings))
 
 
-def test_a_tracker_that_lies_is_an_error(saved, inputs, tmp_path):
+def test_load_tracker_of_missing_step_raises(saved, inputs, tmp_path):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     with pytest.raises(CheckpointError, match="iter_0000007 is not a checkpoint"):
-        goes_on(saved[0], inputs, tmp_path)
+        resume(saved[0], inputs, tmp_path)
 
 
 @pytest.mark.parametrize(("settings", "of_hugging_face", "of_an_import"), [
     (dict(share_embeddings_and_output_weights=True), "weights is False, expected True", "unexpected: .*output_lay"),
     (dict(ffn_hidden_size=64), r"ffn_hidden_size is \d+, expected 64", r"misshapen: .*linear_fc1.weight_v"),
-    (dict(num_layers=5), r"different model(.|\n)*num_layers is 4, expected 5", r"missing: .*layers\.4\.mlp"),
+    (dict(num_layers=5), r"another model(.|\n)*num_layers is 4, expected 5", r"missing: .*layers\.4\.mlp"),
 ])  # fmt: skip
-def test_initial_weights_of_another_model_are_refused(inputs, settings, of_hugging_face, of_an_import):
+def test_initial_weights_of_other_model_raise(inputs, settings, of_hugging_face, of_an_import):
     for folder, message in ((inputs.hf, of_hugging_face), (inputs.megatron, of_an_import)):
         cfg = replicated(inputs, None, checkpoint__pretrained_checkpoint=str(folder))
         for name, value in settings.items():
@@ -147,21 +150,23 @@ def test_initial_weights_of_another_model_are_refused(inputs, settings, of_huggi
             set_up(cfg)
 
 
-def test_initial_weights_with_more_layers_than_their_configuration_are_refused(inputs, tmp_path):
+def test_initial_weights_unexpected_layers_raise(inputs, tmp_path):
     short = model_with_config(tmp_path / "short", inputs.hf, {"text_config": {"num_hidden_layers": 3}})
-    (short / "processor_config.json").write_text('{"auto_map": {"AutoProcessor": "code.Own"}}')  # which is not run here
+    (short / "processor_config.json").write_text('{"auto_map": {"AutoProcessor": "code.Own"}}')  # must not be executed
     cfg = replicated(inputs, None, checkpoint__pretrained_checkpoint=str(short))
     cfg.model.num_layers = 3
     with pytest.raises(CheckpointError, match=r"11 unexpected\n  unexpected: .*layers\.3\.input_layernorm"):
         set_up(cfg)
 
 
-def test_experts_are_other_models_than_dense_ones(inputs, moe_folder):
+def test_initial_weights_with_experts_raise(inputs, moe_folder):
     with pytest.raises(CheckpointError, match=r"moe_layers is \(0, 2, 3\), expected \(\)"):
         set_up(replicated(inputs, None, checkpoint__pretrained_checkpoint=str(moe_folder)))
 
 
 class Draws(Callback):
+    """Draw a random number after each step."""
+
     def __init__(self) -> None:
         self.found: list[float] = []
 
@@ -169,9 +174,9 @@ class Draws(Callback):
         self.found.append(torch.rand(1).item())
 
 
-def test_experts_and_random_states_go_on(inputs, moe_folder, tmp_path):
-    """From initial weights; experts are stepped by an optimizer of their own."""
-    moe, fresh = replace(inputs, hf=moe_folder), dict(checkpoint__pretrained_checkpoint=None, train__train_iters=4)
+def test_moe_resume_restores_random_states(inputs, moe_folder, tmp_path):
+    """Resume an MoE run from random weights; experts have their own optimizer."""
+    moe, fresh = replace(inputs, hf=moe_folder), dict(checkpoint__pretrained_checkpoint=None, train__train_iters=3)
 
     def run(folder: str, stop_after: int | None = None, **settings):
         draws = Draws()
@@ -181,27 +186,27 @@ def test_experts_and_random_states_go_on(inputs, moe_folder, tmp_path):
     whole, drawn = run("whole")
     first, second = run("halves", 2), run("halves")
     assert losses(first[0] + second[0]) == losses(whole) and first[1] + second[1] == drawn
-    assert whole[-1]["loss"] < whole[0]["loss"] and len(set(drawn)) == 4
+    assert whole[-1]["loss"] < whole[0]["loss"] and len(set(drawn)) == 3
     assert same(stored(tmp_path / "halves"), stored(tmp_path / "whole"))
     anew = dict(checkpoint__load=str(tmp_path / "halves"), checkpoint__ckpt_step=2, checkpoint__load_rng=False)
     log, others = run("anew", **anew)
     assert losses(log) == losses(whole[2:]) and not set(others) & set(drawn[2:])
 
 
-def test_a_process_that_saving_has_started_does_not_train(inputs, monkeypatch):
-    """Asynchronous saving spawns one, which imports the script; without a guard it would train."""
+def test_training_callbacks_in_spawned_process_raise(inputs, monkeypatch):
+    """Asynchronous saving spawns a process that imports the script; without a `__main__` guard it would train."""
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
-    with pytest.raises(RuntimeError, match="must do its work under `if __name__ =="):
+    with pytest.raises(RuntimeError, match="put the script's code under `if __name__ =="):
         qwen3vl_bridge.training_callbacks(inputs.config(None))
 
 
-def test_saving_starts_no_process(inputs, tmp_path, monkeypatch):
-    """megatron-core passes the results of its writers' threads through a process of its own."""
+def test_save_starts_no_process(inputs, tmp_path, monkeypatch):
+    """megatron-core would start a process to pass the results of writer threads."""
     started, start = [], multiprocessing.process.BaseProcess.start
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", lambda self: [started.append(self), start(self)])
     train(replicated(inputs, tmp_path, **STEPS | dict(train__train_iters=2)))
     assert (tmp_path / "iter_0000002").is_dir() and not started
-    assert filesystem_async._results_queue is None  # whose process Megatron-Bridge ends when a run fails
+    assert filesystem_async._results_queue is None  # the queue of that process
 
 
 KIND = "fully_reshardable"
@@ -220,13 +225,13 @@ TWO = [ONE[0], optimizer(group(1.0, experts=True))]
 
 
 @pytest.mark.parametrize(("before", "after"), [(TWO, ONE), (ONE, TWO)], ids=["EP to none", "none to EP"])
-def test_a_distributed_optimizers_settings_at_another_expert_parallel_size(before, after):
+def test_convert_optimizer_state_other_ep(before, after):
     groups = [[one | {"step": 7} for one in reversed(part.param_groups)] for part in before]
     settings = [{"optimizer": {"param_groups": each}, "param_state_sharding_type": KIND} for each in groups]
     tensors = [{"param_state": {"tensor": i}} for i in range(len(after))]
     state = dict(enumerate(settings)) if len(before) > 1 else settings[0]
     state |= dict(enumerate(tensors)) if len(after) > 1 else tensors[0]
-    found = in_own_form(state, after)
+    found = convert_optimizer_state(state, after)
     for i, (own, tensor) in enumerate(zip(after, tensors, strict=True)):
         part = found[i] if len(after) > 1 else found
         assert part["optimizer"]["param_groups"] == [one | {"step": 7} for one in own.param_groups]
@@ -247,39 +252,39 @@ def model(moe_folder) -> Qwen3VLMoEModelProvider:
 
 def names_of_megatron_fsdp(model: Qwen3VLMoEModelProvider, spec: str) -> list[str]:
     rows = {row.megatron: row for row in rows_by_name(model).values()}.values()
-    names = [name for row in rows for name in row.stored]
+    names = [name for row in rows for name in row.stored_names]
     return [WRAPPER + (local_name(name) if spec == "local" else name) for name in names]
 
 
 @pytest.mark.parametrize(("wanted", "on_disk"), [("local", "te"), ("te", "local"), ("te", "te"), ("local", "local")])
-def test_every_weight_is_found_under_either_name(model, wanted, on_disk):
+def test_find_renamed_weights_either_layer_spec(model, wanted, on_disk):
     weights = {name: torch.full((1,), float(i)) for i, name in enumerate(names_of_megatron_fsdp(model, wanted))}
     found = {f"model.{name}": None for name in names_of_megatron_fsdp(model, on_disk)}
-    renamed, problems = weight_loading.other_names(weights, found, model)
+    renamed, problems = weight_loading.find_renamed_weights(weights, found, model)
     assert problems == []
     own = weights.keys() & {name.removeprefix("model.") for name in found}
     assert len(own) + len(renamed) == len(weights)
-    # Norms of the vision tower, with a bias, and of the text model; experts, whose gate is apart. The norm before
-    # experts is a module in either spec.
+    # Norms of the vision tower (weight and bias) and of the language model; experts have three stored tensors. The norm
+    # before experts has the same name in both specs.
     norms, experts = 2 * 2 * model.vision_config.depth + model.num_layers + 1, 3 * 3 * model.num_moe_experts
     assert len(renamed) == (0 if wanted == on_disk else norms + experts)
     expected = dict(zip(names_of_megatron_fsdp(model, on_disk), weights.values(), strict=True))
     assert all(renamed[name] is expected[name] for name in renamed)
 
 
-def test_what_is_there_under_no_name_is_listed(model):
+def test_find_renamed_weights_lists_missing(model):
     names = names_of_megatron_fsdp(model, "local")
     weights = {name: torch.zeros(2) for name in names} | {"module.language_model.output_layer._extra_state": None}
     found = {f"model.{name}": None for name in names_of_megatron_fsdp(model, "te")}
     found = {name: None for name in found if "layers.2.mlp.experts.linear_fc2.weight3" not in name}
-    _, problems = weight_loading.other_names(weights, found, model)
+    _, problems = weight_loading.find_renamed_weights(weights, found, model)
     expert = "model.module.language_model.decoder.layers.2.mlp.experts.local_experts.3.linear_fc2.weight"
     assert problems == [f"missing: {expert} [2]"]
 
 
 @pytest.fixture
-def asked(model, monkeypatch):
-    """A model and a checkpoint of which only names are real, and what Megatron-Bridge's function was given."""
+def fsdp_state(model, monkeypatch):
+    """Return a model and a checkpoint with real names only, and record what is loaded."""
     found = {f"model.{name}": None for name in names_of_megatron_fsdp(model, "te")}
     reader = types.SimpleNamespace(read_metadata=lambda: types.SimpleNamespace(state_dict_metadata=found))
     monkeypatch.setattr(checkpointing, "_get_filesystem_reader", lambda folder: reader)
@@ -297,25 +302,27 @@ def load(state, **more):
         return "theirs"
 
     arguments = dict(load_dir="RUN", ckpt_cfg=None, rank0=False, sharded_state_dict=state, iteration=3)
-    return weight_loading.load_every_weight(theirs, **arguments | more)
+    return weight_loading.load_fsdp_weights(theirs, **arguments | more)
 
 
-def test_weights_under_other_names_are_read_after_the_rest(asked):
-    assert load(asked.state) == "theirs"
-    (read,) = asked.read
-    assert read["model"].keys() < {name.removeprefix("model.") for name in asked.found}
-    assert all(any(tensor is own for own in asked.state["model"].values()) for tensor in read["model"].values())
+def test_load_fsdp_weights_loads_renamed_weights(fsdp_state):
+    assert load(fsdp_state.state) == "theirs"
+    (read,) = fsdp_state.read
+    assert read["model"].keys() < {name.removeprefix("model.") for name in fsdp_state.found}
+    assert all(any(tensor is own for own in fsdp_state.state["model"].values()) for tensor in read["model"].values())
 
 
-def test_optimizer_state_under_other_names_is_refused(asked):
-    asked.state["optimizer"] = {"state": {}}
-    load(asked.state)  # there is none in the checkpoint
-    asked.found["optimizer.state.module.x.exp_avg"] = None
-    with pytest.raises(CheckpointError, match=r"RUN.* its optimizer state uses that spec's names: .*load_optim=False"):
-        load(asked.state)
+def test_load_fsdp_weights_renamed_optimizer_raises(fsdp_state):
+    fsdp_state.state["optimizer"] = {"state": {}}
+    load(fsdp_state.state)  # the checkpoint has no optimizer state
+    fsdp_state.found["optimizer.state.module.x.exp_avg"] = None
+    with pytest.raises(
+        CheckpointError, match=r"RUN.* its optimizer state has the parameter names of that spec: .*load_optim=False"
+    ):
+        load(fsdp_state.state)
 
 
-def test_other_models_are_left_to_megatron_bridge(asked):
-    asked.chunk.config = types.SimpleNamespace()
-    assert load(asked.state) == load(None, rank0=True) == "theirs"
-    assert asked.read == []
+def test_other_models_are_left_to_megatron_bridge(fsdp_state):
+    fsdp_state.chunk.config = types.SimpleNamespace()
+    assert load(fsdp_state.state) == load(None, rank0=True) == "theirs"
+    assert fsdp_state.read == []

@@ -1,11 +1,11 @@
-"""Megatron-Bridge's own loop begins with first weights of any kind, read before its model is wrapped, and goes on."""
+"""Runs start from initial weights in any format, loaded before the model is wrapped, and resume."""
 
 import shutil
 
 from qwen3vl_bridge import Qwen3VLLoRA
 from qwen3vl_bridge.checkpoint import CheckpointError, import_checkpoint
-from qwen3vl_bridge.models import rules
-from qwen3vl_bridge.training import run_refusals
+from qwen3vl_bridge.config.checks import run_checks
+from qwen3vl_bridge.training import run_validation
 from qwen3vl_bridge.training.callbacks import training_callbacks
 from qwen3vl_bridge.training.checkpoint_manager import Qwen3VLCheckpointManager
 from qwen3vl_bridge.training.process_groups import initialize
@@ -18,14 +18,13 @@ from megatron.bridge import AutoBridge
 from megatron.bridge.training.config import runtime_config_update
 from safetensors.torch import load_file
 
-from tests.forked import results_of_ranks
-from tests.noise import SEEDS, allowed, check, rounded_folder
-
-from ..bridges_loop import Start, run, run_all
+from tests.helpers.forked import results_of_ranks
+from tests.helpers.noise import SEEDS, allowed, check, rounded_folder
+from tests.training.bridges_loop import Start, run, run_all
 
 pytestmark = pytest.mark.slow
 
-_SECONDS = 1800  # about 120 where the machine is free; a hang has no end
+_SECONDS = 1800  # about 120 on a quiet machine; limits a hang
 KINDS = ("Hugging Face", "fsdp_dtensor", "torch_dist")
 TP2, EP2 = dict(model__tensor_model_parallel_size=2), dict(model__expert_model_parallel_size=2)
 ON_HOST = dict(model__init_model_with_meta_device=True)
@@ -61,7 +60,7 @@ def found(weights, inputs, tied_folder, tmp_path_factory):
     sharded = dict(settings={}, fsdp=True, bf16=True, save="sharded")
     shared = dict(settings={}, distributed=True)
     chain = [(n + 1, sizes | dict(checkpoint__save_interval=1)) for n, sizes in enumerate((EP2, {}, EP2))]
-    # Where a run goes on, other weights are named, which would be refused if they were looked at.
+    # Resumed runs name other initial weights, which would raise an error if they were loaded.
     starts = [
         *(start(f"split, {kind}", kind, 2, save="split" if kind == fsdp else None) for kind in KINDS),
         start("split, goes on", None, 4, first=tied_folder, save="split"),
@@ -113,26 +112,26 @@ def same_as(folder, exported) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_split_model_starts_from_any_kind(found, expected, most, inputs, kind):
+def test_tp2_run_starts_from_any_format(found, expected, most, inputs, kind):
     run = found[f"split, {kind}"]
     assert run["first_step"] == 0 and same_as(inputs.hf, run["weights"])
     check(errors(run["log"], expected[:2]), most[torch.float32])
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
-def test_experts_on_two_ranks(found, moe_folder, kind):
+def test_ep2_run_starts_from_any_format(found, moe_folder, kind):
     run = found[f"experts, {kind}"]
     assert run["first_step"] == 0 and same_as(moe_folder, run["weights"]) and len(run["log"]) == 1
 
 
-def test_a_loss_divided_by_microbatches(found, most, inputs):
-    """`calculate_per_token_loss=False` on two data-parallel ranks; what is reported is the mean over tokens even so."""
+def test_mean_loss_of_microbatches_on_two_ranks(found, most, inputs):
+    """`calculate_per_token_loss=False` on two data-parallel ranks still reports the mean over tokens."""
     log, right = found["per microbatch"]["log"], alone(inputs, 2, **MEANS)
     check(errors(log, right), most[torch.float32])
 
 
-def test_experts_go_on_at_another_expert_parallel_size(found, most):
-    """Megatron-Bridge's scripts, as a user with other GPUs resumes: EP 2, EP 1 on both ranks, and EP 2 again."""
+def test_moe_resumes_with_other_ep(found, most):
+    """EP 2, then EP 1 on both ranks, then EP 2 again."""
     chain = [found[f"experts, {n} steps"] for n in (1, 2, 3)]
     assert [run["first_step"] for run in chain] == [0, 1, 2]
     log = [step for run in chain for step in run["log"]]
@@ -145,20 +144,20 @@ def test_experts_go_on_at_another_expert_parallel_size(found, most):
 
 
 @pytest.mark.parametrize(("name", "step"), [("split, goes on", 2), ("sharded, exact", 0)])
-def test_a_run_begins_with_its_own_checkpoint_or_with_initial_weights(found, expected, most, name, step):
+def test_run_starts_from_checkpoint_or_initial_weights(found, expected, most, name, step):
     run = found[name]
     assert run["first_step"] == step
     check(errors(run["log"], expected[step:]), most[torch.float32])
 
 
-def test_a_model_without_memory_is_filled_on_the_host_and_sharded_from_there(found):
-    """`cfg.model.init_model_with_meta_device`, as Megatron-Bridge's recipes for Megatron-FSDP set it."""
+def test_meta_device_model_is_filled_on_host(found):
+    """`cfg.model.init_model_with_meta_device`, as in Megatron-Bridge's recipes for Megatron-FSDP."""
     run = found["sharded, made on the host"]
     assert run["first_step"] == 0 and run["log"] == found["sharded, exact"]["log"][:2]
 
 
-def test_megatron_fsdp_starts_from_the_other_format_and_goes_on(found, expected, most):
-    """Also ranks that have nothing of some parameters of so small a model."""
+def test_fsdp_starts_from_torch_dist_and_resumes(found, expected, most):
+    """Also covers ranks that have no elements of some parameters of this small model."""
     first, second = found["sharded"], found["sharded, goes on"]
     log = first["log"] + second["log"]
     assert (first["first_step"], second["first_step"]) == (0, 2)
@@ -166,14 +165,14 @@ def test_megatron_fsdp_starts_from_the_other_format_and_goes_on(found, expected,
     assert log == found["sharded, whole"]["log"]
 
 
-def test_a_distributed_optimizer_goes_on(found, expected, most):
+def test_distributed_optimizer_resumes(found, expected, most):
     first, second = found["distributed"], found["distributed, goes on"]
     assert (first["first_step"], second["first_step"]) == (0, 2)
     assert first["log"] + second["log"] == found["distributed, whole"]["log"]
     check(errors(found["distributed, whole"]["log"], expected), most[torch.float32])
 
 
-def test_adapters_start_from_any_kind_and_go_on(found, expected, most, inputs):
+def test_adapters_start_from_any_format_and_resume(found, expected, most, inputs):
     whole, first, second = (found[f"adapters{name}"] for name in (", whole", "", ", go on"))
     assert same_as(inputs.hf, first["weights"])  # adapters add nothing yet
     check({"loss": errors(first["log"][:1], expected[:1])["loss"]}, most[torch.float32])
@@ -185,11 +184,11 @@ def test_adapters_start_from_any_kind_and_go_on(found, expected, most, inputs):
     ("of another model", "holds a different model from the run's"),
     ("adapters alone", "holds only the adapters and other parameters"),
 ])  # fmt: skip
-def test_what_cannot_be_read_is_refused(found, name, message):
+def test_unusable_initial_weights_raise(found, name, message):
     assert message in found[name]["error"] and found[name]["error"].startswith("CheckpointError")
 
 
-class TestTheConfiguration:
+class TestConfiguration:
     @pytest.fixture
     def cfg(self, inputs):
         hf = str(inputs.hf)
@@ -209,13 +208,13 @@ class TestTheConfiguration:
         return dict(bridge.export_hf_weights(model, cpu=True, show_progress=False))
 
     @pytest.mark.parametrize("kind", KINDS)
-    def test_the_whole_model_has_its_weights(self, cfg, weights, inputs, kind):
+    def test_model_has_initial_weights(self, cfg, weights, inputs, kind):
         cfg.checkpoint.pretrained_checkpoint = str(weights["dense"][kind])
         cfg.validate()  # a second time changes nothing
         assert same_as(inputs.hf, self.exported(cfg, self.build(cfg)))
         assert len(cfg.model._pre_wrap_hooks) == len(cfg.model._post_wrap_hooks) == 1
 
-    def test_they_are_left_where_there_is_a_checkpoint(self, cfg, weights, inputs, tmp_path):
+    def test_weights_not_loaded_if_resuming(self, cfg, weights, inputs, tmp_path):
         cfg.checkpoint.save = cfg.checkpoint.load = str(tmp_path)
         assert not has_checkpoint(cfg.checkpoint)
         assert Qwen3VLCheckpointManager(cfg.checkpoint).load(None) == (0, 0)
@@ -223,12 +222,12 @@ class TestTheConfiguration:
         assert has_checkpoint(cfg.checkpoint)
         assert not same_as(inputs.hf, self.exported(cfg, self.build(cfg)))
 
-    def test_a_manager_of_the_users_own_is_left_alone(self, cfg):
+    def test_other_checkpoint_manager_gets_no_hook(self, cfg):
         own = cfg.checkpoint.custom_manager_class = "qwen3vl_bridge.mine.Manager"
         cfg.validate()
         assert cfg.checkpoint.custom_manager_class == own and cfg.model.pre_wrap_hook is None
 
-    def test_what_megatron_fsdp_could_not_save_is_refused(self, inputs, tmp_path):
+    def test_fsdp_unsaveable_settings_raise(self, inputs, tmp_path):
         def cfg(**given):
             places = str(inputs.hf), str(inputs.data), None, str(tmp_path)
             made = Start("sharded", *places, steps(1), **given).config()
@@ -245,19 +244,19 @@ class TestTheConfiguration:
         (dict(model__tensor_model_parallel_size=2), "model.tensor_model_parallel_size is 2 with .*, expected 1"),
         (dict(checkpoint__pretrained_checkpoint=None), "pretrained_checkpoint is None with .*, expected first we"),
     ])  # fmt: skip
-    def test_what_could_give_parameters_no_memory_is_refused(self, cfg, settings, message):
+    def test_meta_device_unsupported_settings_raise(self, cfg, settings, message):
         for name, value in (ON_HOST | dict(ddp__use_megatron_fsdp=True) | settings).items():
             section, _, field = name.partition("__")
             setattr(getattr(cfg, section), field, value)
         with pytest.raises(ValueError, match=message):
-            rules.check(run_refusals.WITHOUT_MEMORY, cfg)
+            run_checks(run_validation.ON_META_DEVICE, cfg)
 
-    def test_a_buffer_without_memory_is_refused(self):
+    def test_meta_device_buffer_raises(self):
         module = torch.nn.BatchNorm1d(3, device="meta")
-        with pytest.raises(CheckpointError, match=r"running_mean, running_var, .* would have no values"):
+        with pytest.raises(CheckpointError, match=r"no values for the buffers .*running_mean, running_var, "):
             _allocate_on_host(module)
 
-    def test_parameters_keep_what_is_noted_on_them(self):
+    def test_allocate_on_host_keeps_attributes(self):
         with torch.device("meta"):
             one, two = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
         two.weight = one.weight
@@ -267,7 +266,7 @@ class TestTheConfiguration:
         assert one.weight is two.weight and one.weight.allreduce is False and not one.bias.requires_grad
         assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
 
-    def test_adapters_are_the_configurations_again_also_after_a_failure(self, cfg):
+    def test_peft_is_restored_after_failed_setup(self, cfg):
         def fail(chunks):
             raise RuntimeError("no room")
 
@@ -281,7 +280,7 @@ class TestTheConfiguration:
         trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         assert cfg.peft is peft and trained and all(".adapter." in name for name in trained)
 
-    def test_weights_that_are_nowhere(self, cfg, tmp_path):
+    def test_missing_weights_raise(self, cfg, tmp_path):
         cfg.checkpoint.pretrained_checkpoint = str(tmp_path)
         with pytest.raises(CheckpointError, match="is not a Megatron checkpoint"):
             self.build(cfg)

@@ -1,4 +1,4 @@
-"""Runs that are told to leave, or killed at any moment: the same command goes on, and nothing shows."""
+"""Runs that are terminated or killed at any moment resume with the same command, with equal results."""
 
 import json
 import os
@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from ..bridges_loop import Start
-from ..conftest import SHORT, losses, read_log
-from ..running import train
+from tests.training.bridges_loop import Start
+from tests.training.conftest import SHORT, losses, read_log
+from tests.training.running import train
 
 pytestmark = pytest.mark.slow
 
@@ -27,11 +27,10 @@ SETTINGS = SHORT | dict(train__train_iters=STEPS, checkpoint__save_interval=2, c
 class Runs:
     def __init__(self, inputs, folder: Path, *launcher: str, **settings) -> None:
         overrides = [f"{name.replace('__', '.')}={value}" for name, value in (SETTINGS | settings).items()]
-        # From Hugging Face weights, with no conversion.
         paths = ["--hf-model", inputs.hf, "--data-path", inputs.data, "--save", folder]
         script = [*launcher, ROOT / "recipes" / "finetune.py", "--recipe", "qwen3_vl_digits_sft_config"]
         self.command, self.folder = [sys.executable, *script, *paths, *overrides], folder
-        # As the tests themselves run: sums in another order are other numbers.
+        # As in the tests: another number of threads changes the order of sums.
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def until(self, step: int, number: int) -> int:
@@ -70,7 +69,7 @@ def checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if "iter_" in path.name)
 
 
-def test_a_run_that_is_told_to_leave_saves_first(inputs, unbroken, tmp_path):
+def test_terminated_run_saves_and_resumes(inputs, unbroken, tmp_path):
     runs = Runs(inputs, tmp_path / "run")
     assert runs.until(3, signal.SIGTERM) == 0
     left_after = runs.steps()
@@ -88,10 +87,8 @@ def test_a_run_that_is_told_to_leave_saves_first(inputs, unbroken, tmp_path):
     assert losses(read_log(runs.folder)) == unbroken
 
 
-def test_torchrun_is_told_to_leave(inputs, tmp_path):
-    """As by Slurm, or by a cloud that takes its machine back: torchrun tells all processes of its ranks, and ends with
-    1 whatever these do.
-    """
+def test_terminated_torchrun_saves_and_resumes(inputs, tmp_path):
+    """Torchrun passes SIGTERM on to all processes of its ranks, and always exits with 1."""
     torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--shutdown-timeout", "300")
     settings = dict(dataset__num_workers=2, train__train_iters=30, checkpoint__save_interval=100)
     runs = Runs(inputs, tmp_path / "run", *torchrun, **settings)
@@ -104,8 +101,8 @@ def test_torchrun_is_told_to_leave(inputs, tmp_path):
     assert log == list(range(1, 31))
 
 
-def test_torchrun_is_told_to_leave_megatron_bridges_loop(inputs, tmp_path):
-    """Its saving has a process too, which has been there since the first save, and must not end by the signal."""
+def test_terminated_torchrun_of_bridge_loop_saves(inputs, tmp_path):
+    """The process that saves exists since the first save, and must survive the signal."""
     settings = dict(train__train_iters=400, checkpoint__save_interval=2, dataset__num_workers=1)
     save, weights = tmp_path / "run", str(inputs.hf)
     start = Start("told", str(inputs.hf), str(inputs.data), weights, str(save), settings)
@@ -128,16 +125,35 @@ def test_torchrun_is_told_to_leave_megatron_bridges_loop(inputs, tmp_path):
     assert saved[-1] == newest and (save / f"iter_{newest:07d}" / "metadata.json").exists()
 
 
-def test_a_run_that_is_killed_at_random_steps(inputs, unbroken, tmp_path):
-    """Three times, at steps that differ from one test run to the next, and at any moment after them."""
+def test_killed_run_resumes_bit_exactly(inputs, unbroken, tmp_path):
+    """Killed three times, after random steps."""
     runs, seed = Runs(inputs, tmp_path / "run"), random.randrange(1000)
     print("seed", seed)
     rng = random.Random(seed)
     for _ in range(3):
-        first = runs.steps() // 2 * 2  # where it goes on
+        first = runs.steps() // 2 * 2  # of the latest checkpoint
         step = rng.randint(min(first + 1, STEPS - 1), STEPS - 1)
         assert runs.until(step, signal.SIGKILL) == -signal.SIGKILL
     runs.to_the_end()
     assert losses(read_log(runs.folder)) == unbroken
     assert checkpoints(runs.folder) == [f"iter_{STEPS:07d}"]
     assert [path.name for path in runs.folder.iterdir() if path.name.startswith(".")] == []
+
+
+def test_run_second_in_same_folder_exits_with_1(inputs, tmp_path):
+    """The first run continues; when it is killed, its folder can be used again."""
+    runs = Runs(inputs, tmp_path / "run", train__train_iters=3000)
+    first = subprocess.Popen(runs.command, env=runs.environment, stderr=subprocess.DEVNULL)
+    try:
+        while not (runs.folder / "run.lock").exists() and first.poll() is None:
+            time.sleep(0.1)
+        second = subprocess.run(runs.command, capture_output=True, text=True, env=runs.environment)
+        assert second.returncode == 1 and first.poll() is None
+        assert f"is in use by another run, process {first.pid} on " in second.stderr
+    finally:
+        first.kill()
+        first.wait()
+    assert runs.until(runs.steps() + 1, signal.SIGTERM) == 0
+    entries = [json.loads(line) for line in (runs.folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [entry["step"] for entry in entries if "lr" in entry]  # without validations
+    assert steps == list(range(1, len(steps) + 1)) and not (runs.folder / "run.lock").exists()

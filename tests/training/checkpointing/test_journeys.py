@@ -1,4 +1,4 @@
-"""Runs that go on at other splits of the model, in Megatron-Bridge's loop, as if nothing had happened."""
+"""Runs resume with other parallel layouts in Megatron-Bridge's loop, with equal results."""
 
 import json
 import signal
@@ -13,18 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.noise import check
-
-from .journeys import Case, Chain, Journey, errors, export, interrupt, travel
-from .ranks_that_die import DEATHS, MOMENTS, STEP, TRACKER
+from tests.helpers.noise import check
+from tests.training.checkpointing.journeys import Case, Chain, Journey, errors, export, interrupt, travel
+from tests.training.checkpointing.ranks_that_die import DEATHS, MOMENTS, STEP, TRACKER
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[3]
-# Of weights after all steps, in units of the learning rate; measured 4.2e-4.
+# Error of weights after all steps, in units of the learning rate; measured 4.2e-4.
 WEIGHT = 1e-2
 ROUNDED_WEIGHT = 1  # in bfloat16; not measured yet
-# Of runs that begin from Megatron checkpoints, by the format of these.
+# Parallel layouts of runs that start from Megatron checkpoints, by format.
 BEGUN = {"torch_dist": "TP2+SP+EP2", "fsdp_dtensor": "PP2"}
 
 
@@ -38,7 +37,7 @@ class Found:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    from examples.digits.dataset import make_dataset
+    from qwen3vl_bridge.testing.digits import make_dataset
 
     make_dataset(folder := tmp_path_factory.mktemp("data"))
     return folder
@@ -52,7 +51,7 @@ def found(data, tied_folder, untied_folder, moe_folder, tmp_path_factory) -> Fou
         settings = dict(train__train_iters=4) | (settings or {})
         return what, Journey(str(hf), str(data), str(root / name), split, settings=settings, **changed), 1
 
-    # Where the language model is frozen, the last stage has nothing to train.
+    # With a frozen language model the last stage has nothing to train.
     frozen = dict(model__freeze_language_model=True)
     kinds = (
         (untied_folder, "TP2+SP", dict(distributed=True)), (moe_folder, "TP2+SP+EP2", {}), (moe_folder, "PP2+VPP2", {}),
@@ -81,7 +80,7 @@ def by_converter(run: Path, to: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in to.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def test_a_run_goes_on_at_any_split(found, tmp_path):
+def test_run_resumes_with_any_layout(found, tmp_path):
     for chain, (worst, limits) in found.chains:
         print(chain.family)
         check(worst, limits)
@@ -93,11 +92,11 @@ def test_a_run_goes_on_at_any_split(found, tmp_path):
         assert error <= (ROUNDED_WEIGHT if chain.family == "sharded" else WEIGHT)
 
 
-def test_an_interrupted_run_of_a_split_model_goes_on_to_the_last_bit(found):
+def test_interrupted_run_resumes_bit_exactly(found):
     assert found.interrupted == [True] * 5
 
 
-def test_a_split_model_begins_from_megatron_checkpoints_and_is_exported(found, tmp_path):
+def test_run_from_megatron_checkpoint_is_exported(found, tmp_path):
     assert len(found.begun) == 2
     ((_, limits),) = [worst for chain, worst in found.chains if chain.family == "MoE"]
     for run, (log, weights) in found.begun.items():
@@ -107,12 +106,12 @@ def test_a_split_model_begins_from_megatron_checkpoints_and_is_exported(found, t
         assert all(torch.equal(stored[name], weights[name]) for name in stored)
 
 
-def test_ranks_that_are_killed_or_fail_leave_the_older_checkpoint(data, untied_folder, tmp_path):
+def test_killed_or_failed_ranks_keep_older_checkpoint(data, untied_folder, tmp_path):
     def journey(name: str, split: str, **kind) -> dict:
         places = str(untied_folder), str(data), str(tmp_path / name)
         return asdict(Journey(*places, split, settings=dict(train__train_iters=4), **kind))
 
-    # What comes after the tensors is the same in both formats. The last has vision and language on ranks of their own.
+    # After the tensors both formats save alike. The last case has separate vision ranks.
     cases = [
         (journey("sharded", "DP2", fsdp=True), list(MOMENTS)),
         (journey("split", "TP2+SP", distributed=True), list(MOMENTS)[:4]),
@@ -125,12 +124,12 @@ def test_ranks_that_are_killed_or_fail_leave_the_older_checkpoint(data, untied_f
         print({moment: round(end["seconds"], 1) for moment, end in ends.items()})
         first, last = ends.pop("None"), ends.pop("nothing")
         assert (first["codes"], first["tracker"]) == ([0, 0], "1")
-        # What ranks left when they died is gone, and the step is there; of both that died at the tracker too.
+        # Remains of dead ranks are removed, and the step is saved; ranks that died at the tracker had saved a step too.
         reached = "4" if TRACKER in moments else "2"
         assert (last["codes"], last["tracker"], last["hidden"]) == ([0, 0], reached, [])
         assert list(ends) == moments
         for moment, end in ends.items():
-            # The other one ends too, or is ended by the launcher; None stands for that.
+            # The other rank fails too, or the launcher ends it (None).
             own = -signal.SIGKILL if moment in (STEP, *DEATHS) else 1
             assert own in end["codes"] and set(end["codes"]) <= {own, 1, None}, (moment, end, done.stderr[-3000:])
             assert end["tracker"] == "1", (moment, end)

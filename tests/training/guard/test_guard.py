@@ -1,4 +1,4 @@
-"""A step that would spoil the weights is skipped or ends the run, the samples to blame are named; rates of parts."""
+"""The guard skips steps or stops the run, and names bad samples; learning rates by component."""
 
 import itertools
 import json
@@ -7,17 +7,17 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
-from qwen3vl_bridge.batch import TokenBatch
+from qwen3vl_bridge.config.checks import run_checks
+from qwen3vl_bridge.core.batch import TokenBatch
 from qwen3vl_bridge.data.collation import Collator
 from qwen3vl_bridge.data.dataset_provider import Qwen3VLConversationProvider
 from qwen3vl_bridge.data.encoding import EncodedSample
-from qwen3vl_bridge.models.rules import check
-from qwen3vl_bridge.training import run_refusals
+from qwen3vl_bridge.training import run_validation
 from qwen3vl_bridge.training.callbacks import training_callbacks
 from qwen3vl_bridge.training.config import GuardConfig, Qwen3VLLearningRates
-from qwen3vl_bridge.training.guard import Guard, SampleLoss, SpoiltStepError, latest_losses
+from qwen3vl_bridge.training.guard import BadStepError, Guard, SampleLoss, latest_losses
 from qwen3vl_bridge.training.run_log import metrics_line, read_metrics
-from qwen3vl_bridge.weights.rows import Part
+from qwen3vl_bridge.weights.rows import Component
 
 import hypothesis.strategies as st
 import pytest
@@ -25,14 +25,13 @@ import torch
 from hypothesis import given
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 
-from tests.steps import set_up, train_step
-
-from ..conftest import losses
-from ..running import messages, optimizer_states, replicate, stored, train
+from tests.helpers.steps import set_up, train_step
+from tests.training.conftest import losses
+from tests.training.running import messages, optimizer_states, replicate, stored, train
 
 
 @dataclass(frozen=True)
-class Spoil:
+class BadSample:
     row: tuple[str, ...]
     sample: int
     kind: str
@@ -52,27 +51,27 @@ class Spoil:
 
 
 @dataclass(frozen=True)
-class SpoiltCollator(Collator):
-    spoils: tuple[Spoil, ...] = ()
+class BadSampleCollator(Collator):
+    bad_samples: tuple[BadSample, ...] = ()
 
-    def packed(self, samples: Sequence[EncodedSample]) -> TokenBatch:
-        batch = super().packed(samples)
-        for spoil in self.spoils:
-            batch = spoil.apply(batch)
+    def collate_packed(self, samples: Sequence[EncodedSample]) -> TokenBatch:
+        batch = super().collate_packed(samples)
+        for bad in self.bad_samples:
+            batch = bad.apply(batch)
         return batch
 
 
 @dataclass(kw_only=True)
-class SpoiltProvider(Qwen3VLConversationProvider):
-    spoils: tuple[Spoil, ...] = ()
+class BadSampleProvider(Qwen3VLConversationProvider):
+    bad_samples: tuple[BadSample, ...] = ()
 
-    def collator(self) -> SpoiltCollator:
+    def collator(self) -> BadSampleCollator:
         good = super().collator()
-        return SpoiltCollator(**{f.name: getattr(good, f.name) for f in fields(good)}, spoils=self.spoils)
+        return BadSampleCollator(**{f.name: getattr(good, f.name) for f in fields(good)}, bad_samples=self.bad_samples)
 
     @classmethod
-    def of(cls, good: Qwen3VLConversationProvider, spoils: tuple[Spoil, ...]) -> "SpoiltProvider":
-        return cls(**{f.name: getattr(good, f.name) for f in fields(good) if f.init}, spoils=spoils)
+    def of(cls, good: Qwen3VLConversationProvider, bad_samples: tuple[BadSample, ...]) -> "BadSampleProvider":
+        return cls(**{f.name: getattr(good, f.name) for f in fields(good) if f.init}, bad_samples=bad_samples)
 
 
 def states(context: CallbackContext) -> list[torch.Tensor]:
@@ -123,13 +122,13 @@ def row(inputs, step: int, number: int = 1) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def spoils(inputs) -> tuple[Spoil, ...]:
-    return (Spoil(row(inputs, NAN), 2, "nan"), Spoil(row(inputs, WRONG, 0), 3, "wrong"))
+def bad_samples(inputs) -> tuple[BadSample, ...]:
+    return (BadSample(row(inputs, NAN), 2, "nan"), BadSample(row(inputs, WRONG, 0), 3, "wrong"))
 
 
-def config(inputs, save, spoils, **guard):
+def config(inputs, save, bad_samples, **guard):
     cfg = inputs.config(save, train__train_iters=STEPS, validation__eval_interval=0, checkpoint__save_interval=4)
-    cfg.dataset = SpoiltProvider.of(cfg.dataset, spoils)
+    cfg.dataset = BadSampleProvider.of(cfg.dataset, bad_samples)
     cfg.guard = GuardConfig(**guard)
     return replicate(cfg)
 
@@ -143,15 +142,15 @@ def extra() -> tuple[Before, list]:
 
 
 @pytest.fixture(scope="module")
-def skipping(inputs, spoils, tmp_path_factory):
-    """A run that skips steps: its log, folder, messages, and whether a skipped step changed anything."""
+def skipping(inputs, bad_samples, tmp_path_factory):
+    """Return log, folder and messages of a run that skips steps, and whether skipped steps changed weights."""
     save, (before, callbacks) = tmp_path_factory.mktemp("skipping"), extra()
     with messages("qwen3vl_bridge.training.guard") as said:
-        log = train(config(inputs, save, spoils, **SKIP), callbacks=callbacks)
+        log = train(config(inputs, save, bad_samples, **SKIP), callbacks=callbacks)
     return log, save, said, before.skipped_changed
 
 
-def test_bad_steps_are_skipped_and_change_nothing(skipping):
+def test_skipped_steps_change_nothing(skipping):
     log, save, said, changed = skipping
     assert [e["step"] for e in log if "skipped" in e] == [NAN, GRADIENT, WRONG]
     assert changed == [False] * 3 and len(said) == 3
@@ -160,26 +159,26 @@ def test_bad_steps_are_skipped_and_change_nothing(skipping):
     assert entries[NAN - 1]["loss"] is None and math.isnan(log[NAN - 1]["loss"])
     assert entries[GRADIENT - 1]["loss"] == log[GRADIENT - 1]["loss"] and entries[GRADIENT - 1]["grad_norm"] is None
     assert entries[WRONG - 1]["loss"] == log[WRONG - 1]["loss"] and log[WRONG - 1]["skipped"] == 1
-    # The gradient that was none was of one part alone.
+    # Only one component had a NaN gradient.
     assert entries[GRADIENT - 1]["grad_norm_vision_projection"] is None
     assert entries[GRADIENT - 1]["grad_norm_language_model"] > 0
 
 
-def test_the_samples_to_blame_are_named(inputs, spoils, skipping):
+def test_skip_message_names_bad_samples(inputs, bad_samples, skipping):
     _, _, (nan, gradient, wrong), _ = skipping
-    assert nan.startswith(f"step {NAN}: the loss is nan") and nan.endswith(f": {spoils[0].row[2]} (nan)")
-    assert gradient.startswith(f"step {GRADIENT}: the loss is ") and "but its gradient norm is nan" in gradient
+    assert nan.startswith(f"step {NAN}: the loss is nan") and nan.endswith(f": {bad_samples[0].row[2]} (nan)")
+    assert gradient.startswith(f"step {GRADIENT}: the loss is ") and "but the gradient norm is nan" in gradient
     everything = row(inputs, GRADIENT, 0) + row(inputs, GRADIENT, 1)
     assert sorted(re.findall(r"(\S+) \(\d", gradient)) == sorted(everything)
     assert wrong.startswith(f"step {WRONG}: the loss is ") and "1.3 times the median of the latest 4" in wrong
-    assert re.findall(r"(\S+) \(\d", wrong) == [spoils[1].row[3]]
+    assert re.findall(r"(\S+) \(\d", wrong) == [bad_samples[1].row[3]]
 
 
-def test_a_resumed_run_judges_as_an_unbroken_one(inputs, spoils, skipping, tmp_path):
-    """It was left between two steps that are skipped, with a window of losses that reaches back beyond that."""
+def test_resumed_guard_equals_unbroken_run(inputs, bad_samples, skipping, tmp_path):
+    """The run is stopped between two skipped steps; the window of losses includes steps before that."""
     log, save, *_ = skipping
-    first = train(config(inputs, tmp_path, spoils, **SKIP), stop_after=8, callbacks=extra()[1])
-    second = train(config(inputs, tmp_path, spoils, **SKIP))
+    first = train(config(inputs, tmp_path, bad_samples, **SKIP), stop_after=8, callbacks=extra()[1])
+    second = train(config(inputs, tmp_path, bad_samples, **SKIP))
     logs = (first + second, log)
     resumed, unbroken = ([line for e in losses(one) for line in e if line[1] == line[1]] for one in logs)
     assert resumed == unbroken
@@ -188,52 +187,52 @@ def test_a_resumed_run_judges_as_an_unbroken_one(inputs, spoils, skipping, tmp_p
 
 
 @pytest.mark.parametrize(("kind", "step"), [("nan", NAN), ("spike", WRONG), ("gradient", GRADIENT)])
-def test_a_bad_step_ends_the_run_before_it(inputs, spoils, kind, step):
+def test_stop_raises_before_weights_change(inputs, bad_samples, kind, step):
     before, callbacks = extra()
     callbacks = callbacks if kind == "gradient" else callbacks[:1]
-    mine = tuple(spoil for spoil in spoils if spoil.kind == {"nan": "nan", "spike": "wrong"}.get(kind))
+    mine = tuple(bad for bad in bad_samples if bad.kind == {"nan": "nan", "spike": "wrong"}.get(kind))
     cfg = config(inputs, None, mine, on_spike="stop", spike_factor=1.3, spike_window=4)
-    with pytest.raises(SpoiltStepError, match=rf"^step {step}: .* stopped before the weights changed") as caught:
+    with pytest.raises(BadStepError, match=rf"^step {step}: .* stopped before the weights changed") as caught:
         train(cfg, callbacks=callbacks)
     assert before.context.state.train_state.step == step - 1 and not before.changed()
     named = re.findall(r"(\S+) \((?:nan|\d)", str(caught.value))
     assert named == [mine[0].row[mine[0].sample]] if mine else len(named) == 10
 
 
-def test_ten_samples_are_named_and_the_rest_counted():
+def test_message_names_ten_samples_and_counts_rest():
     guard = Guard(GuardConfig())
-    finding = guard.judge(math.inf, 1.0)
+    finding = guard.check_step(math.inf, 1.0)
     samples = [SampleLoss((0, 0, i), f"s{i}", math.nan if i % 2 else float(i), 2.0) for i in range(30)]
     message = finding.message(3, samples)
     assert re.findall(r"(s\d+) \(nan\)", message) == [f"s{i}" for i in range(1, 21, 2)]
     assert message.endswith(" and 5 more")
 
 
-def test_what_context_parallel_ranks_have_seen_of_a_sample_is_one_loss():
-    finding = Guard(GuardConfig()).judge(None, math.nan)
+def test_message_sums_losses_of_cp_ranks():
+    finding = Guard(GuardConfig()).check_step(None, math.nan)
     samples = [SampleLoss((0, 0, 0), "a", 3.0, 1.0), SampleLoss((0, 0, 0), "a", 1.0, 3.0)]
     samples += [SampleLoss((1, 0, 0), "b", 8.0, 4.0), SampleLoss((1, 0, 1), "no tokens", 0.0, 0.0)]
     assert finding.message(1, samples).endswith("highest mean loss first: b (2), a (1), no tokens (0)")
 
 
 @given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=40), st.integers(2, 9), st.floats(1.1, 3.0))
-def test_spikes_are_those_above_the_median_of_the_latest(values, window, factor):
+def test_check_step_spike_is_above_median(values, window, factor):
     guard = Guard(GuardConfig(on_spike="skip", spike_factor=factor, spike_window=window))
     for i, value in enumerate(values):
         latest = sorted(values[max(0, i - window) : i])
         middle = len(latest) // 2
         median = (latest[middle] if len(latest) % 2 else sum(latest[middle - 1 : middle + 1]) / 2) if latest else 0.0
         spike = 2 * len(latest) >= window and value > factor * median
-        assert (guard.judge(value, 1.0) is not None) == spike
+        assert (guard.check_step(value, 1.0) is not None) == spike
 
 
 @given(st.lists(st.sampled_from([1.0, 2.5, math.nan, None]), max_size=20), st.integers(2, 5), st.integers(0, 20))
-def test_the_log_has_what_the_guard_knew(values, window, step):
+def test_latest_losses_from_log_match_guard(values, window, step):
     guard, lines = Guard(GuardConfig(spike_window=window)), []
     for number, value in enumerate(values, 1):
         tokens = 0 if value is None else 20
         if number <= step:
-            guard.judge(value, 1.0)
+            guard.check_step(value, 1.0)
         lines.append(metrics_line({"step": number, "loss": value if tokens else 0.0, "trained_tokens": tokens}))
         lines.append(metrics_line({"step": number, "valid_loss": 1.0}))
     assert latest_losses(map(json.loads, lines), step, window) == list(guard.latest)
@@ -244,26 +243,26 @@ def test_the_log_has_what_the_guard_knew(values, window, step):
     (dict(ddp__check_for_nan_in_grad=True), "ddp.check_for_nan_in_grad is True with .*: it ends the run before"),
     (dict(guard__on_nan="ignore"), "guard.on_nan is 'ignore', expected one of"),
 ])  # fmt: skip
-def test_what_would_end_the_run_first_is_refused(inputs, settings, message):
+def test_guard_conflicting_checks_raise(inputs, settings, message):
     cfg = replicate(inputs.config(None, **{"guard__on_nan": "skip", **settings}))
     with pytest.raises(ValueError, match=message):
         cfg.validate()
 
 
-def test_a_guard_that_nothing_follows_is_refused(inputs):
-    run = set_up(replicate(inputs.config(None)))  # which has no callbacks
+def test_guard_without_callbacks_raises(inputs):
+    run = set_up(replicate(inputs.config(None)))  # without callbacks
     run.cfg.guard = GuardConfig()
-    with pytest.raises(ValueError, match=r"guard would be ignored: .* callbacks=qwen3vl_bridge.training_callbacks"):
+    with pytest.raises(ValueError, match=r"guard would be ignored, .* callbacks=qwen3vl_bridge.training_callbacks"):
         train_step(run)
 
 
-def test_callbacks_that_come_twice_are_refused(inputs):
+def test_callbacks_passed_twice_raise(inputs):
     cfg = replicate(inputs.config(None))
-    with pytest.raises(ValueError, match=r"training_callbacks\(cfg\) were given twice"):
+    with pytest.raises(ValueError, match=r"training_callbacks\(cfg\) were passed twice"):
         train(cfg, callbacks=training_callbacks(cfg))
 
 
-def config_of_parts(inputs, save, **towers):
+def config_with_rates(inputs, save, **towers):
     cfg = inputs.config(save, validation__eval_interval=0, checkpoint__save_interval=2)
     cfg.mixed_precision, cfg.optimizer_config_override_provider = "bf16_mixed", Qwen3VLLearningRates(**towers)
     return replicate(cfg)
@@ -281,9 +280,9 @@ class Rates(Before):
         self.seen.append({name: mains[getattr(p, "main_param", p)] for name, p in named})
 
 
-def test_rates_and_decay_of_every_parameter_follow_the_schedule(inputs):
+def test_rates_and_decay_follow_schedule(inputs):
     rates = Rates()
-    cfg = config_of_parts(inputs, None, vision_model_lr=1e-3, vision_projection_lr=6e-3)
+    cfg = config_with_rates(inputs, None, vision_model_lr=1e-3, vision_projection_lr=6e-3)
     cfg.optimizer.min_lr = 3e-4
     log = train(cfg, stop_after=4, callbacks=[rates])
     for step, seen in enumerate(rates.seen):
@@ -296,14 +295,14 @@ def test_rates_and_decay_of_every_parameter_follow_the_schedule(inputs):
             assert decay == (0.1 if is_matrix else 0.0), name
 
 
-def test_a_run_with_a_frozen_part_is_resumed_bit_exactly(inputs, tmp_path):
+def test_frozen_component_resumes_bit_exactly(inputs, tmp_path):
     def frozen(save):
-        cfg = config_of_parts(inputs, save, vision_projection_lr=1e-3)
+        cfg = config_with_rates(inputs, save, vision_projection_lr=1e-3)
         cfg.model.freeze_vision_model = True
         return cfg
 
-    whole = train(frozen(tmp_path / "whole"))
-    pieces = [train(frozen(tmp_path / "pieces"), stop_after=2) for _ in range(3)]
+    whole = train(frozen(tmp_path / "whole"), stop_after=4)
+    pieces = [train(frozen(tmp_path / "pieces"), stop_after=2) for _ in range(2)]
     assert losses(list(itertools.chain.from_iterable(pieces))) == losses(whole)
     found, expected = stored(tmp_path / "pieces"), stored(tmp_path / "whole")
     assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
@@ -312,20 +311,20 @@ def test_a_run_with_a_frozen_part_is_resumed_bit_exactly(inputs, tmp_path):
 
 
 @pytest.mark.parametrize(("settings", "message"), [
-    (dict(vision_model_lr=-1.0), r"vision_model_lr is -1.0, expected more than 0; model.freeze_vision_model"),
+    (dict(vision_model_lr=-1.0),
+     r"vision_model_lr is -1.0, expected more than 0; to freeze it, set model.freeze_vision_model"),
     (dict(vision_model_lr=1e-4, model__freeze_vision_model=True), r"expected None with model.freeze_vision_model"),
     (dict(vision_model_lr=1e-4, cfg__peft="any"), r"expected none with peft"),
     (dict(vision_model_lr=1e-4, optimizer__min_lr=1.0), r"that is at least min_lr"),
     (dict(vision_model_lr=1e-4, scheduler__lr_warmup_init=1e-3), r"no less than scheduler.lr_warmup_init, 0.001"),
-    (dict(language_model_lr=1e-4, optimizer__decoupled_lr=1e-4), r"expected None, or optimizer.decoupled_lr None"),
-    (dict.fromkeys([f"{part.value}_lr" for part in Part], 1e-4), r"optimizer.lr, 0.003, would be ignored"),
+    (dict.fromkeys([f"{c.value}_lr" for c in Component], 1e-4), r"optimizer.lr, 0.003, would be ignored"),
 ])  # fmt: skip
-def test_settings_that_contradict_each_other_are_refused(inputs, settings, message):
+def test_rates_contradicting_settings_raise(inputs, settings, message):
     towers = {name: value for name, value in settings.items() if "__" not in name}
-    cfg = config_of_parts(inputs, None, **towers)
+    cfg = config_with_rates(inputs, None, **towers)
     for name, value in settings.items():
         section, sep, field = name.partition("__")
         if sep:
             setattr(cfg if section == "cfg" else getattr(cfg, section), field, value)
     with pytest.raises(ValueError, match=message):
-        check(run_refusals.ON_TRAIN_START, cfg)
+        run_checks(run_validation.ON_TRAIN_START, cfg)

@@ -1,4 +1,4 @@
-"""Megatron-Bridge's own batches: transformers' loss and gradients, or a clear error; its data sets, resumed too."""
+"""Batches of Megatron-Bridge's collators: equal to transformers, or a clear error; resumed runs with its datasets."""
 
 import io
 import json
@@ -30,30 +30,29 @@ from megatron.bridge.training.utils.visual_inputs import GenericVisualInputs
 from PIL import Image
 from transformers import AutoProcessor
 
-from tests.noise import check, limits
+from tests.helpers.noise import check, limits
 from tests.parity.conftest import make_pair
-from tests.parity.one_process.test_padding import masks_that_arrive
-
-from ..conftest import losses
-from ..running import replicated, stored, train
+from tests.parity.test_padding import masks_that_arrive
+from tests.training.conftest import losses
+from tests.training.running import replicated, stored, train
 
 SEQ_LENGTH = 512
 ANSWERS = ("one", "This is the digit two, two.", "3", "I cannot tell; the writing is too faint.", "five", "6")
 
 
 def mock(hf: Path, **settings):
-    """Made-up conversations about noise. A picture has 196 tokens: their collator enlarges small ones."""
+    """Return a mock dataset of noise. An image has 196 tokens: Megatron-Bridge's collator enlarges small images."""
     given = dict(image_size=(32, 64), num_base_examples=6, num_workers=0) | settings
     return MockVLMSFTDatasetConfig(seq_length=SEQ_LENGTH, hf_processor_path=str(hf), **given)
 
 
-def write_conversations(folder: Path, *, pictures: tuple[int, ...] = (1, 0, 2)) -> Path:
+def write_conversations(folder: Path, *, images: tuple[int, ...] = (1, 0, 2)) -> Path:
     rng, path = np.random.default_rng(0), folder / "conversations.jsonl"
     with path.open("w") as file:
         for number, answer in enumerate(ANSWERS):
             content = []
-            for picture in range(pictures[number % len(pictures)]):
-                name = folder / f"{number}-{picture}.png"
+            for image in range(images[number % len(images)]):
+                name = folder / f"{number}-{image}.png"
                 Image.fromarray(rng.integers(0, 256, (48, 64, 3), dtype=np.uint8)).save(name)
                 content.append({"type": "image", "image": str(name)})
             content.append({"type": "text", "text": "Which digit is this?"})
@@ -81,11 +80,11 @@ def write_webdataset(folder: Path) -> Path:
     for split in ("train", "val"):
         with tarfile.open(folder / f"{split}.tar", "w") as tar:
             for number, answer in enumerate(ANSWERS):
-                picture = io.BytesIO()
-                Image.fromarray(rng.integers(0, 256, (48, 64, 3), dtype=np.uint8)).save(picture, "JPEG")
+                image = io.BytesIO()
+                Image.fromarray(rng.integers(0, 256, (48, 64, 3), dtype=np.uint8)).save(image, "JPEG")
                 asked = {"role": "user", "content": "<image>Which digit is this?"}
                 turns = [asked, {"role": "assistant", "content": answer}]
-                parts = {"json": json.dumps(turns).encode(), "jpgs": pickle.dumps([picture.getvalue()])}
+                parts = {"json": json.dumps(turns).encode(), "jpgs": pickle.dumps([image.getvalue()])}
                 for extension, contents in parts.items():
                     entry = tarfile.TarInfo(f"{split}{number}.{extension}")
                     entry.size = len(contents)
@@ -117,7 +116,7 @@ LAYOUTS = {"rows": {}, "packed": PACKED, "deferred": DEFERRED, "full rows": dict
 def pair(request):
     if request.param == "dense":
         return make_pair(request.getfixturevalue("untied_folder"), calculate_per_token_loss=True)
-    # The reference's loss has no balancing term.
+    # transformers' loss has no balancing term here.
     return make_pair(request.getfixturevalue("moe_folder"), moe_aux_loss_coeff=0.0, calculate_per_token_loss=True)
 
 
@@ -128,7 +127,7 @@ def conversations(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    return write_conversations(tmp_path_factory.mktemp("texts"), pictures=(0,))
+    return write_conversations(tmp_path_factory.mktemp("texts"), images=(0,))
 
 
 @pytest.fixture(scope="module")
@@ -154,20 +153,20 @@ def step(pair, dataset, batch):
 
 
 def reference_loss(pair, batch):
-    """The same of transformers, which shifts labels itself: they are the tokens that the loss mask is about."""
+    """Return transformers' loss and number of tokens; it shifts labels itself."""
     ids, real = batch["input_ids"], batch["attention_mask"]
     trained = torch.nn.functional.pad(batch["loss_mask"], (1, 0))[:, :-1].bool()
     visual = vars(batch["visual_inputs"]) if batch.get("visual_inputs") is not None else {}
-    pictures = {name: value for name, value in visual.items() if value is not None}
+    images = {name: value for name, value in visual.items() if value is not None}
     out = pair.reference(
         input_ids=ids, attention_mask=real, mm_token_type_ids=(ids == pair.config.image_token_id).int(),
-        labels=ids.masked_fill(~trained, -100), **pictures,
+        labels=ids.masked_fill(~trained, -100), **images,
     )  # fmt: skip
     return out.loss * trained.sum(), int(trained.sum())
 
 
 def compare(pair, dataset, plain, numbers):
-    """A batch of `dataset` through the step equals transformers on the same samples as rows."""
+    """Compare a batch of `dataset` in the forward step with transformers on the same samples as padded rows."""
     rows = batch_of(plain, numbers)
 
     def theirs():
@@ -187,26 +186,29 @@ def compare(pair, dataset, plain, numbers):
     check(errors(found, expected), limits(theirs, errors, pair.reference, expected=expected))
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("numbers", [(0, 1, 2), (1, 4)], ids=["pictures", "text"])
-def test_equals_transformers(pair, untied_folder, conversations, numbers, layout):
+@pytest.mark.parametrize("numbers", [(0, 1, 2), (1, 4)], ids=["images", "text"])
+def test_batch_equals_transformers(pair, untied_folder, conversations, numbers, layout):
     plain, dataset = (direct(untied_folder, conversations, **given) for given in ({}, LAYOUTS[layout]))
     compare(pair, dataset, plain, numbers)
 
 
-def test_made_up_conversations_equal_transformers(pair, untied_folder):
+def test_mock_batch_equals_transformers(pair, untied_folder):
     dataset = mock(untied_folder)
     compare(pair, dataset, dataset, (0, 1))
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_text_alone_equals_transformers(pair, untied_folder, texts, layout):
-    """It goes through another collator of theirs, which gives tokens twice and more besides."""
+def test_text_batch_equals_transformers(pair, untied_folder, texts, layout):
+    """Text uses another collator, which returns tokens twice and more keys."""
     plain, dataset = (direct(untied_folder, texts, **given) for given in ({}, LAYOUTS[layout]))
     assert {"tokens", "metadata", "token_count"} <= batch_of(dataset).keys()
     compare(pair, dataset, plain, (0, 1, 2))
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("pair", ["moe"], indirect=True)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_padding_reaches_every_router(pair, untied_folder, conversations, layout):
@@ -222,31 +224,31 @@ def test_padding_reaches_every_router(pair, untied_folder, conversations, layout
     assert all(torch.equal(mask, expected) for mask in masks_that_arrive(pair, inputs=batch.local()))
 
 
-def test_rows_without_a_mask_have_padding_where_they_end_with_its_token(provider, rows, monkeypatch):
+def test_rows_without_mask_pad_by_token_id(provider, rows, monkeypatch):
     batch, real = rows(), rows()["attention_mask"].bool()
     lengths = real.sum(-1).tolist()
     processors_own = int(batch["input_ids"][0, lengths[0]])
-    batch["input_ids"][~real] = processors_own  # their collator lengthens rows with another one
+    batch["input_ids"][~real] = processors_own  # the collator pads rows with another token
     monkeypatch.setattr(provider, "pad_token_id", processors_own)
     batch["attention_mask"] = None
     assert list(from_collator(batch, provider).layout.lengths) == lengths
 
 
-def test_labels_that_do_not_count_are_made_harmless(provider, rows):
+def test_ignored_labels_become_zero(provider, rows):
     batch = from_collator(rows(), provider)
     assert (rows()["labels"] == -100).any() and batch.labels.min() == 0
     assert torch.equal(batch.loss_mask, rows()["loss_mask"])
 
 
 def test_pixels_are_not_copied(provider, rows):
-    """They are most of a batch, and in page-locked memory already where the loader saw to that."""
+    """Pixels are most of a batch, and may be in pinned memory already."""
     batch = rows()
     pixels = batch["visual_inputs"].pixel_values
     assert from_collator(batch, provider).vision.pixel_values.data_ptr() == pixels.data_ptr()
 
 
-def test_batches_of_their_energon_encoder(provider, untied_folder, conversations):
-    """They are dicts of the same collator with bookkeeping around them."""
+def test_energon_batch(provider, untied_folder, conversations):
+    """Batches are dicts of the same collator with more keys."""
     processor = AutoProcessor.from_pretrained(untied_folder)
     encoder = QwenVLTaskEncoder(processor.tokenizer, processor, max_padding_length=512)
     sample = {
@@ -259,17 +261,17 @@ def test_batches_of_their_energon_encoder(provider, untied_folder, conversations
 
 
 def video():
-    grid = torch.tensor([[[2, 4, 4]]])  # [B, N, 3] as some processors have it
+    grid = torch.tensor([[[2, 4, 4]]])  # [B, N, 3] as from some processors
     return GenericVisualInputs(pixel_values_videos=torch.zeros(32, 1536), video_grid_thw=grid)
 
 
-def test_what_cannot_be_repaired_is_warned_of_once(provider, rows, caplog):
+def test_known_collator_faults_warn_once(provider, rows, caplog):
     megatron_batches._warn.cache_clear()
     ids = torch.tensor([[5, *[provider.video_token_id] * 4, 6, *[provider.video_token_id] * 4, 7, 8]])
     batch = dict(input_ids=ids, labels=ids.roll(-1), loss_mask=torch.ones(1, 12), visual_inputs=video())
     with caplog.at_level(logging.WARNING, logger=megatron_batches.__name__):
         for _ in range(2):
-            from_collator(packed(), provider)  # there is nothing to say of it
+            from_collator(packed(), provider)  # causes no warning
             assert from_collator(batch, provider).vision.lengths == (16, 16)
             from_collator(rows(), provider)
     kinds = {"videos", "rows", "images"}
@@ -278,12 +280,12 @@ def test_what_cannot_be_repaired_is_warned_of_once(provider, rows, caplog):
     assert all("qwen3vl_bridge.Qwen3VLConversationProvider " in record.message for record in caplog.records)
 
 
-def test_a_picture_that_was_cut_is_refused(provider, rows):
+def test_cut_image_raises(provider, rows):
     batch = {name: value if name == "visual_inputs" else value[2:] for name, value in rows().items()}
     batch["visual_inputs"] = replace(batch["visual_inputs"])
-    batch["loss_mask"][:, 0], batch["labels"][:, 0] = 1, batch["input_ids"][:, 1]  # or they would refuse it
+    batch["loss_mask"][:, 0], batch["labels"][:, 0] = 1, batch["input_ids"][:, 1]  # otherwise these raise first
     pad_or_truncate_sequence_batch(batch, sequence_length=128)
-    for name in ("pixel_values", "image_grid_thw"):  # of the last row, which has two of three equal pictures
+    for name in ("pixel_values", "image_grid_thw"):  # keep those of the last row, which has two of three equal images
         values = getattr(batch["visual_inputs"], name)
         setattr(batch["visual_inputs"], name, values[len(values) // 3 :])
     with pytest.raises(ValueError, match=r"found \d+ image tokens in the batch, expected 392 for 2 images") as caught:
@@ -312,8 +314,8 @@ def test_packed_rows_have_logical_and_physical_lengths(provider):
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    (dict(labels=...), r"the batch lacks \['labels'\]; found"),
-    (dict(loss_mask=None), r"the batch lacks \['loss_mask'\]"),
+    (dict(labels=...), r"the batch does not have \['labels'\]; found"),
+    (dict(loss_mask=None), r"the batch does not have \['loss_mask'\]"),
     (dict(cu_seqlens=int32(0, 8)), r"has the keys \['cu_seqlens'\], expected only"),
     (dict(tokens=torch.ones(1, 8).long()), "tokens that differ from input_ids"),
     (dict(labels=torch.zeros(1, 7).long()), r"labels has shape \[1, 7\], expected \[1, 8\]"),
@@ -330,27 +332,27 @@ def test_packed_rows_have_logical_and_physical_lengths(provider):
     (dict(position_ids=torch.arange(8)[None]), r"position_ids has 4 for token 0 of a segment"),
     (dict(position_ids=torch.arange(7)[None]), r"position_ids has shape \[1, 7\]"),
 ])  # fmt: skip
-def test_contradictions_are_refused(provider, changes, message):
+def test_inconsistent_batch_raises(provider, changes, message):
     with pytest.raises(ValueError, match=message):
         from_collator(packed(**changes), provider)
 
 
-def test_no_dict_is_refused(provider):
+def test_batch_of_other_type_raises(provider):
     with pytest.raises(TypeError, match="found a batch of type list"):
         from_collator([1], provider)
 
 
-def test_pictures_of_other_rows_are_refused(provider, rows, untied_folder, conversations):
-    """As Megatron-Bridge's loop gives them with dataloader_type "batch"."""
+def test_images_of_other_rows_raise(provider, rows, untied_folder, conversations):
+    """Megatron-Bridge's loop passes such batches with dataloader_type "batch"."""
     dataset = direct(untied_folder, conversations, dataloader_type="batch")
     for part in split_batch_into_microbatches(rows(), 3):
         with pytest.raises(ValueError, match="image") as caught:
             from_collator(part, provider, dataset)
-        assert "gives each microbatch the images of all" in caught.value.__notes__[0]
+        assert "passes the images of all microbatches to each" in caught.value.__notes__[0]
 
 
 IN_BATCH = dict(enable_in_batch_packing=True)
-# How samples are ordered, and what else is set of the data.
+# dataloader_type, and other settings of the dataset.
 ORDERS = {
     "single": {}, "cyclic": dict(num_workers=1, **IN_BATCH),
     "batch": dict(defer_in_batch_packing_to_step=True, **IN_BATCH),
@@ -371,10 +373,12 @@ def steps(log: list[dict]) -> list[dict]:
     return [entry for entry in log if "loss" in entry]
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_run_in_two_halves_is_the_whole(inputs, conversations, texts, tmp_path, order):
+@pytest.mark.parametrize(
+    "order", [pytest.param("single", marks=pytest.mark.slow), pytest.param("cyclic", marks=pytest.mark.slow), "batch"]
+)
+def test_run_with_bridge_data_resumes_bit_exactly(inputs, conversations, texts, tmp_path, order):
     def make(save, order=order, **settings):
-        path = texts if order == "batch" else conversations  # or each microbatch would get the pictures of all
+        path = texts if order == "batch" else conversations  # otherwise each microbatch gets the images of all
         dataset = direct(inputs.hf, path, dataloader_type=order, **ORDERS[order])
         return config(inputs, tmp_path / save, dataset, **settings)
 
@@ -389,26 +393,27 @@ def test_a_run_in_two_halves_is_the_whole(inputs, conversations, texts, tmp_path
     another = "batch" if order == "cyclic" else "cyclic"
     with pytest.raises(ValueError, match=f"to other data: .*found .*'{another}', expected '{order}'"):
         train(make("halves", another, **longer))
-    if order == "single":  # in order, so a run may be made longer
+    if order == "single":  # in order, so a run can be extended
         assert [entry["step"] for entry in steps(train(make("halves", **longer)))] == [4]
 
 
-def test_pictures_in_the_order_of_global_batches_are_refused(inputs, conversations):
+def test_images_with_batch_dataloader_raise(inputs, conversations):
     with pytest.raises(ValueError, match="expected 'single' or 'cyclic' for data with images"):
         train(config(inputs, None, direct(inputs.hf, conversations, dataloader_type="batch")))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-def test_made_up_conversations_are_trained_on(inputs, packed):
-    # Made-up answers are longer where they are packed, and would not fit beside a picture.
+def test_run_on_mock_data(inputs, packed):
+    # Packed mock answers are longer, and do not fit together with an image.
     dataset = mock(inputs.hf, num_images=0 if packed else 1, enable_in_batch_packing=packed)
     dataset.seq_length = 1024
     log = train(config(inputs, None, dataset, model__seq_length=1024, train__train_iters=2, validation__eval_iters=0))
     assert len(log) == 2 and all(4 < entry["loss"] < 8 and entry["grad_norm"] > 0 for entry in log)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-def test_energons_own_configuration_is_trained_on(inputs, tmp_path, packed):
+def test_run_on_energon_config(inputs, tmp_path, packed):
     path = write_webdataset(tmp_path)
 
     def run():
@@ -421,7 +426,8 @@ def test_energons_own_configuration_is_trained_on(inputs, tmp_path, packed):
     assert all(4 < entry["loss"] < 8 and entry["trained_tokens"] > 10 for entry in steps(log))
 
 
-def test_a_run_on_energons_own_configuration_does_not_begin_its_data_anew_unsaid(inputs, tmp_path):
+@pytest.mark.slow
+def test_resume_energon_config_without_state_raises(inputs, tmp_path):
     path = write_webdataset(tmp_path)
 
     def run(**settings):

@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 
-from tests.forked import results_of_ranks
-
-from ..bridges_loop import Start, run_all
-from ..running import replicate, train
+from tests.helpers.forked import results_of_ranks
+from tests.training.bridges_loop import Start, run_all
+from tests.training.running import replicate, train
 
 NEW_TOKENS = 4
 
 
 def write_questions(folder: Path, hf: Path, picture: Path, texts: list[str]) -> list[bool]:
-    """Write `questions.jsonl`: every other expected answer is what transformers generates; returns which are."""
+    """Write `questions.jsonl`, where every other expected answer is what transformers generates. Return which."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     processor = AutoProcessor.from_pretrained(hf)
@@ -39,10 +38,10 @@ def write_questions(folder: Path, hf: Path, picture: Path, texts: list[str]) -> 
     return right
 
 
-def asking(hf: Path, data: Path, fields: dict[str, Any]) -> Any:
+def config_with_questions(hf: Path, data: Path, fields: dict[str, Any]) -> Any:
     from qwen3vl_recipes.paths import set_paths
 
-    from tests.digits_recipe import digits_recipe_for
+    from tests.helpers.digits_recipe import digits_recipe_for
 
     cfg = set_paths(digits_recipe_for(hf), hf_path=hf, data_path=data, pretrained_checkpoint=hf)
     cfg.mixed_precision = cfg.checkpoint.save = cfg.checkpoint.load = cfg.logger.tensorboard_dir = None
@@ -58,7 +57,7 @@ def asking(hf: Path, data: Path, fields: dict[str, Any]) -> Any:
 
 
 def accuracies(hf: Path, data: Path, splits: list[dict[str, Any]]) -> list[float]:
-    return [train(asking(hf, data, fields))[-1]["accuracy"] for fields in splits]
+    return [train(config_with_questions(hf, data, fields))[-1]["accuracy"] for fields in splits]
 
 
 TEXTS = [
@@ -66,9 +65,9 @@ TEXTS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["untied", "moe"])
+@pytest.fixture(scope="module", params=[pytest.param("untied", marks=pytest.mark.slow), "moe"])
 def places(request, inputs, tmp_path_factory):
-    """A checkpoint, a folder with conversations and questions, and which of these have the right answer beside them."""
+    """Return the kind of model, its folder, a folder with questions, and which expected answers are right."""
     hf = request.getfixturevalue(f"{request.param}_folder")
     folder = tmp_path_factory.mktemp("questions") / "data"
     shutil.copytree(inputs.data, folder)
@@ -77,17 +76,18 @@ def places(request, inputs, tmp_path_factory):
     return request.param, hf, folder, lines
 
 
-def test_the_share_of_right_answers(places):
+def test_accuracy_is_fraction_of_right_answers(places):
     _, hf, data, right = places
     assert 0 < sum(right) < len(right)
-    log = train(asking(hf, data, {}))
+    log = train(config_with_questions(hf, data, {}))
     assert log[-1]["accuracy"] == sum(right) / len(right)
-    contained = asking(hf, data, {})
+    contained = config_with_questions(hf, data, {})
     contained.accuracy.metric, contained.accuracy.samples = "contains", 2
     assert train(contained)[-1]["accuracy"] == sum(right[:2]) / 2
 
 
-def test_ranks_share_the_questions(places):
+@pytest.mark.slow
+def test_accuracy_on_two_ranks(places):
     kind, hf, data, right = places
     splits = [{}, dict(tensor_model_parallel_size=2, sequence_parallel=True)]
     if kind == "moe":
@@ -98,7 +98,7 @@ def test_ranks_share_the_questions(places):
 
 @pytest.fixture(scope="module")
 def sharded(inputs, untied_folder, moe_folder, tmp_path_factory):
-    """Of each kind of model: which answers are right, and what runs of Megatron-Bridge's loop on two ranks found."""
+    """Return which answers are right, and results of runs on two ranks, for each kind of model."""
     root, right, starts = tmp_path_factory.mktemp("sharded"), {}, []
     kinds = {"dense": (untied_folder, {}), "MoE": (moe_folder, dict(model__expert_model_parallel_size=2))}
     for kind, (hf, split) in kinds.items():
@@ -116,12 +116,12 @@ def sharded(inputs, untied_folder, moe_folder, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "MoE"])
-def test_megatron_fsdp_in_megatron_bridges_loop(sharded, kind):
-    """As any recipe of that kind: its ranks gather parameters in each forward pass, and all have to be in it."""
+def test_accuracy_with_megatron_fsdp(sharded, kind):
+    """Ranks gather parameters in each forward pass, so all must generate together."""
     right, runs = sharded
     right = right[kind]
     assert 0 < sum(right) < len(right)
-    # After each of three steps that change nothing; the end's would be the same once more.
+    # After each of three steps with learning rate 0.
     assert runs[f"{kind}, rests"]["accuracy"] == [sum(right) / len(right)] * 3
     assert len(runs[f"{kind}, learns"]["accuracy"]) == 3
     assert runs[f"{kind}, learns"]["log"] == runs[f"{kind}, not asked"]["log"]
@@ -129,7 +129,7 @@ def test_megatron_fsdp_in_megatron_bridges_loop(sharded, kind):
 
 
 @pytest.mark.parametrize("name", ["pipeline_model_parallel_size", "context_parallel_size"])
-def test_models_that_cannot_generate_are_not_asked(places, name):
+def test_accuracy_unsupported_layout_raises(places, name):
     _, hf, data, _ = places
     with pytest.raises(ValueError, match=f"{name} is 2 with accuracy.path .*: generation needs"):
-        asking(hf, data, {name: 2}).validate()
+        config_with_questions(hf, data, {name: 2}).validate()

@@ -1,4 +1,4 @@
-"""What a step has, costs and which experts its tokens chose, however a model is split; and figures of a run's log."""
+"""What a step has, costs and which experts its tokens chose, however a model is split; and metrics of a run's log."""
 
 import importlib.util
 import itertools
@@ -6,16 +6,16 @@ import re
 from dataclasses import replace
 from types import SimpleNamespace
 
-from qwen3vl_bridge.models.flops import Trained, model_costs, operations_of_a_step, tower_costs
+from qwen3vl_bridge.config.checks import run_checks
+from qwen3vl_bridge.config.flops import Trained, model_costs, operations_of_a_step, tower_costs
+from qwen3vl_bridge.core.collectives import sum_over_data_parallel
 from qwen3vl_bridge.models.qwen3_vl import presets
 from qwen3vl_bridge.models.qwen3_vl.bridge import provider_from_hf_config
-from qwen3vl_bridge.models.rules import check
-from qwen3vl_bridge.parallel.collectives import sum_amounts
 from qwen3vl_bridge.peft.lora import Qwen3VLLoRA
 from qwen3vl_bridge.registry import dimensions_of
-from qwen3vl_bridge.training import run_refusals
-from qwen3vl_bridge.training.callbacks import callbacks_of
-from qwen3vl_bridge.training.metrics import Amounts, ExpertLoad, meter_of, peak_operations, step_costs
+from qwen3vl_bridge.training import run_validation
+from qwen3vl_bridge.training.callbacks import build_callbacks
+from qwen3vl_bridge.training.metrics import BatchCounts, ExpertLoad, get_meter, peak_flops, step_costs
 from qwen3vl_bridge.training.run_log import ENTRY, StepProgress
 from qwen3vl_bridge.weights.rows import ExpertLayout
 
@@ -26,38 +26,37 @@ from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.utils.flop_utils import num_floating_point_operations, resolve_global_flops_runtime_stats
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from tests.forked import results_of_ranks
+from tests.helpers.forked import results_of_ranks
+from tests.helpers.ranks import forget_models, of_all_ranks
+from tests.helpers.steps import followed, forward_backward, set_up, train_step
+from tests.models.qwen3_5.tiny import make_checkpoint
 from tests.parity.on_ranks import Split
 from tests.parity.references import MICROBATCHES, step_samples
 from tests.parity.topologies import TOPOLOGIES, Topology
-from tests.qwen3_5.tiny import make_checkpoint
-from tests.ranks import forget_models, of_all_ranks
-from tests.steps import followed, forward_backward, set_up, train_step
-
-from ..conftest import read_log
-from ..running import replicate, train
+from tests.training.conftest import read_log
+from tests.training.running import replicate, train
 
 NAMES = ("DP2", "CP2", "TP2+SP+EP2", "PP2", "PP2+VPP2", "EP2")
 BALANCE = 0.01
 
 
 def measure(folder: str, topology: Topology, rows: str, **fields) -> dict:
-    """Of a step's forward and backward pass: amounts, how often each expert was chosen; figures of the next step."""
+    """Return batch counts and expert counts of one forward and backward pass, and the metrics of the next step."""
     split = Split(folder, Topology(topology.ranks, topology.fields | fields), BALANCE)
     run = split.run
     run.cfg.logger.log_interval = 1
     split.begin(split.batches("mixed", rows), rows)
     load = ExpertLoad(run.model)
     forward_backward(run, run.stream, MICROBATCHES // run.groups.dp.size())
-    counts = load.counts(run.cfg.model)
-    amounts = sum_amounts(meter_of(run.state).take(), run.groups)
-    with followed(run, callbacks_of(run.cfg)) as shared:
+    counts = load.count_tokens(run.cfg.model)
+    counts_of_batch = sum_over_data_parallel(get_meter(run.state).reset(), run.groups)
+    with followed(run, build_callbacks(run.cfg)) as shared:
         train_step(run)
-    return dict(amounts=Amounts(*amounts), counts=counts, figures=shared[ENTRY])
+    return dict(counts_of_batch=BatchCounts(*counts_of_batch), counts=counts, metrics=shared[ENTRY])
 
 
 def on_the_last_rank(models: list) -> list[dict]:
-    """Of [folder, topology, fields], in turn; the last rank has neither the first stage nor the first tokens."""
+    """Measure each [folder, topology, fields] and return the last rank's results, which has not the first stage."""
     return of_all_ranks([measure(folder, TOPOLOGIES[name], "packed", **fields) for folder, name, fields in models])[-1]
 
 
@@ -79,7 +78,7 @@ def samples(moe_folder):
     return [s for batch in step_samples("mixed", AutoConfig.from_pretrained(moe_folder), 0) for s in batch]
 
 
-def test_amounts_are_those_of_the_samples(alone, samples):
+def test_batch_counts_match_samples(alone, samples):
     images = [grid for s in samples for grid in s.pixels.get("image_grid_thw", torch.empty(0, 3)).long().tolist()]
     videos = [grid for s in samples for grid in s.pixels.get("video_grid_thw", torch.empty(0, 3)).long().tolist()]
     frames = [h * w for t, h, w in images + videos for _ in range(t)]
@@ -91,14 +90,14 @@ def test_amounts_are_those_of_the_samples(alone, samples):
     )  # fmt: skip
     assert expected["images"] and expected["video_frames"]
     for rows, found in alone.items():
-        amounts = found["amounts"]._asdict()
-        slots, count = amounts.pop("slots"), amounts.pop("rows")
-        assert amounts == expected, rows
+        counts_of_batch = found["counts_of_batch"]._asdict()
+        slots, count = counts_of_batch.pop("slots"), counts_of_batch.pop("rows")
+        assert counts_of_batch == expected, rows
         assert slots > expected["tokens"]
         assert count == (len(samples) if rows == "padded" else MICROBATCHES)
 
 
-def test_experts_are_chosen_as_transformers_chooses_them(alone, samples, moe_folder):
+def test_expert_counts_match_transformers(alone, samples, moe_folder):
     model = AutoModelForImageTextToText.from_pretrained(moe_folder, attn_implementation="eager")
     config, text = model.config, model.config.text_config
     expected = 0
@@ -115,33 +114,37 @@ def test_experts_are_chosen_as_transformers_chooses_them(alone, samples, moe_fol
         assert torch.equal(found["counts"], expected), rows
 
 
-def test_however_it_is_split(alone, moe_folder):
-    """Ranks that see the same tokens count them once, those that see others add up."""
-    split, expected = results_of_ranks(on_the_last_rank, 2, [(moe_folder, name, {}) for name in NAMES]), alone["packed"]
-    for name, found in zip(NAMES, split, strict=True):
-        # Segments are padded to what the split needs.
-        assert found["amounts"]._replace(slots=0) == expected["amounts"]._replace(slots=0), name
+@pytest.mark.slow
+def test_metrics_on_two_ranks_equal_one_rank(alone, moe_folder):
+    """Tokens that several ranks have count once; different tokens are added."""
+    on_ranks, expected = (
+        results_of_ranks(on_the_last_rank, 2, [(moe_folder, name, {}) for name in NAMES]),
+        alone["packed"],
+    )
+    for name, found in zip(NAMES, on_ranks, strict=True):
+        # Padding of segments depends on the layout.
+        assert found["counts_of_batch"]._replace(slots=0) == expected["counts_of_batch"]._replace(slots=0), name
         assert torch.equal(found["counts"], expected["counts"]), name
-        ours, theirs = found["figures"], expected["figures"]
+        ours, theirs = found["metrics"], expected["metrics"]
         assert ours.keys() == theirs.keys()
         for figure in ("tokens", "images", "video_frames", "trained_tokens", "expert_load_max", "expert_load_mean"):
             assert ours[figure] == theirs[figure], (name, figure)
         assert ours["load_balancing_loss"] == pytest.approx(theirs["load_balancing_loss"], rel=1e-5), name
 
 
-def test_loads_and_losses_are_what_they_say(alone):
-    counts, figures = alone["packed"]["counts"].double(), alone["packed"]["figures"]
+def test_expert_load_and_balancing_loss_values(alone):
+    counts, metrics = alone["packed"]["counts"].double(), alone["packed"]["metrics"]
     loads = counts.amax(1) / counts.mean(1)
     assert 1 < loads.mean() < loads.max()
-    assert figures["expert_load_max"] == pytest.approx(loads.max().item(), rel=0.5)  # of another step
-    # 1 where experts are chosen evenly, and 1.09 here; a sum that is not divided by layers or ranks is twice that.
-    assert figures["load_balancing_loss"] == pytest.approx(1, rel=0.3)
-    assert alone["recomputed"]["figures"]["load_balancing_loss"] == pytest.approx(figures["load_balancing_loss"])
+    assert metrics["expert_load_max"] == pytest.approx(loads.max().item(), rel=0.5)  # from another step
+    # 1 with balanced experts, and 1.09 here; a sum that is not divided by layers or ranks is twice that.
+    assert metrics["load_balancing_loss"] == pytest.approx(1, rel=0.3)
+    assert alone["recomputed"]["metrics"]["load_balancing_loss"] == pytest.approx(metrics["load_balancing_loss"])
 
 
 @pytest.fixture(scope="module")
 def depths(tmp_path_factory):
-    """Models with experts that follow each other: after a shallower, a deeper, and one with a layer of MTP more."""
+    """Return a sequence of MoE models: after a shallow one a deeper one, and one with an MTP layer."""
     shallow, deep = (
         str(make_checkpoint(tmp_path_factory.mktemp("depth"), moe=True, mtp=ExpertLayout.OUTPUT_MAJOR, **changes))
         for changes in ({}, dict(num_hidden_layers=8))
@@ -151,28 +154,30 @@ def depths(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def figures(depths):
+def metrics(depths):
     found = []
     for folder, fields in depths:
         forget_models()
-        found.append(measure(folder, ALONE, "packed", **fields)["figures"])
-        assert found[-1]["load_balancing_loss"] == pytest.approx(1, rel=0.3)  # where experts are chosen evenly
+        found.append(measure(folder, ALONE, "packed", **fields)["metrics"])
+        assert found[-1]["load_balancing_loss"] == pytest.approx(1, rel=0.3)  # with balanced experts
     return found
 
 
-def balance(figures):
-    return {name: figures[name] for name in ("load_balancing_loss", "expert_load_max", "expert_load_mean")}
+def balance(metrics):
+    return {name: metrics[name] for name in ("load_balancing_loss", "expert_load_max", "expert_load_mean")}
 
 
-def test_a_model_of_another_depth_is_measured_as_the_first_of_a_process(depths, figures):
-    for (folder, fields), expected in zip(depths, figures, strict=True):
-        assert balance(measure(folder, ALONE, "packed", **fields)["figures"]) == balance(expected), (folder, fields)
+@pytest.mark.slow
+def test_expert_metrics_after_model_of_other_depth(depths, metrics):
+    for (folder, fields), expected in zip(depths, metrics, strict=True):
+        assert balance(measure(folder, ALONE, "packed", **fields)["metrics"]) == balance(expected), (folder, fields)
 
 
-def test_stages_of_models_of_other_depths(depths, figures):
+@pytest.mark.slow
+def test_expert_metrics_on_stages_of_other_depths(depths, metrics):
     found = results_of_ranks(on_the_last_rank, 2, [(folder, "PP2", fields) for folder, fields in depths])
-    for case, ours, alone in zip(depths, found, figures, strict=True):
-        assert balance(ours["figures"]) == pytest.approx(balance(alone), rel=1e-5), case
+    for case, ours, alone in zip(depths, found, metrics, strict=True):
+        assert balance(ours["metrics"]) == pytest.approx(balance(alone), rel=1e-5), case
 
 
 @pytest.mark.parametrize(("device", "peak"), [
@@ -181,23 +186,23 @@ def test_stages_of_models_of_other_depths(depths, figures):
     ("NVIDIA H100 NVL", None), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("NVIDIA H800", None),
     ("NVIDIA GH200 480GB", None), ("NVIDIA GeForce RTX 4090", None),
 ])  # fmt: skip
-def test_peaks_by_the_drivers_names(device, peak):
-    assert peak_operations(device) == peak
+def test_peak_flops_by_device_name(device, peak):
+    assert peak_flops(device) == peak
 
 
 @pytest.mark.parametrize("size", ["2B", "30B-A3B"])
-def test_a_provider_has_its_configurations_numbers(size):
+def test_costs_of_provider_match_config(size):
     config = presets.hf_config(size).to_dict()
     provider = provider_from_hf_config(config)
     assert provider.dimensions().sizes == dimensions_of(config).sizes
     for trained in (None, Trained(), Trained(language_model=False)):
         assert model_costs(provider.dimensions(), trained) == tower_costs(config, trained)
-    # Before there are batches, Megatron-Bridge asks with rows alone.
-    full = tower_costs(config, Trained()).of(tokens=provider.seq_length, patches=0, patch_pairs=0)
+    # Before the first batch, Megatron-Bridge passes only the number of rows.
+    full = tower_costs(config, Trained()).count_flops(tokens=provider.seq_length, patches=0, patch_pairs=0)
     assert operations_of_a_step(provider, batch_size=3) == pytest.approx(3 * full)
 
 
-def test_adapters_are_counted_by_the_layers_that_they_are_on(inputs, moe_folder):
+def test_step_costs_with_adapters(inputs, moe_folder):
     cfg = inputs.config(None)
     cfg.peft = Qwen3VLLoRA(dim=4, target_modules=["*.layers.1.*.linear_proj"], adapt_vision_model=True)
     expected = Trained(
@@ -225,8 +230,8 @@ def test_adapters_are_counted_by_the_layers_that_they_are_on(inputs, moe_folder)
 
 STEPS, INTERVAL = 4, 2
 COSTS = ("tokens", "token_pairs", "patches", "patch_pairs")
-PAUSE = 100.0  # seconds between steps that are no part of them
-# What Megatron-Bridge's loop writes to trackers itself, by our log's names. Its learning rate is the next step's.
+PAUSE = 100.0  # seconds between steps, which must not count
+# Metrics that Megatron-Bridge writes to trackers, by our names. (Its learning rate is that of the next step.)
 NAMES_METRICS = {"loss": "lm loss", "grad_norm": "grad-norm", "valid_loss": "lm loss validation"}
 
 
@@ -245,7 +250,7 @@ def run(inputs, tmp_path_factory):
 
 
 class Clock:
-    """From one reading to the next a second goes by: a step takes one, if it is read as often as is needed."""
+    """A clock that advances one second per reading: a step takes one second if it is read once per step."""
 
     now = 0.0
 
@@ -263,7 +268,7 @@ class SlowCheckpoint(Callback):
             self.clock.now += PAUSE
 
 
-def test_figures_of_a_step_are_those_of_its_batches(run):
+def test_metrics_of_step_match_batches(run):
     cfg, save, _ = run
     stream = cfg.dataset.stream("train", dp_rank=0, dp_size=1, micro_batch_size=cfg.train.micro_batch_size)
     steps = list(itertools.batched(itertools.islice(stream, STEPS * cfg.train.global_batch_size), 2))
@@ -282,26 +287,26 @@ def test_figures_of_a_step_are_those_of_its_batches(run):
         assert entry["filled"] == entry["tokens"] / sum(batch.input_ids.numel() for batch in batches) < 1
 
 
-def test_rates_are_means_over_the_interval(run):
+def test_rates_are_means_over_interval(run):
     cfg, save, _ = run
     stream = cfg.dataset.stream("train", dp_rank=0, dp_size=1, micro_batch_size=cfg.train.micro_batch_size)
     steps = [e for e in read_log(save) if "loss" in e]
     for last in range(INTERVAL, STEPS + 1, INTERVAL):
-        amounts = Amounts()
+        counts_of_batch = BatchCounts()
         for batch in itertools.islice(stream, INTERVAL * cfg.train.global_batch_size):
-            amounts += Amounts.of(batch, cfg.model)
+            counts_of_batch += BatchCounts.from_batch(batch, cfg.model)
         entry = steps[last - 1]
-        taken = amounts.tokens / entry["tokens_per_second"]
+        taken = counts_of_batch.tokens / entry["tokens_per_second"]
         assert taken == pytest.approx(INTERVAL)  # without the pause
-        assert entry["images_per_second"] == pytest.approx(amounts.images / taken)
-        done = step_costs(cfg).of(**{name: getattr(amounts, name) for name in COSTS})
+        assert entry["images_per_second"] == pytest.approx(counts_of_batch.images / taken)
+        done = step_costs(cfg).count_flops(**{name: getattr(counts_of_batch, name) for name in COSTS})
         assert entry["tflops_per_gpu"] == pytest.approx(done / taken / 1e12)
         assert "mfu" not in entry  # nobody knows a CPU's peak
         assert 0.1 < entry["memory_gb"] < 100
 
 
-def test_tensorboard_has_the_log(run):
-    """What Megatron-Bridge writes by itself says the same as the log; the rest has names of ours."""
+def test_tensorboard_matches_log(run):
+    """Values of Megatron-Bridge equal the log; others have our prefix."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     _, save, _ = run
@@ -317,10 +322,10 @@ def test_tensorboard_has_the_log(run):
     assert {"qwen3vl/tokens_per_second", "qwen3vl/grad_norm_vision_model", *NAMES_METRICS.values()} < expected.keys()
     assert {name for name in found if name.startswith("qwen3vl/")} == expected.keys() - set(NAMES_METRICS.values())
     for name, values in expected.items():
-        assert found[name] == pytest.approx(values, rel=1e-6), name  # which it keeps in float32
+        assert found[name] == pytest.approx(values, rel=1e-6), name  # stored as float32
 
 
-def test_the_console_says_what_there_is_to_say(run):
+def test_progress_lines_have_metrics(run):
     _, _, said = run
     lines = [line for line in said if line.startswith("step ")]
     assert [line.split()[1] for line in lines if "valid" not in line][-1] == f"{STEPS}/{STEPS}"
@@ -329,7 +334,7 @@ def test_the_console_says_what_there_is_to_say(run):
     assert lines[-1].startswith("step 4  valid_loss") or lines[-1].endswith("ETA 0:00:00")
 
 
-def test_a_skipped_step_is_shown(run, capsys):
+def test_step_progress_shows_skipped_steps(run, capsys):
     progress = StepProgress(10, 2, interval=100)
     progress.advance(dict(step=3, loss=float("nan"), lr=1e-3, grad_norm=float("inf"), skipped=1))
     progress.advance(dict(step=10, loss=1.0, lr=1e-3, grad_norm=1.0))
@@ -338,30 +343,46 @@ def test_a_skipped_step_is_shown(run, capsys):
     assert last.startswith("step 10/10  loss 1.0000") and "(1 skipped)" in last
 
 
-def test_megatron_bridge_counts_the_same_operations(inputs):
-    """Of a step, from what the forward step has noted for it; the tower is frozen, and costs no backward pass."""
+def test_step_progress_begin_resets_microbatches(run, capsys, monkeypatch):
+    """Steps of a simulation end without `advance`."""
+    monkeypatch.setattr("qwen3vl_bridge.training.run_log._SECONDS_BETWEEN_LINES", 0.0)
+    progress, model = StepProgress(3, 0, interval=100), torch.nn.Linear(1, 1)
+    progress.watch(model)
+    for step in (1, 2):
+        progress.begin(step, 2)
+        model(model(torch.ones(1)))
+    assert capsys.readouterr().err.splitlines()[-2:] == ["step 2: microbatch 1 of 2", "step 2: microbatch 2 of 2"]
+
+
+def test_flops_match_megatron_bridge(inputs):
+    """Compare the FLOPs of a step with a frozen tower, which has no backward pass."""
     cfg = replicate(inputs.config(None))
     cfg.model.freeze_vision_model = True
     run = set_up(cfg)
     train_step(run)
-    amounts = meter_of(run.state).take()
+    counts_of_batch = get_meter(run.state).reset()
     stats = resolve_global_flops_runtime_stats(run.state, data_parallel_size=1, include_cross_attention_stats=True)
     names = ("seqlen_sum", "seqlen_squared_sum", "num_vision_patches", "cross_seqlen_sum", "cross_seqlen_product_sum")
-    given = dict(zip(names, stats, strict=True))
-    assert given["num_vision_patches"] == amounts.patches > 0
-    expected = step_costs(cfg).of(**{name: getattr(amounts, name) for name in COSTS})
+    # A tuple before megatron-bridge 0.7.
+    given = (
+        dict(zip(names, stats, strict=True))
+        if isinstance(stats, tuple)
+        else {name: getattr(stats, name) for name in names}
+    )
+    assert given["num_vision_patches"] == counts_of_batch.patches > 0
+    expected = step_costs(cfg).count_flops(**{name: getattr(counts_of_batch, name) for name in COSTS})
     assert num_floating_point_operations(cfg, batch_size=2, **given) == expected > 0
 
 
-def test_weights_and_biases_has_to_be_installed(inputs, monkeypatch):
+def test_wandb_not_installed_raises(inputs, monkeypatch):
     cfg = inputs.config(None, logger__wandb_project="digits", logger__wandb_exp_name="first")
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "wandb" else find(name, *more))
     with pytest.raises(ValueError, match=r"wandb_project is 'digits', .* wandb is not installed: pip install wandb"):
-        check(run_refusals.ON_TRAIN_START, cfg)
+        run_checks(run_validation.ON_TRAIN_START, cfg)
 
 
-def test_weights_and_biases_gets_the_log(inputs, tmp_path, monkeypatch):
+def test_wandb_gets_log(inputs, tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
 
     found = {}
@@ -369,7 +390,7 @@ def test_weights_and_biases_gets_the_log(inputs, tmp_path, monkeypatch):
     class Ask(Callback):
         def on_train_end(self, context):
             found.update({name: wandb.run.summary[name] for name in ("lm loss", "grad-norm", "qwen3vl/tokens")})
-            found["step"] = wandb.run.step  # whose figures are taken in when the next step comes, or the end
+            found["step"] = wandb.run.step  # its metrics are stored with the next step, or at the end
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     settings = dict(wandb_project="digits", wandb_exp_name="first", wandb_save_dir=str(tmp_path))
@@ -378,23 +399,23 @@ def test_weights_and_biases_gets_the_log(inputs, tmp_path, monkeypatch):
     log = train(cfg, callbacks=[Ask()])
     expected = {"lm loss": log[0]["loss"], "grad-norm": log[0]["grad_norm"], "qwen3vl/tokens": log[0]["tokens"]}
     assert found == pytest.approx(expected | {"step": 2})
-    assert wandb.run is None  # it is finished
+    assert wandb.run is None  # the run is finished
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
 
-def test_samples_that_are_left_out_are_figures_of_the_log_by_set(inputs, tmp_path, caplog):
-    """The numbers that came with the step's rows; those of a set that lost none are not shown."""
+def test_excluded_samples_are_logged_by_dataset(inputs, tmp_path, caplog):
+    """Metrics count excluded samples by dataset; zeros are omitted."""
     cfg = replicate(inputs.config(None, logger__log_interval=1))
     (tmp_path / "bad.jsonl").write_text('{"messages": []}\n' * 40)
     data = cfg.dataset
     data.mixture = [{"path": data.path, "name": "digits"}, {"path": str(tmp_path / "bad.jsonl")}]
     data.path, data.on_bad, data.window_size = None, "drop", 32
     run = set_up(cfg)
-    with followed(run, callbacks_of(cfg)) as shared:
+    with followed(run, build_callbacks(cfg)) as shared:
         train_step(run)
         stream = cfg.dataset.stream("train", micro_batch_size=cfg.train.micro_batch_size)
         expected = [next(stream).dropped for _ in range(cfg.train.global_batch_size)][-1]
         entry = shared[ENTRY]
     assert entry["dropped"] == entry["dropped_bad"] == sum(expected) > 0 and expected[0] == 0
     assert not {"dropped_digits", "unreadable"} & entry.keys()
-    assert caplog.text.count("samples left out of training up to step 1: dropped ") == 1
+    assert caplog.text.count("samples excluded from training up to step 1: dropped ") == 1

@@ -1,1 +1,1 @@
-"""Checkpoint formats: descriptions of tensors, slices, layouts; a module for each format."""
+"""Checkpoint formats: a module for each format, the layouts of weights in them, and reading and writing tensors."""

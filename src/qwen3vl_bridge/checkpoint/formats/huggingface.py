@@ -1,4 +1,4 @@
-"""The folder of a Hugging Face model: finding it, reading and laying out safetensors, its other files."""
+"""The folder of a Hugging Face model: find it, read and plan its safetensors files, and copy its other files."""
 
 from __future__ import annotations
 
@@ -6,27 +6,34 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
-from qwen3vl_bridge.checkpoint.formats.planned_files import Data, OutputFile, Task
+from qwen3vl_bridge.checkpoint.formats.output_files import OutputFile, Task, TensorData
 from qwen3vl_bridge.checkpoint.formats.tensors import (
     DTYPE_OF_SAFETENSORS,
     ITEMSIZE,
     SAFETENSORS_OF_DTYPE,
     BlockScales,
-    Extent,
-    Slice,
+    ByteRange,
     TensorSpec,
 )
-from qwen3vl_bridge.io.files import CheckpointError, expanded, file_size, read_object, resolve_within, write_object
-from qwen3vl_bridge.io.parsing import parse_json
-from qwen3vl_bridge.models.hf_config import fp8_block
+from qwen3vl_bridge.config.hf_config import fp8_block
+from qwen3vl_bridge.core.files import (
+    CheckpointError,
+    expanded,
+    file_size,
+    parse_json,
+    read_object,
+    resolve_within,
+    write_object,
+)
 from qwen3vl_bridge.registry import nearest_name
 from qwen3vl_bridge.weights import fp8
+from qwen3vl_bridge.weights.rows import TensorSlice
 
 from safetensors import SafetensorError, safe_open
 
@@ -35,43 +42,47 @@ HUGGINGFACE = "huggingface"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5_000_000_000
 
-# Files that from_pretrained of a model, a tokenizer or a processor may look for, except weights.
+# Files other than weights that from_pretrained of a model, a tokenizer or a processor may read.
 _SIDE_FILES = (
     *("config.json", "generation_config.json", "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json"),
     *("added_tokens.json", "chat_template*", "additional_chat_templates/*"),
     *("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
 )
-# Code of a model; its JSON files then have an `auto_map`, which names it.
+# The model's own code. Its JSON files then have an `auto_map` that names it.
 _CODE = "*.py"
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
-# What a folder holds if it has a file of one of these names; the first that fits.
+# (file names, description) of what a folder may contain. The first match counts.
 _KINDS = (
     (
         ("adapter_config.json",),
-        "adapters in peft's form (adapter_config.json): peft and vLLM load them onto their base model, and peft's "
-        "merge_and_unload() makes a whole model of both, which can be trained, converted and asked",
+        "adapters in the format of peft (adapter_config.json): peft and vLLM load them with their base model; peft's "
+        "merge_and_unload() merges both into a complete model, which can be trained and converted",
     ),
     (
         (".metadata", "latest_checkpointed_iteration.txt", "latest_train_state.pt"),
-        "a Megatron checkpoint, of which `qwen3vl convert export` makes a Hugging Face model; configuration and "
+        "a Megatron checkpoint; `qwen3vl convert export` writes it as a Hugging Face model. Configuration and "
         "processor are in the iteration's folder hf",
     ),
-    (("*.distcp",), "files of a Megatron checkpoint without .metadata, whose save was not completed"),
-    ((SINGLE, INDEX), "a Hugging Face model, of which `qwen3vl convert import` makes a Megatron checkpoint"),
+    (("*.distcp",), "files of a Megatron checkpoint without .metadata: its save was not completed"),
+    ((SINGLE, INDEX), "a Hugging Face model; `qwen3vl convert import` writes it as a Megatron checkpoint"),
+    (
+        ("*.safetensors",),
+        f"weights without {INDEX}, which lists the tensors of each file: download it too, or save the model again",
+    ),
     (
         ("pytorch_model*.bin", "consolidated*.pth"),
-        "weights pickled by torch; from_pretrained and save_pretrained of transformers write them as safetensors",
+        "weights pickled by torch; write them as safetensors with from_pretrained and save_pretrained of transformers",
     ),
-    (("*.gguf",), "weights for llama.cpp; give the model that they were made from"),
+    (("*.gguf",), "weights for llama.cpp; use the model that they were made from"),
     (("config.json",), "a configuration without weights"),
     (("tokenizer*", "*processor_config.json"), "a tokenizer or processor without a model"),
 )
 
 
-def contents_of(path: Path) -> str:
-    """What a path holds, as the end of a message, such as "it holds a configuration without weights"."""
+def describe_contents(path: Path) -> str:
+    """Describe what a path contains, for the end of an error: "it holds a configuration without weights"."""
     if not path.is_dir():
         return "it is a file, not a folder" if path.exists() else "there is no such folder"
     for patterns, kind in _KINDS:
@@ -81,23 +92,23 @@ def contents_of(path: Path) -> str:
     return f"it holds {', '.join(names[:4])}{' and more' if len(names) > 4 else ''}" if names else "it is empty"
 
 
-_PATIENCE = 10  # seconds
+_HUB_TIMEOUT_SECONDS = 10
 
 
 def find_model(hf_model: str | Path, *, weights: bool = True, trust_remote_code: bool = False) -> Path:
-    """The local folder of a model, downloaded from the hub if it is not a folder.
+    """Return the local folder of a model. Download the model from the hub if it is not a folder.
 
     Args:
         hf_model: a folder, or a hub id such as `Qwen/Qwen3-VL-2B-Instruct`.
         weights: whether the weights are needed too.
-        trust_remote_code: whether the model may contain code. It is copied then, never run here.
+        trust_remote_code: whether the model may contain code. Code is only copied, never run here.
 
     Raises:
-        CheckpointError: it is neither, or contains code that is not trusted.
+        CheckpointError: the model does not exist, or contains code that is not trusted.
     """
     folder = expanded(hf_model)
     if not folder.is_dir():
-        folder = _downloaded(hf_model, [*_SIDE_FILES, _CODE, *(_WEIGHT_FILES if weights else ())])
+        folder = _download(hf_model, [*_SIDE_FILES, _CODE, *(_WEIGHT_FILES if weights else ())])
     if (name := _file_with_code(folder)) and not trust_remote_code:
         raise CheckpointError(
             f"{folder / name} refers to code in the model's folder (auto_map); --trust-remote-code copies it"
@@ -106,14 +117,14 @@ def find_model(hf_model: str | Path, *, weights: bool = True, trust_remote_code:
 
 
 def _file_with_code(folder: Path) -> str | None:
-    """The file that refers to the model's own code, None if none does."""
+    """Return the name of a config file that refers to the model's own code; None if there is none."""
     for path in sorted(folder.glob("*config.json")):
         if path.is_file() and "auto_map" in read_object(path):
             return path.name
     return None
 
 
-def _downloaded(hf_model: str | Path, patterns: list[str]) -> Path:
+def _download(hf_model: str | Path, patterns: list[str]) -> Path:
     if expanded(hf_model).exists():
         raise CheckpointError(f"{hf_model} is a file, expected a folder with config.json and *.safetensors")
     if isinstance(hf_model, Path) or not _HUB_ID.fullmatch(hf_model):
@@ -124,7 +135,12 @@ def _downloaded(hf_model: str | Path, patterns: list[str]) -> Path:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(hf_model, allow_patterns=patterns))
-    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:  # ValueError: of HF_ENDPOINT, on import
+    except (
+        httpx.HTTPError,
+        httpx.InvalidURL,
+        OSError,
+        ValueError,
+    ) as error:  # importing raises ValueError for a bad HF_ENDPOINT
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         endpoint = f"; HF_ENDPOINT is {os.environ['HF_ENDPOINT']!r}" if "HF_ENDPOINT" in os.environ else ""
         raise CheckpointError(
@@ -134,44 +150,42 @@ def _downloaded(hf_model: str | Path, patterns: list[str]) -> Path:
 
 
 def is_path(model: str | Path) -> bool:
-    """Whether a model is named by a path, which no name of the hub looks like."""
+    """Return whether a model is given as a path instead of a hub id."""
     return isinstance(model, Path) or model.startswith(("/", "./", "../", "~"))
 
 
-def copy_of(hub_id: str) -> Path | None:
-    """The folder of the hub's cache with a model's configuration, if there is one."""
+def find_in_cache(hub_id: str) -> Path | None:
+    """Return the folder of the local hub cache that has a model's config.json; None if it is not cached."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
         found = try_to_load_from_cache(hub_id, "config.json")
-    except ValueError:  # no name of the hub
+    except ValueError:  # not a valid hub id
         return None
     return Path(found).parent if isinstance(found, str) else None
 
 
-def hub_has(hub_id: str) -> bool:
-    """Whether the hub, asked once, has a model of this name."""
+def exists_on_hub(hub_id: str) -> bool:
+    """Return whether the hub has a model with this id. Sends one request."""
     import httpx
     from huggingface_hub import HfApi
 
     try:
-        HfApi().model_info(hub_id, timeout=_PATIENCE)
+        HfApi().model_info(hub_id, timeout=_HUB_TIMEOUT_SECONDS)
     except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError):
         return False
     return True
 
 
 def side_files(folder: Path) -> list[Path]:
-    """The files of a model's folder that are not weights and belong to it, as paths relative to `folder`, sorted."""
+    """Return the sorted relative paths of a model's files that are not weights."""
     found = (path.relative_to(folder) for pattern in ("*", "*/*") for path in folder.glob(pattern) if path.is_file())
     patterns = (*_SIDE_FILES, _CODE) if _file_with_code(folder) else _SIDE_FILES
     return sorted(path for path in found if any(fnmatch(path.as_posix(), pattern) for pattern in patterns))
 
 
 def copy_side_files(source: Path, destination: Path) -> list[Path]:
-    """Copy configuration, tokenizer and processor files from a model's folder to another, created if need be; returns
-    them, relative to the folder.
-    """
+    """Copy configuration, tokenizer and processor files of a model to another folder. Return their relative paths."""
     files = side_files(source)
     for relative in files:
         target = destination / relative
@@ -181,7 +195,7 @@ def copy_side_files(source: Path, destination: Path) -> list[Path]:
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a safetensors file, whose bytes begin at `offset`."""
+    """A tensor in a safetensors file. Its bytes begin at `offset`."""
 
     spec: TensorSpec
     path: Path
@@ -189,27 +203,34 @@ class StoredTensor(NamedTuple):
 
 
 class HFWeights:
-    """The tensors of a Hugging Face model's folder, as a `TensorSource`."""
+    """The tensors in a Hugging Face model's folder. A `TensorSource`."""
 
     def __init__(self, folder: Path, file: str | None = None, *, dequantize: bool = True) -> None:
-        """Read and check every header, of a folder's single file with all tensors or of a model; a CheckpointError if
-        files are missing, truncated, or contradict each other. Without `dequantize` tensors in FP8 are e4m3 and scales.
+        """Read and check the header of every file.
+
+        Args:
+            folder: the model's folder.
+            file: name of a file that has all tensors; None for the files that the index lists.
+            dequantize: whether to read FP8 weights as their values; otherwise as e4m3 tensors and scales.
+
+        Raises:
+            CheckpointError: files are missing, truncated, or contradict each other.
         """
         self.folder = folder
         found = _read_folder(folder) if file is None else read_header(folder / file)
         self._stored = {stored.spec.name: stored for stored in found}
         self.specs = {name: stored.spec for name, stored in self._stored.items()}
         if dequantize and any(spec.dtype == fp8.E4M3 for spec in self.specs.values()):
-            self.specs = dict(self._dequantized())
+            self.specs = dict(self._dequantize_specs())
 
     @property
     def scales(self) -> dict[str, StoredTensor]:
-        """The scales of the tensors in FP8, by their own names."""
+        """Return the tensors with the scales of FP8 weights, by name."""
         names = (name + fp8.SCALES for name, spec in self.specs.items() if spec.scales is not None)
         return {name: self._stored[name] for name in names}
 
-    def _dequantized(self) -> Iterator[tuple[str, TensorSpec]]:
-        """The tensors with those in FP8 as what they are read as, without their scales."""
+    def _dequantize_specs(self) -> Iterator[tuple[str, TensorSpec]]:
+        """Yield (name, spec) of every tensor. FP8 tensors have the dtype bfloat16, and their scales are left out."""
         path = self.folder / "config.json"
         quantization = read_object(path).get("quantization_config")
         try:
@@ -217,48 +238,72 @@ class HFWeights:
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from error
         for name, spec in self.specs.items():
-            of = self.specs.get(name.removesuffix(fp8.SCALES))
-            if of is not spec and of is not None and of.dtype == fp8.E4M3:
-                continue
+            weight = self.specs.get(name.removesuffix(fp8.SCALES))
+            if weight is not spec and weight is not None and weight.dtype == fp8.E4M3:
+                continue  # `spec` is the scales of `weight`
             if spec.dtype != fp8.E4M3:
                 yield name, spec
                 continue
             scales = self._stored.get(name + fp8.SCALES)
             found = "nothing" if scales is None else scales.spec.describe()
-            fits = None if scales is None or len(spec.shape) < 2 else fp8.block_of(spec.shape, scales.spec.shape, block)
-            if scales is None or fits is None or scales.spec.dtype not in fp8.SCALE_DTYPES:
+            found_block = None
+            if scales is not None and len(spec.shape) >= 2:
+                found_block = fp8.match_block(spec.shape, scales.spec.shape, block)
+            if scales is None or found_block is None or scales.spec.dtype not in fp8.SCALE_DTYPES:
                 raise CheckpointError(
                     f"{self.folder}, tensor {name} {spec.describe()}: found {found} as {name}{fp8.SCALES}, expected a "
                     f"scale for each {'matrix' if block is None else f'block of {block[0]} x {block[1]}'}, in "
                     f"{', '.join(fp8.SCALE_DTYPES)}"
                 )
-            extent = Extent(scales.path, scales.offset, scales.spec.nbytes)
-            yield name, replace(spec, dtype="bfloat16", scales=BlockScales(extent, scales.spec.dtype, fits))
+            stored = BlockScales(
+                ByteRange(scales.path, scales.offset, scales.spec.nbytes), scales.spec.dtype, found_block
+            )
+            yield name, replace(spec, dtype="bfloat16", scales=stored)
 
-    def extents(self, wanted: Slice) -> Iterator[Extent]:
+    def byte_ranges(self, wanted: TensorSlice) -> Iterator[ByteRange]:
         """See `TensorSource`."""
-        stored = self._stored[wanted.source]
+        stored = self._stored[wanted.tensor]
         size = ITEMSIZE[stored.spec.dtype]
-        yield Extent(stored.path, stored.offset + wanted.start * size, wanted.length * size)
+        yield ByteRange(stored.path, stored.offset + wanted.start * size, wanted.length * size)
 
     @property
     def files(self) -> list[Path]:
         """See `TensorSource`."""
         return sorted({stored.path for stored in self._stored.values()})
 
+    def unread_files(self, modules: Collection[str]) -> list[Path]:
+        """Return the weight files of the folder that are not read, because the index does not name them.
+
+        Raises:
+            CheckpointError: such a file has a tensor of the model's top-level `modules` that no other file has.
+        """
+        files = sorted(set(self.folder.glob("*.safetensors")) - set(self.files))
+        for path in files:
+            names = {stored.spec.name for stored in read_header(path)} - self._stored.keys()
+            if lost := sorted(name for name in names if name.partition(".")[0] in modules):
+                raise CheckpointError(
+                    f"{path} holds {len(lost)} tensors that would be lost, such as {lost[0]}: {self.why_unread()}. "
+                    f"Name the file in the weight_map of {INDEX}, or move it out of the folder"
+                )
+        return files
+
+    def why_unread(self) -> str:
+        """Return why weight files of the folder are not read, as the end of a message."""
+        return f"{SINGLE} comes before {INDEX}" if (self.folder / SINGLE).exists() else f"{INDEX} does not name it"
+
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder looks like one with a model's weights."""
+    """Return whether a folder seems to contain a model's weights."""
     return (folder / SINGLE).exists() or (folder / INDEX).exists()
 
 
 def _read_folder(folder: Path) -> list[StoredTensor]:
-    # A single file has precedence over an index, as in transformers.
+    # As in transformers, a single file has precedence over an index.
     if (folder / SINGLE).exists():
         return read_header(folder / SINGLE)
     index = folder / INDEX
     if not index.exists():
-        raise CheckpointError(f"{folder} has no weights, expected {SINGLE} or {INDEX}; {contents_of(folder)}")
+        raise CheckpointError(f"{folder} has no weights, expected {SINGLE} or {INDEX}; {describe_contents(folder)}")
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map, expected {{tensor: file}}")
@@ -268,19 +313,24 @@ def _read_folder(folder: Path) -> list[StoredTensor]:
     tensors = []
     for path, names in sorted(files.items()):
         shard = read_header(path, named_by=index.name)
-        held = {stored.spec.name for stored in shard}
-        for kind, different in (("lacks", names - held), ("also holds", held - names)):
+        found = {stored.spec.name for stored in shard}
+        for kind, different in (("lacks", names - found), ("also holds", found - names)):
             if different:
                 some = ", ".join(sorted(different)[:5]) + (" ..." if len(different) > 5 else "")
-                raise CheckpointError(f"{path} {kind} {len(different)} tensors against {index.name}: {some}")
+                raise CheckpointError(f"{path} {kind} {len(different)} tensors compared with {index.name}: {some}")
         tensors += shard
     return tensors
 
 
 def read_header(path: Path, named_by: str = "its folder") -> list[StoredTensor]:
-    """The tensors of one safetensors file, which `named_by` names; a CheckpointError if it is missing or damaged.
+    """Return the tensors of a safetensors file. safetensors itself checks the header against the file.
 
-    safetensors itself checks the header against the file.
+    Args:
+        path: the file.
+        named_by: the index that names the file, for errors.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
     """
     size = file_size(path, named_by)
     try:
@@ -290,7 +340,7 @@ def read_header(path: Path, named_by: str = "its folder") -> list[StoredTensor]:
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
     except (SafetensorError, ValueError) as error:
-        raise CheckpointError(f"{path} of {size} bytes: {error}; expected a whole safetensors file") from error
+        raise CheckpointError(f"{path} of {size} bytes: {error}; expected a complete safetensors file") from error
     header.pop("__metadata__", None)
     tensors = []
     for name, entry in header.items():
@@ -301,8 +351,11 @@ def read_header(path: Path, named_by: str = "its folder") -> list[StoredTensor]:
     return tensors
 
 
-def shards(tasks: Sequence[Task], max_shard_bytes: int = MAX_SHARD_BYTES) -> dict[str, list[Task]]:
-    """Tensors by file, in their order; a tensor larger than a file's maximum payload gets its own."""
+def split_into_shards(tasks: Sequence[Task], max_shard_bytes: int = MAX_SHARD_BYTES) -> dict[str, list[Task]]:
+    """Divide tensors into weight files; return the tensors of each file, by file name.
+
+    A tensor larger than `max_shard_bytes` gets its own file.
+    """
     groups: list[list[Task]] = [[]]
     room = max_shard_bytes
     for task in tasks:
@@ -316,9 +369,9 @@ def shards(tasks: Sequence[Task], max_shard_bytes: int = MAX_SHARD_BYTES) -> dic
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
 
 
-def one_file(name: str, tasks: Sequence[Task]) -> OutputFile:
-    """A file of this name with tensors."""
-    # Wider elements first, as in safetensors, so that every tensor is aligned to its element size.
+def plan_file(name: str, tasks: Sequence[Task]) -> OutputFile:
+    """Return a planned safetensors file that contains the tensors of `tasks`."""
+    # As safetensors does, wider elements come first, so that every tensor is aligned to its element size.
     ordered = sorted(tasks, key=lambda task: -ITEMSIZE[task.target.dtype])
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
@@ -332,12 +385,12 @@ def one_file(name: str, tasks: Sequence[Task]) -> OutputFile:
     file = OutputFile(name)
     file.append(len(text).to_bytes(8, "little") + text)
     for task in ordered:
-        file.append(Data(task.segments, task.target.dtype, 0, task.target.numel))
+        file.append(TensorData(task.slices, task.target.dtype, 0, task.target.numel))
     return file
 
 
 def write_index(folder: Path, files: Mapping[str, Sequence[Task]]) -> None:
-    """Write the index of the files from `shards`; none for a single file."""
+    """Write the index of the weight files from `split_into_shards`. A single file needs no index."""
     if len(files) == 1:
         return
     weight_map = {task.target.name: name for name, tasks in files.items() for task in tasks}

@@ -1,4 +1,4 @@
-"""The folder of a Megatron checkpoint: finding it, and its files other than tensors."""
+"""The folder of a Megatron checkpoint: find it, and read and write its files without tensors."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.checkpoint.formats.dcp_metadata import FILE as METADATA
-from qwen3vl_bridge.checkpoint.formats.dcp_metadata import DcpMetadata
-from qwen3vl_bridge.checkpoint.formats.huggingface import contents_of
-from qwen3vl_bridge.io.files import CheckpointError, read_object, write_object
-from qwen3vl_bridge.io.parsing import check_plain, read_yaml
+from qwen3vl_bridge.checkpoint.formats.dcp import METADATA, DcpMetadata
+from qwen3vl_bridge.checkpoint.formats.huggingface import describe_contents
+from qwen3vl_bridge.core.files import CheckpointError, check_plain, read_object, read_yaml, write_object
+from qwen3vl_bridge.weights.rows import without_former_mtp_name
 
 TRACKER = "latest_checkpointed_iteration.txt"
 TRAIN_STATE = "train_state.pt"
@@ -22,12 +21,12 @@ HF_FILES = "hf"
 # megatron-core's names of the two formats.
 FSDP_DTENSOR, TORCH_DIST = "fsdp_dtensor", "torch_dist"
 FORMATS = (FSDP_DTENSOR, TORCH_DIST)
-# Contains the format's name; missing in an fsdp_dtensor folder.
+# Names the format. An fsdp_dtensor folder does not have it.
 FORMAT_FILE = "metadata.json"
 
-# Megatron-LM reads all three and fails without any of them; `args` may be None.
+# Megatron-LM reads all three and fails if one is missing; `args` may be None.
 BYTE_ITEMS: Mapping[str, Any] = {"checkpoint_version": 3.0, "iteration": 0, "args": None}
-# megatron-core's own format has one such item instead. `content_metadata` says how tensors are sharded: as by default.
+# megatron-core's own format has this item instead. `content_metadata` is the default sharding.
 COMMON_STATE = (
     "common_state/shard_0_1",
     [
@@ -39,40 +38,46 @@ COMMON_STATE = (
     ],
 )
 
-# Prefix of megatron-core's state dict of a model wrapped in MegatronFSDP; its own format has parameters' plain names.
+# Parameters of a model wrapped in MegatronFSDP have a prefix. In megatron-core's own format they have none.
 _SECTION, _WRAPPER = "model", "module."
 _PREFIX = {FSDP_DTENSOR: f"{_SECTION}.{_WRAPPER}", TORCH_DIST: ""}
-# Prefixes of parameter names. torch_dist has optimizer state and the like in addition.
-_PARTS = ("language_model.", "vision_model.")
+# Prefixes of parameter names. A torch_dist folder has other tensors too, such as optimizer state.
+_COMPONENTS = ("language_model.", "vision_model.")
 
 
 def key_of(parameter: str, ckpt_format: str = FSDP_DTENSOR) -> str:
-    """Key of a parameter in a checkpoint."""
+    """Return the key of a parameter in a checkpoint."""
     return _PREFIX[ckpt_format] + parameter
 
 
 def path_of(key: str) -> tuple[str, ...]:
-    """Position of a key in the nested state dict."""
+    """Return the position of a key in the nested state dict."""
     return (_SECTION, key.removeprefix(f"{_SECTION}.")) if key.startswith(f"{_SECTION}.") else (key,)
 
 
 def model_keys(metadata: DcpMetadata, ckpt_format: str = FSDP_DTENSOR) -> dict[str, str]:
-    """Name -> key of the model's parameters in a checkpoint, without optimizer state; a CheckpointError without any."""
+    """Return the checkpoint key of each model parameter by its name, without optimizer state.
+
+    Raises:
+        CheckpointError: there are no model parameters.
+    """
     prefix = _PREFIX[ckpt_format]
     names = {key.removeprefix(prefix): key for key in metadata.tensors if key.startswith(prefix)}
     if ckpt_format == TORCH_DIST:
-        names = {name: key for name, key in names.items() if name.startswith(_PARTS)}
-    # `_loss_modules` fit a student to its teacher.
+        names = {name: key for name, key in names.items() if name.startswith(_COMPONENTS)}
+    else:
+        names = {without_former_mtp_name(name): key for name, key in names.items()}
+    # `_loss_modules` are trained by distillation and are no part of the model.
     names = {n: key for n, key in names.items() if "_extra_state" not in n and not n.startswith("_loss_modules.")}
     if not names:
         found = ", ".join(sorted(metadata.tensors)[:3]) or "no tensors"
-        expected = prefix or " or ".join(_PARTS)
+        expected = prefix or " or ".join(_COMPONENTS)
         raise CheckpointError(f"{metadata.folder} holds no model: found {found}, expected keys like {expected}...")
     return names
 
 
 def format_of(folder: Path) -> str:
-    """The format of an iteration's folder; a CheckpointError if it is neither of the two."""
+    """Return the format of an iteration's folder; raise CheckpointError if the format is unknown."""
     if not (folder / FORMAT_FILE).is_file():
         return FSDP_DTENSOR
     found = read_object(folder / FORMAT_FILE).get("sharded_backend")
@@ -82,35 +87,37 @@ def format_of(folder: Path) -> str:
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:
-    """Folder of an iteration's files."""
+    """Return the folder of an iteration, such as root/iter_0000100."""
     return root / f"iter_{iteration:07d}"
 
 
 def find_iteration(path: Path, iteration: int | None = None) -> Path:
-    """The folder of an iteration, or of the latest if it is None; a CheckpointError if it does not exist.
+    """Return the folder of an iteration; raise CheckpointError if it does not exist.
 
-    `path` is a checkpoint's root folder, or an iteration's folder itself.
+    Args:
+        path: a checkpoint's root folder, or the folder of an iteration.
+        iteration: the iteration; None for the latest.
     """
     if not path.is_dir():
-        raise CheckpointError(f"{path}: {contents_of(path)}, expected the folder of a Megatron checkpoint")
+        raise CheckpointError(f"{path}: {describe_contents(path)}, expected the folder of a Megatron checkpoint")
     if (path / METADATA).is_file():
         if iteration is not None and path.name != iteration_folder(path, iteration).name:
             raise CheckpointError(f"{path} is the folder of a single iteration, not of --iteration {iteration}")
         return path
-    folder = _latest(path) if iteration is None else iteration_folder(path, iteration)
+    folder = _find_latest(path) if iteration is None else iteration_folder(path, iteration)
     if not (folder / METADATA).is_file():
         others = ", ".join(sorted(entry.name for entry in path.glob("iter_*"))) or "none"
         raise CheckpointError(f"{folder} is not a checkpoint: it has no {METADATA}; iterations found: {others}")
     return folder
 
 
-def _latest(path: Path) -> Path:
+def _find_latest(path: Path) -> Path:
     tracker = path / TRACKER
     try:
         text = tracker.read_text(errors="replace").strip()
     except FileNotFoundError:
         missing = f"it has neither {TRACKER} nor {METADATA}"
-        raise CheckpointError(f"{path} is not a Megatron checkpoint: {missing}; {contents_of(path)}") from None
+        raise CheckpointError(f"{path} is not a Megatron checkpoint: {missing}; {describe_contents(path)}") from None
     except OSError as error:
         raise CheckpointError(f"{tracker}: {error.strerror or error}") from error
     if text == "release":
@@ -121,7 +128,7 @@ def _latest(path: Path) -> Path:
 
 
 def is_megatron_checkpoint(path: Path) -> bool:
-    """Whether a folder looks like a checkpoint's root, or like one iteration of it."""
+    """Return whether a folder seems to be a checkpoint's root or one of its iterations."""
     return any((path / name).is_file() for name in (METADATA, TRACKER, LATEST_TRAIN_STATE))
 
 
@@ -135,26 +142,26 @@ def run_config(
     rows: int,
     vocab_divisor: int | None = None,
 ) -> dict[str, Any]:
-    """Plain contents of `run_config.yaml` for a checkpoint that was not written by a run.
+    """Return the contents of `run_config.yaml` for a checkpoint that a conversion writes.
 
-    Megatron-Bridge builds the model from `model`. Its loader needs the two parallel sizes if the file exists, and its
-    export looks for `hf_model_id`.
+    Megatron-Bridge builds the model from `model`. Its loader reads the two parallel sizes, and its export reads
+    `hf_model_id`.
 
     Args:
         hf_config, hf_model: the model's `config.json`, and its source: a folder or a hub id.
-        ckpt_format: which of the two formats.
-        provider: dotted name of the function that creates a provider from `hf_config`. Megatron-Bridge calls it after
-            the package that contains it has allowed it (`register_allowed_target_prefix`).
+        ckpt_format: the format.
+        provider: dotted name of the function that creates a provider from `hf_config`. Megatron-Bridge calls it if its
+            package has registered it (`register_allowed_target_prefix`).
         vocabulary, rows: number of tokens, without and with padding.
-        vocab_divisor: the padding's divisor per tensor-parallel rank; None if it is unknown, or there is no padding.
+        vocab_divisor: each tensor-parallel rank's rows are a multiple of it; None if unknown, or without padding.
 
     Raises:
-        CheckpointError: the configuration contains something that Megatron-Bridge would execute instead of reading it.
+        CheckpointError: Megatron-Bridge would execute a part of the configuration.
     """
     _check_passive(hf_config, "config.json")
     _check_passive(hf_model, "the name of the model")
-    # The divisor for which Megatron-Bridge pads a vocabulary to this many rows on one rank. The smallest one is valid
-    # for the most tensor-parallel sizes.
+    # A divisor with which Megatron-Bridge pads the vocabulary to this many rows. The smallest divisor is valid for the
+    # most tensor-parallel sizes.
     if vocab_divisor is None or -(-vocabulary // vocab_divisor) * vocab_divisor != rows:
         candidates = range(rows - vocabulary + 1, rows + 1) if rows != vocabulary else ()
         vocab_divisor = next((number for number in candidates if rows % number == 0), None)
@@ -173,21 +180,24 @@ def run_config(
 
 
 def _check_passive(value: Any, where: str) -> None:
-    """Check that nothing in a configuration is executable: Megatron-Bridge calls a `_target_` wherever it is."""
+    """Raise CheckpointError if a configuration contains something executable.
+
+    Megatron-Bridge calls every `_target_` that it finds.
+    """
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if key.startswith("_") and key.endswith("_"):
-                raise CheckpointError(f"{where} has the key {key!r}, expected no key that Megatron-Bridge would act on")
+                raise CheckpointError(f"{where} has the key {key!r}, expected no _key_: Megatron-Bridge may run it")
             _check_passive(inner, f"{where}, {key}")
     elif isinstance(value, list):
         for inner in value:
             _check_passive(inner, where)
     elif isinstance(value, str) and "${" in value:
-        raise CheckpointError(f"{where} is {value[:80]!r}, expected no text that Megatron-Bridge would replace")
+        raise CheckpointError(f"{where} is {value[:80]!r}, expected no text with ${{: Megatron-Bridge would replace it")
 
 
 def read_run_config(folder: Path) -> dict[str, Any]:
-    """The configuration of a run in an iteration's folder; a CheckpointError if it is missing, or not plain YAML."""
+    """Read `run_config.yaml` in an iteration's folder; raise CheckpointError if it is missing or invalid."""
     path = folder / RUN_CONFIG
     try:
         found = read_yaml(path)
@@ -197,7 +207,7 @@ def read_run_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(str(error)) from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, expected sections of settings")
-    for name in ("model", "checkpoint", "peft"):  # those that are read
+    for name in ("model", "checkpoint", "peft"):  # the sections that are read
         if not isinstance(found.get(name) or {}, dict):
             raise CheckpointError(f"{path}: {name} is {str(found[name])[:80]}, expected a section of settings")
     try:
@@ -208,11 +218,18 @@ def read_run_config(folder: Path) -> dict[str, Any]:
 
 
 def write_run_files(root: Path, folder: Path, run_config: Mapping[str, Any], ckpt_format: str) -> None:
-    """Write the files by which Megatron recognises a checkpoint without any step, to its folder and its iteration's."""
+    """Write the files with which Megatron recognizes a checkpoint of iteration 0.
+
+    Args:
+        root: the checkpoint's folder.
+        folder: the iteration's folder in it.
+        run_config: contents of `run_config.yaml`.
+        ckpt_format: the format.
+    """
     import torch
     import yaml
 
-    # megatron.bridge.training.state.TrainState.state_dict() of a run that has not begun.
+    # As megatron.bridge.training.state.TrainState.state_dict() of a run that has not begun.
     counts = ("step", "consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
     state: dict[str, torch.Tensor] = {name: torch.tensor(0, dtype=torch.int64) for name in counts}
     state["floating_point_operations_so_far"] = torch.tensor(0, dtype=torch.float64)

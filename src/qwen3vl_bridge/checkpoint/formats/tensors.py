@@ -1,6 +1,14 @@
-"""Tensors on disk: dtypes and descriptions, ranges of their elements, and the bytes of such ranges as a stream.
+"""Tensors on disk: their descriptions, and their elements as a stream of bytes.
 
-Streams pass through one buffer of a fixed size. Only a matrix that is transposed is in memory as a whole: one expert's.
+Three words describe pieces of tensors in this package:
+
+- `TensorSlice`: consecutive elements of a stored tensor, in row-major order. A `Slice` is such a slice, or elements
+  computed from slices: transposed, quantized to FP8, or zeros.
+- `ByteRange`: consecutive bytes of a file. Files are read, written and resumed by byte range.
+- `Chunk` (`dcp.py`): a hyperrectangle of a tensor, which a torch.distributed.checkpoint folder stores as one item.
+
+Streams pass through one buffer of a fixed size. The only matrix that is in memory completely is one that is transposed:
+the matrix of one expert.
 """
 
 from __future__ import annotations
@@ -17,8 +25,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from qwen3vl_bridge.io.files import CheckpointError
+from qwen3vl_bridge.core.files import CheckpointError
 from qwen3vl_bridge.weights import fp8
+from qwen3vl_bridge.weights.rows import TensorSlice
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,40 +43,51 @@ _DTYPES: dict[str, tuple[str, int]] = {
 DTYPE_OF_SAFETENSORS = {code: name for name, (code, _) in _DTYPES.items()}
 SAFETENSORS_OF_DTYPE = {name: code for name, (code, _) in _DTYPES.items()}
 ITEMSIZE = {name: size for name, (_, size) in _DTYPES.items()}
-# Allowed dtypes of stored weights and of casts.
+# Dtypes that stored weights may have, and that they can be cast to.
 WEIGHT_DTYPES = ("float32", "float16", "bfloat16")
 
+# The smallest bit pattern, without the sign bit, that is infinite or NaN.
+_NOT_FINITE = {
+    "float64": 0x7FF << 52, "float32": 0xFF << 23, "bfloat16": 0xFF << 7, "float16": 0x1F << 10, "float8_e4m3fn": 0x7F,
+}  # fmt: skip
+
 # Small enough to stay in a processor's cache between reading and writing.
-_BLOCK = 1 << 18
-_OPEN_FILES = 32
-_SUM = "float32"
+_BLOCK_BYTES = 1 << 18
+_MAX_OPEN_FILES = 32
+# Additions and quantization are computed in this dtype.
+_COMPUTE_DTYPE = "float32"
 # Bytes of a matrix that are transposed at a time: more rows give longer contiguous writes.
-_STRIP = 1 << 19
+_STRIP_BYTES = 1 << 19
 
 Shape = tuple[int, ...]
 
 
-class Extent(NamedTuple):
-    """A range of bytes of a file."""
+class ByteRange(NamedTuple):
+    """Bytes [offset, offset + length) of a file."""
 
     path: Path
     offset: int
     length: int
 
+    @property
+    def end(self) -> int:
+        """Return the offset of the first byte after the range."""
+        return self.offset + self.length
+
 
 class BlockScales(NamedTuple):
-    """Where the scales of a tensor in FP8 are."""
+    """The scales of an FP8 tensor: where they are stored, their dtype, and the block that shares one scale."""
 
-    stored: Extent
+    stored: ByteRange
     dtype: str
     block: fp8.Block
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Name, dtype (torch's name) and shape of a tensor, contiguous and row-major.
+    """Name, dtype (as torch names it) and shape of a contiguous, row-major tensor.
 
-    One with `scales` is stored in FP8; the dtype is the one in which it is read unless another is requested.
+    A tensor with `scales` is stored in FP8. Its `dtype` is then the default dtype in which it is read.
     """
 
     name: str
@@ -77,184 +97,172 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Return the number of elements of the tensor."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes."""
+        """Return the size of the tensor in bytes, in `dtype`."""
         return self.numel * ITEMSIZE[self.dtype]
 
+    @property
+    def stored_dtype(self) -> str:
+        """Return the dtype of the bytes on disk."""
+        return self.dtype if self.scales is None else fp8.E4M3
+
     def describe(self) -> str:
-        """Shape and dtype as text."""
+        """Return shape and dtype of the tensor as text."""
         return f"{list(self.shape)} {self.dtype}"
 
 
 def main_dtype(specs: Iterable[TensorSpec]) -> str:
-    """The dtype of most elements: that of a model which has others in addition."""
+    """Return the dtype that most elements of the tensors have."""
     counts: Counter[str] = Counter()
     for spec in specs:
         counts[spec.dtype] += spec.numel
     return counts.most_common(1)[0][0]
 
 
-class Slice(NamedTuple):
-    """Consecutive elements of a source tensor, in row-major order; `plus` is added to each."""
-
-    source: str
-    start: int
-    length: int
-    plus: int = 0
-
-    def part(self, start: int, length: int) -> Slice:
-        """Some of its elements, as a segment."""
-        return Slice(self.source, self.start + start, length, self.plus)
-
-
 class TransposedSlice(NamedTuple):
-    """Elements [start, start + length) of a transposed matrix.
+    """Elements [start, start + length) of the transpose of a matrix.
 
-    The matrix has `columns` columns, and its elements are those of `slices`, one slice after the other.
+    The matrix has `columns` columns, and its elements are `slices`, concatenated.
     """
 
-    slices: tuple[Slice, ...]
+    slices: tuple[TensorSlice, ...]
     columns: int
     start: int
     length: int
 
     @property
     def numel(self) -> int:
-        """Elements of the whole matrix."""
-        return sum(piece.length for piece in self.slices)
+        """Return the number of elements of the complete matrix."""
+        return sum(part.length for part in self.slices)
 
     @property
     def rows(self) -> int:
-        """Rows of the matrix: columns of the transposed one."""
+        """Return the number of rows of the matrix before it is transposed."""
         return self.numel // self.columns
 
-    def part(self, start: int, length: int) -> TransposedSlice:
-        """Some of its elements, as a segment."""
+    def cut(self, start: int, length: int) -> TransposedSlice:
+        """Return `length` elements of this slice from element `start` on."""
         return self._replace(start=self.start + start, length=length)
 
 
-class Zeros(NamedTuple):
-    """Elements without a source, such as rows that pad a vocabulary."""
+class ZeroSlice(NamedTuple):
+    """Zeros, such as the rows that pad a vocabulary."""
 
     length: int
 
-    def part(self, start: int, length: int) -> Zeros:
-        """Some of its elements, as a segment."""
+    def cut(self, start: int, length: int) -> ZeroSlice:
+        """Return a slice of `length` zeros."""
         del start
-        return Zeros(length)
+        return ZeroSlice(length)
 
 
-class Quantized(NamedTuple):
-    """Elements [start, start + length) of matrices in FP8, or of their scales.
+class QuantizedSlice(NamedTuple):
+    """Elements [start, start + length) of matrices quantized to FP8, or of their scales.
 
-    The matrices, [..., rows, columns], have the elements of `pieces`, one after the other.
+    The values to quantize are `slices`, concatenated. They have the shape [..., rows, columns].
     """
 
-    pieces: tuple[Segment, ...]
-    shape: Shape  # of the matrices
+    slices: tuple[Slice, ...]
+    shape: Shape
     block: fp8.Block
-    scales_in: str
-    kept: Extent | None  # scales that blocks have again if their values are unchanged
-    of_scales: bool
+    scale_dtype: str
+    kept_scales: ByteRange | None  # earlier scales, which a block gets again if its values are unchanged
+    is_scales: bool
     start: int
     length: int
 
-    def part(self, start: int, length: int) -> Quantized:
-        """Some of its elements, as a segment."""
+    def cut(self, start: int, length: int) -> QuantizedSlice:
+        """Return `length` elements of this slice from element `start` on."""
         return self._replace(start=self.start + start, length=length)
 
 
-Segment = Slice | TransposedSlice | Zeros | Quantized
+Slice = TensorSlice | TransposedSlice | ZeroSlice | QuantizedSlice
 
 
-class Segments:
-    """Consecutive segments, which can be cut anywhere at little cost."""
+class SliceList:
+    """Slices whose elements are concatenated, with fast access to any range of these elements."""
 
-    def __init__(self, segments: Iterable[Segment]) -> None:
-        self._pieces = tuple(segments)
+    def __init__(self, slices: Iterable[Slice]) -> None:
+        self._slices = tuple(slices)
 
     @cached_property
     def _starts(self) -> list[int]:
-        return list(itertools.accumulate((segment.length for segment in self._pieces), initial=0))
+        return list(itertools.accumulate((part.length for part in self._slices), initial=0))
 
-    def __iter__(self) -> Iterator[Segment]:
-        return iter(self._pieces)
+    def __iter__(self) -> Iterator[Slice]:
+        return iter(self._slices)
 
     def __len__(self) -> int:
-        return len(self._pieces)
+        return len(self._slices)
 
     @property
     def length(self) -> int:
-        """Number of elements."""
+        """Return the total number of elements of all slices."""
         return self._starts[-1]
 
-    def cut(self, start: int, length: int) -> Iterator[Segment]:
-        """Elements [start, start + length) as segments; AssertionError if there are fewer."""
+    def select(self, start: int, length: int) -> Iterator[Slice]:
+        """Yield slices for elements [start, start + length); raise AssertionError if there are fewer elements."""
         end = start + length
         if end > self.length:
             raise AssertionError(f"elements up to {end} of {self.length}")
-        at = bisect_right(self._starts, start) - 1
+        i = bisect_right(self._starts, start) - 1
         while start < end:
-            segment, first = self._pieces[at], self._starts[at]
-            take = min(end, first + segment.length) - start
-            if take:
-                yield segment if take == segment.length else segment.part(start - first, take)
-            start, at = start + take, at + 1
+            part, first = self._slices[i], self._starts[i]
+            count = min(end, first + part.length) - start
+            if count:
+                yield part if count == part.length else part.cut(start - first, count)
+            start, i = start + count, i + 1
 
 
-def joined(segments: Iterable[Segment]) -> Iterator[Segment]:
-    """The same elements in fewer segments: adjacent slices of a tensor as one."""
-    last: Segment | None = None
-    for segment in segments:
-        if (
-            isinstance(last, Slice)
-            and isinstance(segment, Slice)
-            and (last.source, last.start + last.length, last.plus) == (segment.source, segment.start, segment.plus)
-        ):
-            last = last._replace(length=last.length + segment.length)
+def merge_adjacent(slices: Iterable[Slice]) -> Iterator[Slice]:
+    """Yield the same elements in fewer slices: adjacent slices of one tensor become one slice."""
+    last: Slice | None = None
+    for part in slices:
+        if isinstance(last, TensorSlice) and part == last._replace(start=last.start + last.length, length=part.length):
+            last = last._replace(length=last.length + part.length)
             continue
         if last is not None:
             yield last
-        last = segment
+        last = part
     if last is not None:
         yield last
 
 
 class TensorSource(Protocol):
-    """Tensors somewhere on disk."""
+    """A readable collection of tensors on disk."""
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
-        """Every tensor by name; one that is removed from it is no longer a part of the source."""
+        """Return every tensor by name. Deleting an entry hides the tensor."""
         ...
 
     @property
     def files(self) -> Iterable[Path]:
-        """The files that contain the tensors."""
+        """Return the files that contain the tensors."""
         ...
 
-    def extents(self, wanted: Slice) -> Iterator[Extent]:
-        """Byte ranges of the elements of a slice, in order."""
+    def byte_ranges(self, wanted: TensorSlice) -> Iterator[ByteRange]:
+        """Yield the byte ranges that store the elements of a slice, in order."""
         ...
 
 
-class SegmentReader:
-    """Reads segments of one source. Not thread-safe."""
+class SliceReader:
+    """Read slices of one source. Not thread-safe."""
 
-    def __init__(self, source: TensorSource, block: int = _BLOCK) -> None:
+    def __init__(self, source: TensorSource, block_bytes: int = _BLOCK_BYTES) -> None:
         self._source = source
-        self._buffer = memoryview(bytearray(block))
+        self._buffer = memoryview(bytearray(block_bytes))
         self._files: OrderedDict[Path, int] = OrderedDict()
-        # The scales of the latest tensor that has some, in float32, and the largest value that it may have.
+        # Of the FP8 tensor that was read last: its scales in float32, and the largest value that it can contain.
         self._scales: tuple[BlockScales, Any, float] | None = None
-        # The latest matrix is kept, because its parts are read one after the other: a gate, then its up projection.
-        self._matrix: tuple[tuple[tuple[Slice, ...], int, str], mmap.mmap] | None = None
+        # The matrix that was transposed last: its gate and its up projection are read one after the other.
+        self._matrix: tuple[tuple[tuple[TensorSlice, ...], int, str], mmap.mmap] | None = None
 
-    def __enter__(self) -> SegmentReader:
+    def __enter__(self) -> SliceReader:
         import torch
 
         # Operations here are small: torch's threads would wait for each other longer than they compute.
@@ -269,157 +277,170 @@ class SegmentReader:
         while self._files:
             os.close(self._files.popitem()[1])
 
-    def tensor(self, name: str, dtype: str | None = None) -> Iterator[memoryview]:
-        """The bytes of a whole tensor, in its dtype or cast to another, as `blocks` yields them."""
+    def read_tensor(self, name: str, dtype: str | None = None) -> Iterator[memoryview]:
+        """Yield the bytes of a full tensor as `read_blocks` does, in its own dtype by default."""
         spec = self._source.specs[name]
-        return self.blocks([Slice(name, 0, spec.numel)], dtype or spec.dtype)
+        return self.read_blocks([TensorSlice(name, 0, spec.numel)], dtype or spec.dtype)
 
-    def elements(self, segments: Iterable[Segment], dtype: str) -> Tensor:
-        """The elements of a sequence of segments, one after the other, cast to a dtype."""
+    def read_elements(self, slices: Iterable[Slice], dtype: str) -> Tensor:
+        """Return the elements of some slices, concatenated and cast to a dtype, as a tensor of one dimension."""
         import torch
 
-        segments = list(segments)
-        tensor = torch.empty(sum(segment.length for segment in segments), dtype=getattr(torch, dtype))
-        self.read(segments, dtype, memoryview(tensor.view(torch.uint8).numpy()))
+        slices = list(slices)
+        tensor = torch.empty(sum(part.length for part in slices), dtype=getattr(torch, dtype))
+        self.read_into(memoryview(tensor.view(torch.uint8).numpy()), slices, dtype)
         return tensor
 
-    def read(self, segments: Iterable[Segment], dtype: str, into: memoryview) -> None:
-        """Fill a buffer with the bytes of a sequence of segments, as `blocks` yields them."""
+    def read_into(self, buffer: memoryview, slices: Iterable[Slice], dtype: str) -> None:
+        """Fill a buffer with the bytes of some slices, cast to a dtype."""
         done = 0
-        for block in self.blocks(segments, dtype):
-            into[done : done + len(block)] = block
+        for block in self.read_blocks(slices, dtype):
+            buffer[done : done + len(block)] = block
             done += len(block)
 
-    def blocks(self, segments: Iterable[Segment], dtype: str) -> Iterator[memoryview]:
-        """The bytes of a sequence of segments, cast to a dtype; each block is valid until the next is requested.
+    def read_blocks(self, slices: Iterable[Slice], dtype: str) -> Iterator[memoryview]:
+        """Yield the bytes of some slices, cast to a dtype. A block is valid until the next one is requested.
 
         Raises:
-            CheckpointError: a file cannot be read, or ends early, or a value does not fit the dtype.
+            CheckpointError: a file cannot be read or ends early, or a value is not finite or does not fit the dtype.
         """
-        for segment in segments:
-            if isinstance(segment, Zeros):
-                left = segment.length * ITEMSIZE[dtype]
+        for part in slices:
+            if isinstance(part, ZeroSlice):
+                left = part.length * ITEMSIZE[dtype]
                 zeros = memoryview(bytes(min(left, len(self._buffer))))
                 while left:
                     yield zeros[:left]
                     left -= min(left, len(zeros))
-            elif isinstance(segment, TransposedSlice):
-                yield from self._transposed(segment, dtype)
-            elif isinstance(segment, Quantized):
-                yield from self._quantized(segment)
-            elif segment.plus:  # added in float32, for all dtypes, and rounded once
+            elif isinstance(part, TransposedSlice):
+                yield from self._read_transposed(part, dtype)
+            elif isinstance(part, QuantizedSlice):
+                yield from self._read_quantized(part)
+            elif part.plus:  # added in float32 for every dtype, and rounded once
                 import numpy as np
 
-                for block in self.blocks([segment._replace(plus=0)], _SUM):
-                    total = np.frombuffer(block, _SUM) + np.float32(segment.plus)
-                    yield cast(memoryview(total).cast("B"), _SUM, dtype, segment.source)
+                for block in self.read_blocks([part._replace(plus=0)], _COMPUTE_DTYPE):
+                    total = np.frombuffer(block, _COMPUTE_DTYPE) + np.float32(part.plus)
+                    yield cast(memoryview(total).cast("B"), _COMPUTE_DTYPE, dtype, part.tensor)
             else:
-                spec, used, position = self._source.specs[segment.source], 0, segment.start
-                for path, offset, length in self._source.extents(segment):
+                spec, used, position = self._source.specs[part.tensor], 0, part.start
+                for path, offset, length in self._source.byte_ranges(part):
                     file = self._open(path, spec.name)
                     while length:
-                        take = min(length, len(self._buffer) - used)
-                        self._read(file, self._buffer[used : used + take], offset, path, spec.name)
-                        used, offset, length = used + take, offset + take, length - take
+                        count = min(length, len(self._buffer) - used)
+                        self._read_exactly(file, self._buffer[used : used + count], offset, path, spec.name)
+                        used, offset, length = used + count, offset + count, length - count
                         if used == len(self._buffer):
-                            yield self._values(spec, position, self._buffer, dtype)
-                            used, position = 0, position + used  # which counts elements in FP8, of a byte
+                            yield self._decode(spec, position, self._buffer, dtype)
+                            used, position = 0, position + used // ITEMSIZE[spec.stored_dtype]
                 if used:
-                    yield self._values(spec, position, self._buffer[:used], dtype)
+                    yield self._decode(spec, position, self._buffer[:used], dtype)
 
-    def _values(self, spec: TensorSpec, position: int, data: memoryview, dtype: str) -> memoryview:
-        """The stored bytes of a tensor's elements from a position on, as their values in a dtype."""
+    def _decode(self, spec: TensorSpec, position: int, data: memoryview, dtype: str) -> memoryview:
+        """Check stored bytes of a tensor, from element `position` on, and return their values in a dtype."""
+        check_finite(spec, position, data)
         if spec.scales is None:
             return cast(data, spec.dtype, dtype, spec.name)
         import torch
 
         stored, to = spec.scales, getattr(torch, dtype)
         if self._scales is None or self._scales[0] != stored:
-            scales = fp8.in_float32(self._scales_at(stored.stored, stored.dtype))
+            scales = fp8.scales_to_float32(self._read_scales(stored.stored, stored.dtype))
+            try:
+                fp8.check_scales(scales, spec.shape, stored.block)
+            except ValueError as error:
+                raise CheckpointError(f"{stored.stored.path}, tensor {spec.name}: {error}") from error
             self._scales = stored, scales, fp8.LARGEST * scales.abs().max().item()
         _, scales, largest = self._scales
-        values = fp8.products(torch.frombuffer(data, dtype=torch.uint8), position, spec.shape, scales, stored.block)
-        if largest <= torch.finfo(to).max:  # without the check of every value, which takes as long as the products
+        values = fp8.dequantize_elements(
+            torch.frombuffer(data, dtype=torch.uint8), position, spec.shape, scales, stored.block
+        )
+        # Checking every value takes as long as computing it, so values are checked only if one may be too large.
+        if largest <= torch.finfo(to).max:
             return memoryview(values.to(to).view(torch.uint8).numpy())
         return cast(memoryview(values.numpy()).cast("B"), "float32", dtype, spec.name)
 
-    def _scales_at(self, where: Extent, dtype: str) -> Any:
-        """[scales] in a dtype."""
+    def _read_scales(self, stored: ByteRange, dtype: str) -> Tensor:
         import torch
 
-        data = bytearray(where.length)
-        self._read(self._open(where.path, "scales"), memoryview(data), where.offset, where.path, "scales")
+        data = bytearray(stored.length)
+        self._read_exactly(self._open(stored.path, "scales"), memoryview(data), stored.offset, stored.path, "scales")
         return torch.frombuffer(data, dtype=getattr(torch, dtype))
 
-    def _quantized(self, segment: Quantized) -> Iterator[memoryview]:
-        """Row of blocks by row of blocks."""
+    def _read_quantized(self, part: QuantizedSlice) -> Iterator[memoryview]:
+        """Yield the bytes of quantized weights or scales, one row of quantization blocks at a time."""
         import torch
 
-        (rows, columns), (height, width) = segment.shape[-2:], segment.block
-        (down, across), dtype = fp8.shape_of_scales((rows, columns), segment.block), segment.scales_in
-        whole, position, end = Segments(segment.pieces), segment.start, segment.start + segment.length
+        (rows, columns), (height, width) = part.shape[-2:], part.block
+        (down, across), dtype = fp8.scales_shape((rows, columns), part.block), part.scale_dtype
+        values_to_read, position, end = SliceList(part.slices), part.start, part.start + part.length
         while position < end:
-            if segment.of_scales:
-                number = position // across
-                matrix, row = divmod(number, down)
+            if part.is_scales:
+                block_row = position // across
+                matrix, row = divmod(block_row, down)
             else:
                 matrix, row = divmod(position // columns, rows)
                 row //= height
-                number = matrix * down + row
+                block_row = matrix * down + row
             first, count = (matrix * rows + row * height) * columns, min(height, rows - row * height)
             values, kept = torch.empty(count, columns), None
-            self.read(whole.cut(first, count * columns), _SUM, memoryview(values.numpy()).cast("B"))
-            if segment.kept is not None:
+            wanted = values_to_read.select(first, count * columns)
+            self.read_into(memoryview(values.numpy()).cast("B"), wanted, _COMPUTE_DTYPE)
+            if part.kept_scales is not None:
                 size = across * ITEMSIZE[dtype]
-                of_row = Extent(segment.kept.path, segment.kept.offset + number * size, size)
-                kept = self._scales_at(of_row, dtype)
-            only_scales = segment.of_scales
-            weights, scales = fp8.quantized(values, width, kept, getattr(torch, dtype), only_scales=only_scales)
-            result, begin = (scales, number * across) if only_scales else (weights.flatten(), first)
+                path, offset, _ = part.kept_scales
+                kept = self._read_scales(ByteRange(path, offset + block_row * size, size), dtype)
+            try:
+                weights, scales = fp8.quantize(values, width, kept, getattr(torch, dtype), only_scales=part.is_scales)
+            except ValueError as error:
+                names = sorted({source.tensor for source in part.slices if isinstance(source, TensorSlice)})
+                raise CheckpointError(f"{', '.join(names)}, rows from {row * height} on: {error}") from error
+            result, begin = (scales, block_row * across) if part.is_scales else (weights.flatten(), first)
             result = result[position - begin : end - begin]
             position += len(result)
             yield memoryview(result.view(torch.uint8).numpy())
 
-    def _transposed(self, segment: TransposedSlice, dtype: str) -> Iterator[memoryview]:
-        specs = [self._source.specs[piece.source] for piece in segment.slices]
+    def _read_transposed(self, part: TransposedSlice, dtype: str) -> Iterator[memoryview]:
+        specs = [self._source.specs[source.tensor] for source in part.slices]
         dtypes = {dtype if spec.scales else spec.dtype for spec in specs}
         stored = dtypes.pop() if len(dtypes) == 1 else dtype
-        start, end = (number * ITEMSIZE[stored] for number in (segment.start, segment.start + segment.length))
-        matrix = self._whole(segment, stored)
+        start, end = (number * ITEMSIZE[stored] for number in (part.start, part.start + part.length))
+        matrix = self._transpose(part, stored)
         for position in range(start, end, len(self._buffer)):
             block = matrix[position : min(position + len(self._buffer), end)]
-            yield cast(block, stored, dtype, segment.slices[0].source)
+            yield cast(block, stored, dtype, part.slices[0].tensor)
 
-    def _whole(self, segment: TransposedSlice, dtype: str) -> memoryview:
-        """The whole matrix of a segment, transposed, in a dtype."""
-        key = (segment.slices, segment.columns, dtype)
+    def _transpose(self, part: TransposedSlice, dtype: str) -> memoryview:
+        """Return the complete transposed matrix of a slice, in a dtype."""
+        key = (part.slices, part.columns, dtype)
         if self._matrix is None or self._matrix[0] != key:
             import numpy as np
             import torch
 
-            size, rows, columns = ITEMSIZE[dtype], segment.rows, segment.columns
-            # The previous matrix's memory again if it has the same size. Otherwise it is freed at once.
+            size, rows, columns = ITEMSIZE[dtype], part.rows, part.columns
+            # Reuse the memory of the previous matrix if it has the same size. Otherwise free it before allocating.
             last, self._matrix = self._matrix, None
             if last is not None and len(last[1]) == rows * columns * size:
                 memory = last[1]
             else:
                 del last
                 memory = mmap.mmap(-1, rows * columns * size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            turned = np.frombuffer(memory, f"i{size}").reshape(columns, rows)
-            segments, step = Segments(segment.slices), max(1, _STRIP // (columns * size))
-            strip = np.empty((min(step, rows), columns), turned.dtype)
+            transposed = np.frombuffer(memory, f"i{size}").reshape(columns, rows)
+            slices, step = SliceList(part.slices), max(1, _STRIP_BYTES // (columns * size))
+            strip = np.empty((min(step, rows), columns), transposed.dtype)
             for first in range(0, rows, step):
                 count = min(step, rows - first)
-                self.read(segments.cut(first * columns, count * columns), dtype, memoryview(strip[:count]).cast("B"))
-                # By torch, tile by tile: numpy goes against the order of the memory.
-                turned[:, first : first + count] = torch.from_numpy(strip[:count]).t().contiguous().numpy()
+                wanted = slices.select(first * columns, count * columns)
+                self.read_into(memoryview(strip[:count]).cast("B"), wanted, dtype)
+                # torch transposes tile by tile; numpy would jump through memory for each element.
+                transposed[:, first : first + count] = torch.from_numpy(strip[:count]).t().contiguous().numpy()
             self._matrix = (key, memory)
         return memoryview(self._matrix[1])
 
     def _open(self, path: Path, name: str) -> int:
+        """Return a file descriptor to read a file, from the cache of recently used files if possible."""
         file = self._files.pop(path, None)
         if file is None:
-            if len(self._files) >= _OPEN_FILES:
+            if len(self._files) >= _MAX_OPEN_FILES:
                 os.close(self._files.popitem(last=False)[1])
             try:
                 file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -428,7 +449,7 @@ class SegmentReader:
         self._files[path] = file
         return file
 
-    def _read(self, file: int, into: memoryview, offset: int, path: Path, name: str) -> None:
+    def _read_exactly(self, file: int, into: memoryview, offset: int, path: Path, name: str) -> None:
         done = 0
         while done < len(into):
             try:
@@ -443,17 +464,63 @@ class SegmentReader:
             done += count
 
 
+def check_finite(spec: TensorSpec, position: int, data: memoryview) -> None:
+    """Raise CheckpointError if stored bytes of a tensor, from element `position` on, contain NaN or infinity."""
+    if (least := _NOT_FINITE.get(spec.stored_dtype)) is None:
+        return
+    import numpy as np
+
+    # NaN and infinity have the largest exponent, so as integers they are the largest of either sign. Two maxima take a
+    # tenth of the time of comparing each value.
+    size = ITEMSIZE[spec.stored_dtype]
+    signed, unsigned = (np.frombuffer(data, f"<{kind}{size}") for kind in "iu")
+    sign = 1 << (8 * size - 1)
+    if signed.max() < least and unsigned.max() < least + sign:
+        return
+    first = position + int(np.argmax((unsigned & (sign - 1)) >= least))
+    index = [int(number) for number in np.unravel_index(first, spec.shape)]
+    raise CheckpointError(
+        f"tensor {spec.name}: the value at {index} is NaN or infinite, so results would be NaN; take another "
+        "copy of the weights, or an earlier iteration of the run"
+    )
+
+
 def cast(data: memoryview, source: str, target: str, name: str) -> memoryview:
-    """Cast elements to another dtype, rounded to nearest even; a CheckpointError if a finite one is too large."""
+    """Cast elements to another dtype, rounded to nearest even; raise CheckpointError if a finite value overflows."""
     if source == target:
         return data
     import torch
 
     before = torch.frombuffer(data, dtype=getattr(torch, source), count=len(data) // ITEMSIZE[source])
     after = before.to(getattr(torch, target))
-    # A comparison of the extremes is ten times as fast as one of all; it fails for those that are not a number, too.
+    # Comparing the maximum is ten times as fast as comparing every value. The comparison is false for NaN, too.
     if ITEMSIZE[target] <= ITEMSIZE[source] and not before.abs().max() <= torch.finfo(after.dtype).max:
         overflown = after.isinf() & before.isfinite()
         if overflown.any():
             raise CheckpointError(f"{name}: value {before[overflown][0].item():g} is too large for {target}")
     return memoryview(after.view(torch.uint8).numpy())
+
+
+def compare_streams(left: Iterator[memoryview], right: Iterator[memoryview], dtype: str) -> tuple[int, int] | None:
+    """Compare two streams of elements bit by bit.
+
+    Return how many elements differ and the index of the first one, or None if the streams are equal.
+    """
+    import numpy as np
+
+    size = ITEMSIZE[dtype]
+    position, count, first = 0, 0, -1
+    a, b = next(left, None), next(right, None)
+    while a is not None and b is not None:
+        length = min(len(a), len(b))
+        unequal = np.frombuffer(a[:length], f"u{size}") != np.frombuffer(b[:length], f"u{size}")
+        here = int(np.count_nonzero(unequal))
+        if here and not count:
+            first = position + int(np.argmax(unequal))
+        count += here
+        position += len(unequal)
+        a = a[length:] if len(a) > length else next(left, None)
+        b = b[length:] if len(b) > length else next(right, None)
+    if a is not None or b is not None:
+        raise AssertionError("streams of different lengths")
+    return (count, first) if count else None

@@ -17,8 +17,4 @@ FAMILY = Family(
     released_experts=ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT,
     fp8_experts=ExpertLayout.PER_EXPERT,
     optional={"mtp": config.MTP_LAYERS},
-    replacements={
-        "megatron.core.ssm.gated_delta_net.common": f"{__name__}.delta_rule.build_without_package",
-        "megatron.core.ssm.gated_delta_net.gdn": f"{__name__}.delta_rule.choose_kernels",
-    },
 )

@@ -1,4 +1,4 @@
-"""Reading a Qwen3.5-VL `config.json`: whether this model supports it, its dimensions, and what identifies it.
+"""Reading a Qwen3.5-VL `config.json`: checks, dimensions, and the fields that identify the model.
 
 Source of the defaults: transformers, Qwen3_5TextConfig.
 """
@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from qwen3vl_bridge.models import hf_config
-from qwen3vl_bridge.models.hf_config import POSITIVE, TOKEN_IDS, Fields, Kind, experts_of, renamed, shown
+from qwen3vl_bridge.config import hf_config
+from qwen3vl_bridge.config.hf_config import POSITIVE, TOKEN_IDS, Fields, Kind, experts_of, renamed, shown
 from qwen3vl_bridge.weights.rows import Dimensions
 
 FAMILY_NAME = "qwen3_5"
@@ -27,7 +27,7 @@ LINEAR_SIZES: Mapping[str, int] = {
     "linear_num_value_heads": 32,
 }
 
-# In addition to the fields of all families.
+# Field types, in addition to those of all families.
 _REQUIRED: Fields = {"text_config": {"num_key_value_heads": POSITIVE}}
 _OPTIONAL: Fields = {"text_config": {"full_attention_interval": POSITIVE, **dict.fromkeys(LINEAR_SIZES, POSITIVE)}}
 _NULLABLE: Mapping[str, Kind] = {
@@ -44,26 +44,40 @@ _ROPE: Mapping[str, Any] = {"rope_theta": 10_000.0, "partial_rotary_factor": 0.2
 
 
 def check_settings(config: Any) -> None:
-    """Refuse a configuration that is malformed, or that this model does not support.
+    """Check that a configuration is well-formed and supported.
 
     Raises:
-        ValueError: a field is missing or invalid, or would be ignored; the message names it.
+        ValueError: a field is missing, invalid or not supported; the message names it.
     """
     hf_config.check_field_types(config, _REQUIRED, _OPTIONAL, _NULLABLE)
     text = config["text_config"]
-    _check_layers(text)
+    types, layers = layer_types_of(text), text["num_hidden_layers"]
+    if len(types) != layers or not {LINEAR, FULL}.issuperset(types):
+        raise ValueError(
+            f"text_config.layer_types is {shown(list(types))}, expected {layers} entries of {LINEAR!r} or {FULL!r}"
+        )
+    value_heads, key_heads = (
+        text.get(name, LINEAR_SIZES[name]) for name in ("linear_num_value_heads", "linear_num_key_heads")
+    )
+    if value_heads % key_heads:
+        raise ValueError(
+            f"text_config.linear_num_value_heads is {value_heads}, expected a multiple of linear_num_key_heads "
+            f"({key_heads})"
+        )
     experts = experts_of(text)
     for name in _MOE_FIELDS if experts else ("intermediate_size",):
         if text.get(name) is None:
             raise ValueError(f"lacks the field text_config.{name}, expected a number: the model has {experts} experts")
     if experts and text["num_experts_per_tok"] > experts:
         raise ValueError(
-            f"text_config.num_experts_per_tok is {text['num_experts_per_tok']}, expected 1 to {experts}, the experts"
+            f"text_config.num_experts_per_tok is {text['num_experts_per_tok']}, expected 1 to num_experts ({experts})"
         )
     deepstack = list(config["vision_config"].get("deepstack_visual_indexes") or ())
     own = {
+        # Linear attention has no other activation in megatron-core and transformers, even if MLPs have one.
+        "text_config.hidden_act": (text.get("hidden_act", "silu").replace("swish", "silu"), "silu"),
         "text_config.attn_output_gate": (text.get("attn_output_gate", True), True),
-        # Either every layer has experts, or none has.
+        # Either all layers have experts, or none.
         "text_config.mlp_only_layers": (list(text.get("mlp_only_layers") or ()), []),
         "text_config.mtp_use_dedicated_embeddings": (text.get("mtp_use_dedicated_embeddings") or False, False),
         "vision_config.deepstack_visual_indexes": (deepstack, []),
@@ -73,24 +87,8 @@ def check_settings(config: Any) -> None:
     hf_config.check_model_type(config, FAMILY_NAME, experts, "experts")
 
 
-def _check_layers(text: Mapping[str, Any]) -> None:
-    types, layers = layer_types_of(text), text["num_hidden_layers"]
-    if len(types) != layers or not {LINEAR, FULL}.issuperset(types):
-        raise ValueError(
-            f"text_config.layer_types is {shown(list(types))}, expected {layers} times {LINEAR!r} or {FULL!r}"
-        )
-    value_heads, key_heads = (
-        text.get(name, LINEAR_SIZES[name]) for name in ("linear_num_value_heads", "linear_num_key_heads")
-    )
-    if value_heads % key_heads:
-        raise ValueError(
-            f"text_config.linear_num_value_heads is {value_heads}, expected a multiple of linear_num_key_heads, "
-            f"which is {key_heads}"
-        )
-
-
 def layer_types_of(text: Mapping) -> tuple[str, ...]:
-    """The attention type of each layer; if not listed, every n-th layer has full attention."""
+    """Return the attention type of each layer. Without `layer_types`, every n-th layer has full attention."""
     if text.get("layer_types") is not None:
         return tuple(text["layer_types"])
     interval = text.get("full_attention_interval", 4)
@@ -98,7 +96,10 @@ def layer_types_of(text: Mapping) -> tuple[str, ...]:
 
 
 def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
-    """See `rope_parameters_of`, with transformers' defaults; also raises for a section of the wrong size."""
+    """Return the rotary settings of a text configuration, see `rope_parameters_of`.
+
+    Also raises ValueError if `mrope_section` does not fit the rotated dimensions.
+    """
     rope = hf_config.rope_parameters_of(text, _ROPE)
     rotated = int((text.get("head_dim") or HEAD_DIM) * rope["partial_rotary_factor"])
     hf_config.check_mrope_section(rope["mrope_section"], rotated)
@@ -106,7 +107,7 @@ def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def dimensions_of(config: Mapping) -> Dimensions:
-    """Values of the weight table's symbols, of a `config.json`; raises KeyError for a missing field."""
+    """Return the dimensions that the weight table uses, from a `config.json`. Raises KeyError for a missing field."""
     text, layers = config["text_config"], config["text_config"]["num_hidden_layers"]
     experts = experts_of(text)
     shared = hf_config.model_dimensions(
@@ -116,7 +117,7 @@ def dimensions_of(config: Mapping) -> Dimensions:
         head_dim=text.get("head_dim") or HEAD_DIM,
         moe_layers=tuple(range(layers)) if experts else (),
     )
-    return own_dimensions(
+    return add_dimensions(
         shared,
         {name: text.get(name, default) for name, default in LINEAR_SIZES.items()},
         is_linear=[kind == LINEAR for kind in layer_types_of(text)],
@@ -125,7 +126,7 @@ def dimensions_of(config: Mapping) -> Dimensions:
     )
 
 
-def own_dimensions(
+def add_dimensions(
     shared: Dimensions,
     linear: Mapping[str, int],
     *,
@@ -133,8 +134,14 @@ def own_dimensions(
     shared_ffn: int | None,
     mtp: int | None,
 ) -> Dimensions:
-    """The dimensions of all families, `shared`, and those of this one: of the fields in `LINEAR_SIZES`, of whether each
-    layer's attention is linear, of the shared expert's width, and of the layers of multi-token prediction, if any.
+    """Return the dimensions of this family.
+
+    Args:
+        shared: the dimensions that all families have.
+        linear: values of the fields in `LINEAR_SIZES`.
+        is_linear: for each layer, whether it has linear attention.
+        shared_ffn: width of the shared expert, if there is one.
+        mtp: number of layers of multi-token prediction.
     """
     key_dim, value_dim = linear["linear_key_head_dim"], linear["linear_value_head_dim"]
     key, value = linear["linear_num_key_heads"] * key_dim, linear["linear_num_value_heads"] * value_dim
@@ -160,37 +167,33 @@ def own_dimensions(
     return replace(shared, sizes={**shared.sizes, **sizes}, indices={**shared.indices, **layers})
 
 
-# What identifies a model (see `hf_config`): fields specific to Qwen3.5-VL, or with a spelling specific to it.
-
+# Fields that identify a model (see `hf_config`) and that only Qwen3.5-VL has, or has in a form of its own.
 _IDENTITY: Mapping[str, Mapping[str, Any]] = {
     "": TOKENS,
     "text_config": {"num_key_value_heads": None, "head_dim": HEAD_DIM, **LINEAR_SIZES},
 }
 _FULL_LAYERS = "text_config.layers with full attention (layer_types, full_attention_interval)"
-# A provider's fields, and the fields of `config.json` with the same value.
-_OF_PROVIDER: Mapping[str, str] = {
-    "rotary_base": "text_config.rope_parameters.rope_theta",
-    "rotary_percent": "text_config.rope_parameters.partial_rotary_factor",
-    "mrope_section": "text_config.rope_parameters.mrope_section",
-    **{name: f"text_config.{name}" for name in LINEAR_SIZES},
-}
 
 
 def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The identifying fields of a `config.json`, normalized."""
-    fields, text = hf_config.identity_of_config(config, _IDENTITY), config["text_config"]
+    """Return the fields of a `config.json` that identify the model, with normalized values."""
+    text = config["text_config"]
+    fields = hf_config.identity_of_config(config, _IDENTITY, rope_parameters(text))
     fields["text_config.head_dim"] = fields["text_config.head_dim"] or HEAD_DIM
     fields["text_config.num_experts"] = experts_of(text)
     names = _MOE_FIELDS if experts_of(text) else ("intermediate_size",)
     fields |= {f"text_config.{name}": text[name] for name in names}
     fields[_FULL_LAYERS] = [layer for layer, kind in enumerate(layer_types_of(text)) if kind == FULL]
-    return fields | {f"text_config.rope_parameters.{name}": value for name, value in rope_parameters(text).items()}
+    return fields
 
 
 def fields_of_run(model: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The identifying fields in the `model` section of a run's file; arguments as for `identity_of_run`."""
-    fields = hf_config.identity_of_run(model, config, FAMILY_NAME) | renamed(model, _OF_PROVIDER)
-    fields |= hf_config.scaled_rope_of_run(model)
+    """Return the fields that identify the model from the `model` section of a `run_config.yaml`.
+
+    The arguments are as for `identity_of_run`.
+    """
+    fields = hf_config.identity_of_run(model, config, FAMILY_NAME)
+    fields |= renamed(model, {name: f"text_config.{name}" for name in LINEAR_SIZES})
     if model.get("num_moe_experts"):
         shared = "shared_expert_intermediate_size"
         fields |= renamed(model, {f"moe_{shared}": f"text_config.{shared}"})

@@ -1,20 +1,28 @@
-"""The gated delta rule and the preceding causal convolution in torch, which restart at every segment.
+"""The gated delta rule and the causal convolution before it, in torch. Both restart at every segment.
 
-Segment offsets stay on the device. Tensors that depend on them have sizes that do not: T tokens in n segments fill at
+They are used without a GPU or without flash-linear-attention. That package needs a GPU, and megatron-core does not
+build the layer without it (`upstream/gated_delta_kernels.py`). With both, the kernels of the package are used.
+
+Segment offsets stay on the device. The sizes of tensors do not depend on their values: T tokens in n segments fill at
 most T // 64 + n chunks, and unused chunks are empty.
-They replace GatedDeltaNet's kernels if flash-linear-attention or a GPU is missing: megatron-core does not build the
-layer without that package, and the package needs a GPU. If both are present, its kernels compute, even if the package
-cannot be imported: megatron-core reports that.
+
+Legend of shapes: b rows, s tokens, T tokens of a packed row, n segments, c chunks, h heads, d and e head dimensions of
+keys and values.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+from qwen3vl_bridge.core.layout import locate_chunks, segment_offsets
+from qwen3vl_bridge.upstream import gated_delta_kernels
 
 import torch
 import torch.nn.functional as F
@@ -23,16 +31,16 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-CHUNK = 64  # tokens, of flash-linear-attention's kernels too
-# Of flash-linear-attention. Earlier ones wait for the GPU, or fail or compute other gradients on a Hopper GPU; before
-# 0.4.2 the convolution's chunks differ. (github.com/fla-org/flash-linear-attention/issues/640)
-LOWEST = "0.6.0"
-_PACKAGE = f"flash-linear-attention>={LOWEST}"
+CHUNK = 64  # tokens; flash-linear-attention uses the same size
+# Earlier releases of flash-linear-attention synchronize with the GPU, or fail or compute wrong gradients on a Hopper
+# GPU (github.com/fla-org/flash-linear-attention/issues/640). Before 0.4.2 the chunks of the convolution differ.
+MINIMUM_VERSION = "0.6.0"
+_PACKAGE = f"flash-linear-attention>={MINIMUM_VERSION}"
 _HOPPER = 9  # compute capability
 
 
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """X / sqrt(|x|^2 + eps) over the last dimension, in float32.
+    """Return x / sqrt(|x|^2 + eps) over the last dimension, computed in float32.
 
     Source: transformers, modeling_qwen3_5.l2norm.
     """
@@ -49,13 +57,18 @@ def causal_conv1d(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, None]:
-    """Causal depthwise convolution of x [b, s, d] by [d, w] within each segment; the last weight is the token's own.
+    """Apply a causal depthwise convolution within each segment.
 
-    `activation` is "silu", "swish" or None; b is 1 for packed rows with `cu_seqlens` [n + 1]. megatron-core passes no
-    other, and no states.
+    Args:
+        x: [b, s, d]; b is 1 for packed rows.
+        weight: [d, w]; the last weight belongs to the token itself.
+        bias: [d].
+        activation: "silu", "swish" or None.
+        initial_state, output_final_state: None and False in megatron-core's calls.
+        cu_seqlens: [n + 1] offsets of the segments in a packed row; None if each row is one segment.
     """
     tokens, width = x.shape[1], weight.shape[-1]
-    position = _place_in_segment(_offsets(cu_seqlens, tokens, x.device), tokens)
+    position = segment_offsets(_offsets(cu_seqlens, tokens, x.device).diff(), tokens)
     y = x * weight[:, -1]
     for back in range(1, min(width, tokens)):
         before = F.pad(x, (0, 0, back, 0))[:, :tokens]
@@ -77,149 +90,154 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, None]:
-    """Chunked gated delta rule: S <- S exp(g_t); S <- S + k_t (beta_t (v_t - k_t S)); o_t = scale q_t S.
+    """Compute the gated delta rule: S <- S exp(g_t); S <- S + k_t (beta_t (v_t - k_t S)); o_t = scale q_t S.
 
-    It is applied to each head and segment. All tokens of a chunk are processed in parallel: their updates are the
-    solution of a triangular system. Only the state is passed from chunk to chunk. A chunk never contains tokens of two
-    segments, and a segment's first chunk resets the state. Computed in float32 for all input dtypes.
+    The rule applies to each head and segment. Tokens of a chunk are processed in parallel: their updates solve a
+    triangular system. Only the state passes from chunk to chunk. A chunk has tokens of one segment, and the first chunk
+    of a segment resets the state. Everything is computed in float32.
 
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2025), section 3.3; transformers,
     modeling_qwen3_5.torch_chunk_gated_delta_rule.
 
     Args:
         q, k: [b, s, h, d]; b is 1 for packed rows.
-        v: [b, s, h, e], as the result, in its dtype.
+        v: [b, s, h, e].
         g: [b, s, h] logarithm of the decay, at most 0.
         beta: [b, s, h] writing strength, 0 to 1.
-        scale: factor applied to the queries; None for 1 / sqrt(d).
-        initial_state, output_final_state: None and False in megatron-core's calls; states begin at zero here.
-        use_qk_l2norm_in_kernel: apply the L2 norm to q and k here.
+        scale: factor of the queries; None for 1 / sqrt(d).
+        initial_state, output_final_state: None and False in megatron-core's calls; states begin at zero.
+        use_qk_l2norm_in_kernel: normalize q and k with `l2norm`.
         cu_seqlens: [n + 1] offsets of the segments in a packed row; None if each row is one segment.
+
+    Returns:
+        [b, s, h, e] in the dtype of v, and None for the final state.
     """
     if use_qk_l2norm_in_kernel:
         q, k = l2norm(q), l2norm(k)
     tokens, dtype = v.shape[1], v.dtype
-    slots, is_first = _chunks(_offsets(cu_seqlens, tokens, v.device), tokens)
+    # The token in each slot [c, CHUNK], `tokens` for empty slots; and [c] which chunks begin a segment.
+    offsets = _offsets(cu_seqlens, tokens, v.device)
+    segment, number = locate_chunks(offsets, tokens // CHUNK + len(offsets) - 1, CHUNK)
+    slots = (offsets[segment] + number * CHUNK)[:, None] + torch.arange(CHUNK, device=offsets.device)
+    slots = torch.where(slots < offsets[segment + 1][:, None], slots, tokens)
+    is_first = number == 0
 
-    def cut(x: Tensor) -> Tensor:
-        """[b, s, h, ...] -> [b, chunks, h, CHUNK, ...] float32; empty slots are zeros, which have no effect."""
+    def to_chunks(x: Tensor) -> Tensor:
+        """Rearrange x [b, s, h, ...] to chunks [b, c, h, CHUNK, ...] float32. Empty slots are zeros."""
         padded = F.pad(x.float(), (0, 0) * (x.ndim - 2) + (0, 1))
         return padded[:, slots].transpose(2, 3)
 
-    q, k, v, g, beta = (cut(x) for x in (q, k, v, g, beta))
+    q, k, v, g, beta = (to_chunks(x) for x in (q, k, v, g, beta))
     q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
     g = g.cumsum(-1)  # cumulative within the chunk
-    since = (g[..., :, None] - g[..., None, :]).tril().exp().tril()  # [.., i, j] decay from token j to token i
-    written = beta[..., None] * k
-    system = torch.eye(CHUNK, device=g.device) + ((written @ k.mT) * since).tril(-1)
-    right = torch.cat((beta[..., None] * v, written * g.exp()[..., None]), -1)
-    values, seen = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split(
+    decay_between = (g[..., :, None] - g[..., None, :]).tril().exp().tril()  # [..., i, j] from token j to token i
+    k_beta = beta[..., None] * k
+    system = torch.eye(CHUNK, device=g.device) + ((k_beta @ k.mT) * decay_between).tril(-1)
+    right = torch.cat((beta[..., None] * v, k_beta * g.exp()[..., None]), -1)
+    values, state_keys = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split(
         (v.shape[-1], k.shape[-1]), -1
     )
-    within = (q @ k.mT) * since
+    attention = (q @ k.mT) * decay_between
     q_in, k_out = q * g.exp()[..., None], k * (g[..., -1:] - g).exp()[..., None]
     decay = g[..., -1].exp()[..., None, None]
 
     state, outputs = v.new_zeros(*v.shape[:1], v.shape[2], k.shape[-1], v.shape[-1]), []
     for c, keep in enumerate((~is_first).float().unbind()):
         state = state * keep
-        new = values[:, c] - seen[:, c] @ state
-        outputs.append(q_in[:, c] @ state + within[:, c] @ new)
+        new = values[:, c] - state_keys[:, c] @ state
+        outputs.append(q_in[:, c] @ state + attention[:, c] @ new)
         state = state * decay[:, c] + k_out[:, c].mT @ new
-    out = torch.stack(outputs, 1).transpose(2, 3).flatten(1, 2)  # [b, chunks * CHUNK, h, e]
+    out = torch.stack(outputs, 1).transpose(2, 3).flatten(1, 2)  # [b, c * CHUNK, h, e]
     flat = slots.flatten()  # empty slots write to an extra row at the end
     return out.new_zeros(out.shape[0], tokens + 1, *out.shape[2:]).index_copy(1, flat, out)[:, :-1].to(dtype), None
 
 
 def _offsets(cu_seqlens: Tensor | None, tokens: int, device: torch.device) -> Tensor:
-    """[n + 1] int64."""
+    """Return `cu_seqlens` [n + 1] as int64; for None, the offsets of a single segment of all tokens."""
     return torch.arange(2, device=device) * tokens if cu_seqlens is None else cu_seqlens.to(device, torch.int64)
 
 
-def _place_in_segment(offsets: Tensor, tokens: int) -> Tensor:
-    """[T] each token's index within its segment."""
-    index = torch.arange(tokens, device=offsets.device)
-    return index - offsets[torch.searchsorted(offsets, index, right=True) - 1]
-
-
-def _chunks(offsets: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """[c, CHUNK] the token in each slot, T for empty slots; [c] whether a chunk is the first of its segment."""
-    segment, number = _places_of_chunks(offsets, tokens // CHUNK + len(offsets) - 1)
-    token = (offsets[segment] + number * CHUNK)[:, None] + torch.arange(CHUNK, device=offsets.device)
-    return torch.where(token < offsets[segment + 1][:, None], token, tokens), number == 0
-
-
-def _places_of_chunks(offsets: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
-    """[c] each chunk's segment, and its number in it; chunks after the last one continue the last segment."""
-    lengths = offsets.diff()
-    ends = ((lengths + CHUNK - 1) // CHUNK).cumsum(0)
-    number = torch.arange(chunks, device=offsets.device)
-    segment = torch.searchsorted(ends, number, right=True).clamp(max=len(lengths) - 1)
-    begins = F.pad(ends, (1, 0))[segment]
-    return segment, number - begins
-
-
-def are_missing() -> bool:
-    """Whether our functions are used."""
+def uses_torch_functions() -> bool:
+    """Return whether the functions of this module are used: without a GPU or without flash-linear-attention."""
     return not torch.cuda.is_available() or importlib.util.find_spec("fla") is None
 
 
 def check_package() -> None:
-    """Say on a machine with a GPU whether flash-linear-attention is missing.
+    """Check flash-linear-attention on a machine with a GPU, and warn if it is missing.
 
     Raises:
-        ValueError: it is too old, or Triton compiles its kernels wrongly for this GPU.
+        ValueError: it is too old, or the installed Triton compiles its kernels wrongly for this GPU.
     """
     if not torch.cuda.is_available():
         return
-    if are_missing():
+    if uses_torch_functions():
         logger.warning(
-            "flash-linear-attention is not installed: layers of linear attention take torch functions, which need "
-            f"many times as long and much more memory; pip install '{_PACKAGE}'"
+            "flash-linear-attention is not installed: linear attention uses torch functions, which are many times "
+            f"slower and need much more memory. Run pip install '{_PACKAGE}'"
         )
         return
     package, triton = (Version(importlib.import_module(name).__version__) for name in ("fla", "triton"))
-    if package < Version(LOWEST):
-        raise ValueError(f"flash-linear-attention is {package}, expected {LOWEST} or newer: pip install '{_PACKAGE}'")
-    wrong = Version("3.4") <= triton < Version("3.7.1") and importlib.util.find_spec("tilelang") is None
-    if wrong and torch.cuda.get_device_capability()[0] == _HOPPER:
+    if package < Version(MINIMUM_VERSION):
+        raise ValueError(
+            f"flash-linear-attention is {package}, expected {MINIMUM_VERSION} or newer: pip install '{_PACKAGE}'"
+        )
+    is_wrong = Version("3.4") <= triton < Version("3.7.1") and importlib.util.find_spec("tilelang") is None
+    if is_wrong and torch.cuda.get_device_capability()[0] == _HOPPER:
         raise ValueError(
             f"Triton is {triton}, which compiles gradients of linear attention wrongly for a Hopper GPU "
-            "(flash-linear-attention refuses it in the first backward pass): expected Triton 3.7.1 or newer, or "
-            "tilelang, which the package then takes"
+            "(flash-linear-attention raises an error in the first backward pass). Install Triton 3.7.1 or newer, or "
+            "tilelang, which flash-linear-attention then uses"
         )
 
 
-def build_without_package(module: Any) -> None:
-    """In `megatron.core.ssm.gated_delta_net.common`, which refuses to build the layer without the package."""
-    if are_missing():
-        module.HAVE_FLA, module.l2norm = True, l2norm
+@functools.cache
+def choose_kernels() -> None:
+    """Replace the kernels that megatron-core's layers call by name, once per process.
+
+    Without a GPU or flash-linear-attention, use the norm and the convolution of this module; else pass `chunk_indices`
+    to the convolution of the package.
+    """
+    if uses_torch_functions():
+        gated_delta_kernels.use_functions(l2norm, causal_conv1d)
+    else:
+        gated_delta_kernels.wrap_convolution(with_chunks)
 
 
-def choose_kernels(module: Any) -> None:
-    """In `megatron.core.ssm.gated_delta_net.gdn`, which calls the kernels."""
-    ours = are_missing()
-    module.causal_conv1d = causal_conv1d if ours else with_chunks(module.causal_conv1d)
-    module.chunk_gated_delta_rule = chunk_gated_delta_rule if ours else with_chunks(module.chunk_gated_delta_rule)
+class PackedRow(Protocol):
+    """The part of `HostPackedSeqParams` that kernels need. Importing its module here would be circular."""
+
+    cu_seqlens_q: Tensor | None
+
+    def chunk_indices(self, size: int) -> Tensor:
+        """Return a tensor [c, 2] with the segment of each chunk, and the index of the chunk in its segment."""
+        ...
+
+
+# The packed row of the layer that is being computed. megatron-core passes only its offsets to kernels.
+_packed_row: ContextVar[PackedRow | None] = ContextVar("packed_row", default=None)
+
+
+@contextlib.contextmanager
+def packed_row(row: PackedRow | None) -> Iterator[None]:
+    """Within the context, set the packed row whose chunks kernels wrapped by `with_chunks` get."""
+    token = _packed_row.set(row)
+    try:
+        yield
+    finally:
+        _packed_row.reset(token)
 
 
 def with_chunks(kernel: Callable) -> Callable:
-    """A kernel of flash-linear-attention that is told a packed row's chunks, which it would ask the GPU for."""
+    """Wrap a kernel of flash-linear-attention to pass it the `chunk_indices` of the current packed row.
+
+    Without them the kernel would synchronize with the GPU. Padded rows, and offsets of other models, have no chunks.
+    """
 
     @functools.wraps(kernel)
     def call(*args: Any, cu_seqlens: Tensor | None = None, **kwargs: Any) -> Any:
-        return kernel(*args, cu_seqlens=cu_seqlens, chunk_indices=_chunks_of_row(cu_seqlens), **kwargs)
+        row = _packed_row.get()
+        is_row = row is not None and cu_seqlens is not None and cu_seqlens is row.cu_seqlens_q
+        chunks = row.chunk_indices(CHUNK) if is_row else None
+        return kernel(*args, cu_seqlens=cu_seqlens, chunk_indices=chunks, **kwargs)
 
     return call
-
-
-def _chunks_of_row(cu_seqlens: Any) -> Tensor | None:
-    """[c, 2] of the offsets' dtype, each chunk's segment and its number in it, kept with the offsets for all layers;
-    None for rows that are one segment each, and for offsets of others.
-    """
-    if not hasattr(cu_seqlens, "lengths"):
-        return None
-    if not hasattr(cu_seqlens, "chunks"):
-        chunks = sum(-(-length // CHUNK) for length in cu_seqlens.lengths)
-        cu_seqlens.chunks = torch.stack(_places_of_chunks(cu_seqlens, chunks), 1).to(cu_seqlens.dtype)
-    return cu_seqlens.chunks

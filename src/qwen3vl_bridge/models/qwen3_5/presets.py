@@ -1,4 +1,4 @@
-"""The released Qwen3.5-VL models: their dimensions, and configurations built from them offline."""
+"""Released Qwen3.5-VL models: their dimensions, and configurations that are built from them offline."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from qwen3vl_bridge.models import size_presets
+from qwen3vl_bridge.config import size_presets
+from qwen3vl_bridge.config.size_presets import Experts, Preset, VisionTower
 from qwen3vl_bridge.models.qwen3_5.config import FAMILY_NAME, FULL, LINEAR, LINEAR_SIZES, MTP_LAYERS, TOKENS
-from qwen3vl_bridge.models.size_presets import Experts, Preset, VisionTower
 
 _SMALL = VisionTower(depth=12, hidden=768, ffn=3072, heads=12)
 _MEDIUM = VisionTower(depth=24, hidden=1024, ffn=4096, heads=16)
@@ -25,31 +25,33 @@ PRESETS: Mapping[str, Preset] = {
     "397B-A17B": Preset(4096, 0, 60, 32, 2, linear_value_heads=64, vision=_LARGE, experts=Experts(512, 10, 1024)),
 }
 
-# By release, the sizes it has: a name of the hub stands for these dimensions.
+# The sizes of each release. Releases of the same size share all shapes.
 RELEASES: Mapping[str, Collection[str]] = {
     "Qwen3.5": PRESETS.keys(),
     "Qwen3.6": ("27B", "35B-A3B"),
     "Qwen3.8": ("27B",),
 }
 
-# A scaled-down proxy of the largest model, for testing its parallelism: four layers, sixteen experts. Never released.
+# A small proxy of the largest model for tests of parallelism: four layers, sixteen experts. It is not released.
 PROXY = Preset(
     4096, 0, 4, 32, 2, linear_value_heads=64, vision=replace(_LARGE, depth=2), experts=Experts(16, topk=2, ffn=1024)
 )
 
 
 def hub_ids(size: str) -> tuple[str, ...]:
-    """Names on the Hugging Face hub of the models of a size, which share all shapes; for the proxy, those of the model
-    whose processor it uses.
+    """Return the Hugging Face hub ids of the models of a size, which share all shapes.
+
+    The proxy uses the processor of the largest model, and has its ids.
     """
     released = "397B-A17B" if size == "proxy" else size
     return size_presets.hub_names(RELEASES, released, ("", "-Base", "-Instruct", "-Thinking"))
 
 
 def config_dict(size: str) -> dict[str, Any]:
-    """A `config.json` in the format of transformers 5, for a size or a hub id; raises ValueError for an unknown one.
+    """Return a new `config.json` in the format of transformers 5 for a size or a hub id.
 
-    The result is a new object that the caller may modify.
+    Raises:
+        ValueError: the size or hub id is unknown.
     """
     preset = PROXY if size == "proxy" else size_presets.preset_of(size, PRESETS, hub_ids)
     experts = preset.experts
@@ -75,5 +77,8 @@ def config_dict(size: str) -> dict[str, Any]:
 
 
 def hf_config(size: str) -> Any:
-    """Transformers' configuration, in bfloat16, for `AutoBridge.from_hf_config`. Nothing is downloaded."""
+    """Return a transformers configuration in bfloat16 for a size or hub id, without downloads.
+
+    It can be passed to `AutoBridge.from_hf_config`.
+    """
     return size_presets.as_transformers(config_dict(size))

@@ -1,4 +1,4 @@
-"""The provider: the complete configuration of a Qwen3.5-VL model and its training, as one dataclass."""
+"""The Qwen3.5-VL providers: the configuration of a model and its training as a dataclass."""
 
 from __future__ import annotations
 
@@ -6,48 +6,61 @@ import logging
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from qwen3vl_bridge.models.provider import ExpertsMixin, VisionLanguageProvider
-from qwen3vl_bridge.models.qwen3_5.config import FAMILY_NAME, LINEAR_SIZES, TOKENS, own_dimensions
+from qwen3vl_bridge.config.checks import (
+    IGNORED,
+    Check,
+    Requires,
+    equals,
+    is_above,
+    is_off,
+    is_on,
+    one_of,
+    requires_default,
+)
+from qwen3vl_bridge.config.model_validation import FIXED_ARCHITECTURE
+from qwen3vl_bridge.models.common.provider import ExpertsMixin, VisionLanguageProvider
+from qwen3vl_bridge.models.qwen3_5.config import FAMILY_NAME, LINEAR_SIZES, TOKENS, add_dimensions
 from qwen3vl_bridge.models.qwen3_5.delta_rule import check_package
 from qwen3vl_bridge.models.qwen3_5.model import Qwen35VLModel
-from qwen3vl_bridge.models.refusals import NOTHING_ELSE
-from qwen3vl_bridge.models.rules import IGNORED, Allowed, Rule, above, any_of, equal, is_off, is_on, keep
 from qwen3vl_bridge.weights.rows import Dimensions
 
-from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
+from megatron.core.models.gpt import experimental_attention_variant_module_specs as attention_variants
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
 
 logger = logging.getLogger(__name__)
 
-_MTP = is_on("mtp_loss_scaling_factor") & (lambda model: model.trains_mtp)
-_RECOMPUTED_MTP = equal("recompute_granularity", "full") & _MTP
-_RECOMPUTED_SO = "megatron-core recomputes multi-token prediction in no other way"
+# megatron-core 0.20 renamed the variant. Saved runs may have either name.
+_GATED_DELTA_NET = ("gated_delta_net", "gdn")
+_INSTALLED_NAME = _GATED_DELTA_NET[hasattr(attention_variants, "GDN_ATTENTION_VARIANTS")]
 
-_RULES: tuple[Rule, ...] = (
-    *keep("linear_attention_in_proj_bf16", IGNORED, is_off("fp8") & is_off("fp4")),
-    *keep("deterministic_mode", "megatron-core's linear attention then takes no packed rows"),
-    Allowed("mtp_num_layers", any_of(None, 1)).because("multi-token prediction is one layer"),
-    *keep(
-        "mtp_detach_heads mtp_use_repeated_layer",
-        "the output layer and the decoder learn from multi-token prediction, which is one separate layer",
+_MTP = is_on("mtp_loss_scaling_factor") & (lambda model: model.trains_mtp)
+_RECOMPUTED_MTP = equals("recompute_granularity", "full") & _MTP
+_ONLY_UNIFORM = "megatron-core recomputes multi-token prediction only layer by layer"
+
+_CHECKS: tuple[Check, ...] = (
+    *requires_default("linear_attention_in_proj_bf16", IGNORED, is_off("fp8") & is_off("fp4")),
+    *requires_default("deterministic_mode", "megatron-core's deterministic linear attention supports no packed rows"),
+    Requires("mtp_num_layers", one_of(None, 1), why="multi-token prediction has one layer"),
+    *requires_default("mtp_detach_heads mtp_use_repeated_layer", FIXED_ARCHITECTURE),
+    Requires(
+        "sequence_parallel", True, is_above("tensor_model_parallel_size", 1),
+        why="otherwise megatron-core does not add up the gradients of linear attention's output norm over the ranks",
     ),
-    Allowed("sequence_parallel", True, above("tensor_model_parallel_size", 1)).because(
-        "else megatron-core does not add up the gradients of linear attention's output norm over the ranks"
+    Requires(
+        "variable_seq_lengths", True, is_above("pipeline_model_parallel_size", 1) & _MTP,
+        why="hidden states are sent to the last pipeline stage together with the next tokens for multi-token "
+        "prediction; or set mtp_loss_scaling_factor=0",
     ),
-    Allowed("variable_seq_lengths", True, above("pipeline_model_parallel_size", 1) & _MTP).because(
-        "next tokens go to the last pipeline stage together with hidden states, for multi-token prediction; or set "
-        "mtp_loss_scaling_factor=0"
-    ),
-    Allowed("recompute_method", "uniform", _RECOMPUTED_MTP).because(_RECOMPUTED_SO),
-    Allowed("recompute_num_layers", 1, _RECOMPUTED_MTP).because(_RECOMPUTED_SO),
-)
+    Requires("recompute_method", "uniform", _RECOMPUTED_MTP, why=_ONLY_UNIFORM),
+    Requires("recompute_num_layers", 1, _RECOMPUTED_MTP, why=_ONLY_UNIFORM),
+)  # fmt: skip
 
 
 @dataclass
 class Qwen35VLModelProvider(VisionLanguageProvider):
     """Provider of the dense Qwen3.5-VL model, and base class of the MoE provider.
 
-    All token ids and defaults are those of the released models. `VisionLanguageFields` documents the other fields.
+    Token ids and defaults are as in the released models. `VisionLanguageFields` documents the other fields.
 
     Attributes:
         linear_attention_freq: n, if every n-th layer has full attention and the others linear attention; or a list with
@@ -56,12 +69,12 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
         linear_key_head_dim, linear_value_head_dim, linear_num_key_heads, linear_num_value_heads: head dimensions and
             numbers of heads of linear attention.
         linear_attention_in_proj_bf16: with `fp8` or `fp4`, compute the input projection of linear attention in the
-            parameters' dtype, at any tensor-parallel size: its columns for gates and decays, two for each head of
-            values, make a rank's part no multiple of 16 at TP 8, nor of 32 (mxfp8) at TP 4.
+            dtype of parameters. It has two output columns per value head for gates and decays. With them the columns of
+            a rank are no multiple of 16 at tensor-parallel size 8, and no multiple of 32 (mxfp8) at size 4.
         rotary_percent: fraction of each head's dimensions with rotary embeddings.
         mtp_num_layers: 1 for a model with multi-token prediction, else None.
-        mtp_loss_scaling_factor: weight of a token's multi-token prediction loss relative to its own loss; 0.1 is usual.
-            With 0 these weights are frozen but kept, so that they can be exported.
+        mtp_loss_scaling_factor: weight of the multi-token prediction loss relative to the loss of the token; 0.1 is
+            usual. With 0 these weights are frozen, and are exported unchanged.
     """
 
     vision_config: Qwen3_5VisionConfig = field(default_factory=Qwen3_5VisionConfig)
@@ -81,7 +94,7 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
     rotary_percent: float = 0.25
     mrope_section: list[int] = field(default_factory=lambda: [11, 11, 10])
 
-    experimental_attention_variant: str | None = "gated_delta_net"
+    experimental_attention_variant: str | None = _INSTALLED_NAME
     linear_attention_freq: int | list[int] = 4
     linear_conv_kernel_dim: int = 4
     linear_key_head_dim: int = 128
@@ -96,10 +109,12 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
 
     family: ClassVar[str] = FAMILY_NAME
     model_class = Qwen35VLModel
-    rules: ClassVar[tuple[Rule, ...]] = _RULES
+    checks: ClassVar[tuple[Check, ...]] = _CHECKS
 
     def finalize(self) -> None:
-        """See VisionLanguageProvider."""
+        """Check and complete the fields."""
+        if self.experimental_attention_variant in _GATED_DELTA_NET:
+            self.experimental_attention_variant = _INSTALLED_NAME
         super().finalize()
         if self.mtp_num_layers and not self.trains_mtp:
             logger.info("multi-token prediction is not trained; set mtp_loss_scaling_factor=0.1 to train it")
@@ -107,15 +122,15 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
 
     @property
     def layers_in_16_bits(self) -> tuple[str, ...]:
-        """See VisionLanguageProvider."""
+        """Return the names, as in the weight table, of decoder linear layers that are never computed in FP8."""
         return ("in_proj",) if self.linear_attention_in_proj_bf16 else ()
 
     def dimensions(self) -> Dimensions:
-        """Values of the weight table's symbols; the vocabulary without padding."""
-        return own_dimensions(
+        """Return the dimensions that the weight table uses; the vocabulary is without padding."""
+        return add_dimensions(
             super().dimensions(),
             {name: getattr(self, name) for name in LINEAR_SIZES},
-            is_linear=get_linear_attention_pattern(self),
+            is_linear=attention_variants.get_linear_attention_pattern(self),
             shared_ffn=self.moe_shared_expert_intermediate_size,
             mtp=self.mtp_num_layers,
         )
@@ -123,11 +138,11 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
 
 @dataclass
 class Qwen35VLMoEModelProvider(ExpertsMixin, Qwen35VLModelProvider):
-    """Provider of Qwen3.5-VL with experts (MoE): the differences from the dense model.
+    """Provider of Qwen3.5-VL with experts (MoE).
 
     Attributes:
         moe_shared_expert_intermediate_size: width of the shared expert, which processes every token.
-        moe_shared_expert_gate: whether the shared expert's output is gated.
+        moe_shared_expert_gate: gate the output of the shared expert.
     """
 
     num_moe_experts: int | None = 256
@@ -137,9 +152,12 @@ class Qwen35VLMoEModelProvider(ExpertsMixin, Qwen35VLModelProvider):
     moe_shared_expert_gate: bool = True
     moe_aux_loss_coeff: float | list[float] = 1e-3
 
-    rules: ClassVar[tuple[Rule, ...]] = (*_RULES, *keep("moe_shared_expert_gate moe_layer_freq", NOTHING_ELSE))
+    checks: ClassVar[tuple[Check, ...]] = (
+        *_CHECKS,
+        *requires_default("moe_shared_expert_gate moe_layer_freq", FIXED_ARCHITECTURE),
+    )
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """Layers with experts: all of them."""
+        """Return the indices of layers with experts: all layers have experts."""
         return tuple(range(self.num_layers))

@@ -18,12 +18,16 @@ _MTP_LAYER = (f"{_MTP}mtp_model_layer.", "mtp.layers.0.")
 
 
 def _full_attention_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightRow, ...]:
-    """Rows of attention with a gated output per head, and of the input norm."""
+    """Return the weight rows of a full-attention layer with output gates, and of its input norm."""
     return rows.attention_rows(megatron, hf, *indices, kind=GatedQKV, queries="gated_q")
 
 
 def linear_attention_rows() -> tuple[WeightRow, ...]:
-    """Rows of linear attention and of the norm before it. float32 is as in Qwen3.5; Qwen3.6's files have bfloat16."""
+    """Return the weight rows of linear attention and of the norm before it.
+
+    Weights marked `float32` are stored in float32 in released Qwen3.5 checkpoints, and in bfloat16 in Qwen3.6
+    checkpoints.
+    """
     megatron, hf, indices = f"{_LAYER[0]}self_attention.", f"{_LAYER[1]}linear_attn.", ("linear_layers",)
     qkv = (("query", "l_key"), ("key", "l_key"), ("value", "l_value"))
 
@@ -48,7 +52,7 @@ def linear_attention_rows() -> tuple[WeightRow, ...]:
 
 
 def _shared_expert_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightRow, ...]:
-    """Rows of the shared expert and its output gate."""
+    """Return the weight rows of the shared expert and its output gate."""
     megatron, hf = f"{megatron}mlp.shared_experts.", f"{hf}mlp.shared_expert"
     half = ("shared_ffn", "hidden")
     return (
@@ -60,13 +64,13 @@ def _shared_expert_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightRo
     )
 
 
-# Format of MTP's experts if it differs from that of the layers' experts, as in released Qwen3.5 but not Qwen3.6.
-_LAYOUT_OF_LAYERS = {ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT: ExpertLayout.OUTPUT_MAJOR}
-_LAYOUT_OF_MTP = {ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT: ExpertLayout.PER_EXPERT}
+# Released Qwen3.5 checkpoints have different expert formats in the layers and in MTP, Qwen3.6 checkpoints do not.
+_LAYER_FORMAT = {ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT: ExpertLayout.OUTPUT_MAJOR}
+_MTP_FORMAT = {ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT: ExpertLayout.PER_EXPERT}
 
 
 def _mtp_rows(experts: ExpertLayout) -> tuple[WeightRow, ...]:
-    """Rows of multi-token prediction: two input norms, a projection of both inputs, a layer, and a final norm."""
+    """Return the weight rows of multi-token prediction: two input norms, a projection, a layer and a final norm."""
     joining = (
         ("eh_proj.weight", "mtp.fc.weight", ("hidden", "hidden_twice")),
         ("enorm.weight", "mtp.pre_fc_norm_embedding.weight", ("hidden",)),
@@ -86,12 +90,12 @@ def _mtp_rows(experts: ExpertLayout) -> tuple[WeightRow, ...]:
 
 
 def table(experts: ExpertLayout = ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT) -> tuple[WeightRow, ...]:
-    """The whole table, for a checkpoint with the given format of experts."""
+    """Return the weight table for a checkpoint that stores experts in the format `experts`."""
     return (
         *rows.VISION_ROWS,
         *rows.text_rows(*_full_attention_rows(*_LAYER, "full_layers"), *linear_attention_rows()),
         *rows.dense_mlp_rows(*_LAYER, "dense_layers"),
-        *rows.moe_rows(*_LAYER, "moe_layers", experts=_LAYOUT_OF_LAYERS.get(experts, experts)),
+        *rows.moe_rows(*_LAYER, "moe_layers", experts=_LAYER_FORMAT.get(experts, experts)),
         *_shared_expert_rows(*_LAYER, "moe_layers"),
-        *_mtp_rows(_LAYOUT_OF_MTP.get(experts, experts)),
+        *_mtp_rows(_MTP_FORMAT.get(experts, experts)),
     )

@@ -1,4 +1,4 @@
-"""Qwen3-VL: weight table, configuration, provider, presets, bridge, model."""
+"""Qwen3-VL: a dense or MoE text model, and a vision tower with DeepStack."""
 
 from qwen3vl_bridge.models.qwen3_vl import config, presets, table
 from qwen3vl_bridge.registry import Family

@@ -1,32 +1,35 @@
-"""The bridge: creates our provider from a Hugging Face configuration, and is registered with Megatron-Bridge."""
+"""The Qwen3-VL bridges, registered with Megatron-Bridge: from a Hugging Face configuration to our provider."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from qwen3vl_bridge.models.bridge import FamilyBridge, provider_by_model_type, scaled_rope
-from qwen3vl_bridge.models.hf_config import TOKEN_IDS
+from qwen3vl_bridge.config.hf_config import TOKEN_IDS, rope_provider_fields
+from qwen3vl_bridge.models.common.bridge import FamilyBridge, provider_by_model_type
+from qwen3vl_bridge.models.common.provider import register_replacement
 from qwen3vl_bridge.models.qwen3_vl.config import FAMILY_NAME, moe_layers_of, rope_parameters
 from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
-from qwen3vl_bridge.models.saved_providers import register_replacement
 
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.qwen_vl import qwen3_vl_provider as stock
 from transformers import Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration
 
 
-def _rope_of_text(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Scaled rotary embedding, which Megatron-Bridge's provider saves in the text configuration in addition to its
-    fields.
+def _saved_rope(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `rope_parameters` from the text configuration in which Megatron-Bridge's provider saves RoPE scaling.
+
+    The result is empty if the provider has saved no text configuration.
     """
     text = saved.get("hf_text_config")
-    return {} if text is None else {"rope_parameters": scaled_rope(rope_parameters(text.to_dict()))}
+    if text is None:
+        return {}
+    return {"rope_parameters": rope_provider_fields(rope_parameters(text.to_dict()))["rope_parameters"]}
 
 
-register_replacement(stock.Qwen3VLModelProvider, Qwen3VLModelProvider, elsewhere=_rope_of_text)
-register_replacement(stock.Qwen3VLMoEModelProvider, Qwen3VLMoEModelProvider, elsewhere=_rope_of_text)
+register_replacement(stock.Qwen3VLModelProvider, Qwen3VLModelProvider, convert=_saved_rope)
+register_replacement(stock.Qwen3VLMoEModelProvider, Qwen3VLMoEModelProvider, convert=_saved_rope)
 
 
 @MegatronModelBridge.register_bridge(
@@ -38,28 +41,24 @@ class Qwen3VLBridge(FamilyBridge):
     family = FAMILY_NAME
 
     def provider_fields(self, config: Any) -> dict[str, Any]:
-        """See FamilyBridge."""
+        """Return the provider's fields from a Hugging Face configuration."""
         text = config.text_config
-        rope, moe_layers = rope_parameters(text.to_dict()), moe_layers_of(text.to_dict())
-        fields = dict(
-            ffn_hidden_size=text.intermediate_size,
-            rotary_base=rope["rope_theta"],
-            mrope_section=rope["mrope_section"],
-            rope_parameters=scaled_rope(rope),
-        )
-        if moe_layers:
-            # If this is a list, megatron-core takes layers for different ones, and a checkpoint then names each.
+        fields = super().provider_fields(config) | rope_provider_fields(rope_parameters(text.to_dict()))
+        fields["ffn_hidden_size"] = text.intermediate_size
+        if moe_layers := moe_layers_of(text.to_dict()):
+            # With a list, megatron-core treats layers as different, and a checkpoint then names each layer.
             layers = range(text.num_hidden_layers)
-            same = len(moe_layers) == len(layers)
-            fields["moe_layer_freq"] = 1 if same else [int(layer in moe_layers) for layer in layers]
-        return super().provider_fields(config) | fields
+            all_moe = len(moe_layers) == len(layers)
+            fields["moe_layer_freq"] = 1 if all_moe else [int(layer in moe_layers) for layer in layers]
+        return fields
 
     @classmethod
     def megatron_to_hf_config(cls, provider: Qwen3VLModelProvider) -> dict[str, Any]:
-        """A provider's model as a transformers configuration, for `AutoBridge.from_auto_config`.
+        """Return the contents of a `config.json` for a provider's model, for `AutoBridge.from_auto_config`.
 
-        Megatron-Bridge's own function does not map a text model's sizes, and would keep those of its reference
-        configuration. Taken from the reference here: the maximum row length, because a provider has only that of a run.
+        Megatron-Bridge's own function does not map the sizes of a text model, and would keep those of its reference
+        configuration. Only the maximum row length is kept from the reference, because a provider has the row length of
+        a run.
         """
         text, vision = provider.hf_text_config.to_dict(), provider.vision_config.to_dict()
         del text["max_position_embeddings"]
@@ -84,5 +83,8 @@ class Qwen3VLMoEBridge(Qwen3VLBridge):
 
 
 def provider_from_hf_config(hf_config: Mapping[str, Any], **settings: Any) -> Qwen3VLModelProvider:
-    """See `provider_by_model_type`. The `run_config.yaml` of a converted checkpoint has this name and its arguments."""
+    """Return a provider for a `config.json`, see `provider_by_model_type`.
+
+    The `run_config.yaml` of a converted checkpoint contains the name and the arguments of this function.
+    """
     return provider_by_model_type((Qwen3VLBridge, Qwen3VLMoEBridge), hf_config, settings)

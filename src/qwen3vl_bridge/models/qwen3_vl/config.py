@@ -1,19 +1,19 @@
-"""Reading a Qwen3-VL `config.json`: whether this model supports it, its dimensions, and what identifies it."""
+"""Reading a Qwen3-VL `config.json`: checks, dimensions, and the fields that identify the model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from qwen3vl_bridge.models import hf_config
-from qwen3vl_bridge.models.hf_config import DENSE_WIDTH, LAYERS, POSITIVE, TOKEN_IDS, Fields, Kind, experts_of, shown
+from qwen3vl_bridge.config import hf_config
+from qwen3vl_bridge.config.hf_config import DENSE_WIDTH, LAYERS, POSITIVE, TOKEN_IDS, Fields, Kind, experts_of, shown
 from qwen3vl_bridge.weights.rows import Dimensions
 
 FAMILY_NAME = "qwen3_vl"
 # As in the released models, and transformers' defaults. Source: transformers, Qwen3VLConfig.
 TOKENS: Mapping[str, int] = dict(zip(TOKEN_IDS, (151_655, 151_656, 151_652, 151_653), strict=True))
 
-# In addition to the fields of all families.
+# Field types, in addition to those of all families.
 _REQUIRED: Fields = {
     "text_config": {"intermediate_size": POSITIVE},
     "vision_config": {"deepstack_visual_indexes": LAYERS},
@@ -23,10 +23,10 @@ _NULLABLE: Mapping[str, Kind] = {"num_key_value_heads": POSITIVE, "mlp_only_laye
 
 
 def check_settings(config: Any) -> None:
-    """Refuse a configuration that is malformed, or that this model does not support.
+    """Check that a configuration is well-formed and supported.
 
     Raises:
-        ValueError: a field is missing or invalid, or would be ignored; the message names it.
+        ValueError: a field is missing, invalid or not supported; the message names it.
     """
     hf_config.check_field_types(config, _REQUIRED, _OPTIONAL, _NULLABLE)
     text = config["text_config"]
@@ -35,41 +35,41 @@ def check_settings(config: Any) -> None:
     check_deepstack(config["vision_config"], text["num_hidden_layers"])
     hf_config.check_supported_values(config, {})
     hf_config.check_mrope_section(rope_parameters(text)["mrope_section"], head_dim_of(text))
-    _check_experts(text)
+    if experts := experts_of(text):
+        topk = text.get("num_experts_per_tok")
+        if not isinstance(topk, int) or not 0 < topk <= experts:
+            raise ValueError(f"text_config.num_experts_per_tok is {topk!r}, expected 1 to num_experts ({experts})")
+        if len({text[name] for name in ("num_experts", "num_local_experts") if text.get(name)}) > 1:
+            raise ValueError(
+                f"text_config.num_experts is {text['num_experts']}, but num_local_experts is "
+                f"{text['num_local_experts']}: expected the same number"
+            )
+        if not moe_layers_of(text):
+            raise ValueError(
+                f"text_config has {experts} experts, but no layer uses them: decoder_sparse_step is "
+                f"{text.get('decoder_sparse_step', 1)} and mlp_only_layers is {text.get('mlp_only_layers')}"
+            )
+        if text.get("moe_intermediate_size") is None:
+            raise ValueError("text_config.moe_intermediate_size is missing, expected the width of an expert")
     hf_config.check_model_type(config, FAMILY_NAME, len(moe_layers_of(text)), "layers have experts")
 
 
 def check_deepstack(vision: Mapping[str, Any], text_layers: int) -> None:
-    """Check that DeepStack features are of a tower's layers, and not more than text layers; raises ValueError."""
+    """Raise ValueError if `deepstack_visual_indexes` are not vision layers, or more than there are text layers."""
     indexes, depth = list(vision["deepstack_visual_indexes"]), vision["depth"]
     if indexes != sorted(set(indexes)) or (indexes and not 0 <= indexes[0] <= indexes[-1] < depth):
-        raise ValueError(f"deepstack_visual_indexes is {shown(indexes)}, expected ascending layers below {depth}")
+        raise ValueError(
+            f"deepstack_visual_indexes is {shown(indexes)}, expected ascending indices of the {depth} vision layers"
+        )
     if len(indexes) > text_layers:
-        raise ValueError(f"{len(indexes)} DeepStack layers need as many text layers, num_layers is {text_layers}")
-
-
-def _check_experts(text: Mapping[str, Any]) -> None:
-    experts, topk = experts_of(text), text.get("num_experts_per_tok")
-    if not experts:
-        return
-    if not isinstance(topk, int) or not 0 < topk <= experts:
-        raise ValueError(f"text_config.num_experts_per_tok is {topk!r}, expected 1 to {experts}, the experts")
-    if len({text[name] for name in ("num_experts", "num_local_experts") if text.get(name)}) > 1:
         raise ValueError(
-            f"text_config.num_experts is {text['num_experts']}, num_local_experts {text['num_local_experts']}: "
-            "expected the same number"
+            f"deepstack_visual_indexes has {len(indexes)} layers, but there are only {text_layers} text layers "
+            "(num_layers): each DeepStack layer needs a text layer"
         )
-    if not moe_layers_of(text):
-        raise ValueError(
-            f"text_config has {experts} experts and no layer that uses them: decoder_sparse_step is "
-            f"{text.get('decoder_sparse_step', 1)}, mlp_only_layers {text.get('mlp_only_layers')}"
-        )
-    if text.get("moe_intermediate_size") is None:
-        raise ValueError("text_config lacks moe_intermediate_size, expected the width of an expert")
 
 
 def moe_layers_of(text: Mapping) -> tuple[int, ...]:
-    """Indices of the layers with experts of a text configuration. Source: transformers, Qwen3VLMoeTextDecoderLayer."""
+    """Return the indices of layers with experts. Source: transformers, Qwen3VLMoeTextDecoderLayer."""
     if not experts_of(text):
         return ()
     step, dense = text.get("decoder_sparse_step", 1), text.get("mlp_only_layers") or ()
@@ -77,42 +77,41 @@ def moe_layers_of(text: Mapping) -> tuple[int, ...]:
 
 
 def head_dim_of(text: Mapping) -> int:
-    """Head dimension of a text configuration."""
-    # Default for files without the field: in transformers only the dense model has one.
+    """Return the head dimension of a text configuration."""
+    # In transformers only the dense model has a default for files without the field.
     head_dim = text.get("head_dim", None if experts_of(text) else 128)
     return head_dim or text["hidden_size"] // text["num_attention_heads"]
 
 
 def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
-    """See `rope_parameters_of`; of a whole head."""
-    rope = hf_config.rope_parameters_of(text, {"rope_theta": None, "mrope_section": None})
-    rope.setdefault("partial_rotary_factor", 1.0)
+    """Return the rotary settings of a text configuration, see `rope_parameters_of`.
+
+    Raises:
+        ValueError: the settings are malformed, not supported, or rotate only a part of each head.
+    """
+    defaults = {"rope_theta": None, "mrope_section": None, "partial_rotary_factor": 1.0}
+    rope = hf_config.rope_parameters_of(text, defaults)
     if rope.pop("partial_rotary_factor") != 1.0:
-        raise ValueError("partial_rotary_factor is not 1.0, expected whole heads as in every released model")
+        raise ValueError("partial_rotary_factor is not 1.0, the value of every released model")
     return rope
 
 
 def dimensions_of(config: Mapping) -> Dimensions:
-    """Values of the weight table's symbols, of a `config.json`; raises KeyError for a missing field."""
+    """Return the dimensions that the weight table uses, from a `config.json`. Raises KeyError for a missing field."""
     text = config["text_config"]
     return hf_config.model_dimensions(
         FAMILY_NAME, config, ffn=text["intermediate_size"], head_dim=head_dim_of(text), moe_layers=moe_layers_of(text)
     )
 
 
-# What identifies a model (see `hf_config`): fields specific to Qwen3-VL, or with a spelling specific to it.
-
-_ROPE_OF_RUN: Mapping[str, str] = {
-    "rotary_base": "text_config.rope_parameters.rope_theta",
-    "mrope_section": "text_config.rope_parameters.mrope_section",
-}
+# Fields that identify a model (see `hf_config`) and that Qwen3-VL has in a form of its own.
 _MOE_LAYERS = "text_config.layers with experts (decoder_sparse_step, mlp_only_layers)"
 
 
 def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The identifying fields of a `config.json`, normalized."""
+    """Return the fields of a `config.json` that identify the model, with normalized values."""
     text, moe_layers = config["text_config"], list(moe_layers_of(config["text_config"]))
-    fields = hf_config.identity_of_config(config, {"": TOKENS}) | {
+    fields = hf_config.identity_of_config(config, {"": TOKENS}, rope_parameters(text)) | {
         "vision_config.deepstack_visual_indexes": list(config["vision_config"]["deepstack_visual_indexes"]),
         "text_config.num_key_value_heads": text["num_key_value_heads"] or text["num_attention_heads"],
         "text_config.head_dim": head_dim_of(text),
@@ -123,11 +122,14 @@ def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
     if moe_layers:
         fields |= {f"text_config.{name}": text.get(name) for name in ("num_experts_per_tok", "moe_intermediate_size")}
         fields[_MOE_LAYERS] = moe_layers
-    return fields | {f"text_config.rope_parameters.{name}": value for name, value in rope_parameters(text).items()}
+    return fields
 
 
 def fields_of_run(model: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The identifying fields in the `model` section of a run's file; arguments as for `identity_of_run`."""
+    """Return the fields that identify the model from the `model` section of a `run_config.yaml`.
+
+    The arguments are as for `identity_of_run`.
+    """
     fields = hf_config.identity_of_run(model, config, FAMILY_NAME)
     layers, frequency = model.get("num_layers"), model.get("moe_layer_freq", 1)
     moe_layers = None
@@ -138,4 +140,4 @@ def fields_of_run(model: Mapping[str, Any], config: Mapping[str, Any]) -> dict[s
     if moe_layers is not None:
         fields[_MOE_LAYERS] = moe_layers
         fields |= hf_config.renamed(model, DENSE_WIDTH) if len(moe_layers) != layers else {}
-    return fields | hf_config.renamed(model, _ROPE_OF_RUN) | hf_config.scaled_rope_of_run(model)
+    return fields

@@ -1,14 +1,14 @@
-"""The released Qwen3-VL models: their dimensions, and configurations built from them offline."""
+"""Released Qwen3-VL models: their dimensions, and configurations that are built from them offline."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from qwen3vl_bridge.models import size_presets
+from qwen3vl_bridge.config import size_presets
+from qwen3vl_bridge.config.size_presets import Experts, Preset, VisionTower
 from qwen3vl_bridge.models.qwen3_vl.config import FAMILY_NAME, TOKENS, dimensions_of
 from qwen3vl_bridge.models.qwen3_vl.table import table
-from qwen3vl_bridge.models.size_presets import Experts, Preset, VisionTower
 from qwen3vl_bridge.weights.rows import parameter_count as count_parameters
 
 _SMALL_TOWER = VisionTower(depth=24, hidden=1024, ffn=4096, deepstack_layers=(5, 11, 17))
@@ -25,14 +25,15 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def hub_ids(size: str) -> tuple[str, ...]:
-    """Names on the Hugging Face hub of the models of a size, which share all shapes."""
+    """Return the Hugging Face hub ids of all models of a size. Their parameters have the same shapes."""
     return size_presets.hub_names({"Qwen3-VL": PRESETS}, size, ("-Instruct", "-Thinking"))
 
 
 def config_dict(size: str) -> dict[str, Any]:
-    """A `config.json` in the format of transformers 5, for a size or a hub id; raises ValueError for an unknown one.
+    """Return a new `config.json` in the format of transformers 5 for a size or a hub id.
 
-    The result is a new object that the caller may modify.
+    Raises:
+        ValueError: the size or hub id is unknown.
     """
     preset = size_presets.preset_of(size, PRESETS, hub_ids)
     text = {
@@ -54,10 +55,16 @@ def config_dict(size: str) -> dict[str, Any]:
 
 
 def hf_config(size: str) -> Any:
-    """Transformers' configuration, in bfloat16, for `AutoBridge.from_hf_config`. Nothing is downloaded."""
+    """Return a transformers configuration in bfloat16 for a size or hub id, without downloads.
+
+    It can be passed to `AutoBridge.from_hf_config`.
+    """
     return size_presets.as_transformers(config_dict(size))
 
 
 def parameter_count(size: str) -> int:
-    """Number of parameters, including all experts and the vision tower; a tied output layer counts once."""
+    """Return the number of parameters of a model size, including all experts and the vision tower.
+
+    A tied output layer is not counted in addition to the embedding.
+    """
     return count_parameters(table(), dimensions_of(config_dict(size)))

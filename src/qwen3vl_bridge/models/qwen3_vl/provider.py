@@ -1,25 +1,26 @@
-"""The provider: the complete configuration of a Qwen3-VL model and its training, as one dataclass."""
+"""The Qwen3-VL providers: the configuration of a model and its training as a dataclass."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from qwen3vl_bridge.models.hf_config import EXPERT_FIELDS, TEXT_FIELDS
-from qwen3vl_bridge.models.provider import ExpertsMixin, VisionLanguageProvider
+from qwen3vl_bridge.config.checks import Check, requires_default
+from qwen3vl_bridge.config.fields import activation_name, attribute_alias
+from qwen3vl_bridge.config.hf_config import EXPERT_FIELDS, TEXT_FIELDS
+from qwen3vl_bridge.config.model_validation import FIXED_ARCHITECTURE, ignored_settings
+from qwen3vl_bridge.models.common.provider import ExpertsMixin, VisionLanguageProvider
 from qwen3vl_bridge.models.qwen3_vl.config import FAMILY_NAME, TOKENS, check_deepstack
 from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
-from qwen3vl_bridge.models.refusals import NOTHING_ELSE, unread
-from qwen3vl_bridge.models.rules import Rule, keep
-from qwen3vl_bridge.models.settings import name_of_activation
 
 from transformers import Qwen3VLMoeTextConfig, Qwen3VLTextConfig, Qwen3VLVisionConfig
 
 
 @dataclass
 class Qwen3VLModelProvider(VisionLanguageProvider):
-    """A dense Qwen3-VL model, and the base of MoE models. Token ids and defaults are those of the released models.
-    `VisionLanguageFields` documents the fields.
+    """Provider of the dense Qwen3-VL model, and base class of the MoE provider.
+
+    Token ids and defaults are as in the released models. `VisionLanguageFields` documents the fields.
     """
 
     vision_config: Qwen3VLVisionConfig = field(default_factory=Qwen3VLVisionConfig)
@@ -39,34 +40,35 @@ class Qwen3VLModelProvider(VisionLanguageProvider):
     model_class = Qwen3VLModel
     vision_module_class: ClassVar[str] = "qwen3vl_bridge.dist_train.modules.Qwen3VLVisionModule"
     language_module_class: ClassVar[str] = "qwen3vl_bridge.dist_train.modules.Qwen3VLLanguageModule"
-    rules: ClassVar[tuple[Rule, ...]] = (
+    checks: ClassVar[tuple[Check, ...]] = (
         lambda model: check_deepstack(model.vision_config.to_dict(), model.num_layers),
-        *keep("rotary_percent mtp_num_layers", NOTHING_ELSE),
-        *unread(
+        *requires_default("rotary_percent mtp_num_layers", FIXED_ARCHITECTURE),
+        *ignored_settings(
             "linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim "
             "linear_num_key_heads linear_num_value_heads mtp_use_repeated_layer mtp_detach_heads"
         ),
     )
 
-    # Names of Megatron-Bridge's own provider that callers read (docs/callers.md).
-    patch_size = property(lambda self: self.vision_config.patch_size)
-    spatial_merge_size = property(lambda self: self.vision_config.spatial_merge_size)
-    deepstack_visual_indexes = property(lambda self: self.vision_config.deepstack_visual_indexes)
-    language_max_sequence_length = property(lambda self: self.seq_length)  # rotary positions have no limit
+    # Attributes of Megatron-Bridge's own provider that callers read and write (docs/callers.md).
+    patch_size = attribute_alias("vision_config.patch_size")
+    spatial_merge_size = attribute_alias("vision_config.spatial_merge_size")
+    deepstack_visual_indexes = attribute_alias("vision_config.deepstack_visual_indexes")
+    # Rotary positions have no limit here, so setting it has no effect.
+    language_max_sequence_length = property(lambda self: self.seq_length, lambda self, _: None)
 
     @property
     def hf_text_config(self) -> Qwen3VLTextConfig | Qwen3VLMoeTextConfig:
-        """The text model as a transformers configuration, created from the fields; changing it has no effect here."""
-        rope = dict(rope_type="default", rope_theta=self.rotary_base, mrope_section=list(self.mrope_section))
+        """Return a transformers configuration of the text model. Changes to it do not affect the provider."""
+        rope = {"rope_type": "default", **self.rope_fields, **(self.rope_parameters or {}), "mrope_interleaved": True}
         shared = {of_text: getattr(self, name) for name, of_text in TEXT_FIELDS.items()} | dict(
             vocab_size=self.vocab_size,
             intermediate_size=self.ffn_hidden_size,
             num_key_value_heads=self.num_query_groups or self.num_attention_heads,
-            hidden_act=name_of_activation(self.activation_func),
+            hidden_act=activation_name(self.activation_func),
             max_position_embeddings=self.seq_length,
             initializer_range=self.init_method_std,
             attention_dropout=self.attention_dropout,
-            rope_parameters=rope | (self.rope_parameters or {}) | dict(mrope_interleaved=True),
+            rope_parameters=rope,
             bos_token_id=self.bos_token_id,
             eos_token_id=self.eos_token_id,
             pad_token_id=self.pad_token_id,
@@ -81,17 +83,21 @@ class Qwen3VLModelProvider(VisionLanguageProvider):
             mlp_only_layers=[layer for layer in range(self.num_layers) if layer not in self.moe_layers],
         )
 
+    @hf_text_config.setter
+    def hf_text_config(self, _: object) -> None:
+        raise ValueError("hf_text_config is read-only: set the provider's fields instead, such as hidden_size")
+
 
 @dataclass
 class Qwen3VLMoEModelProvider(ExpertsMixin, Qwen3VLModelProvider):
-    """Provider of Qwen3-VL with experts (MoE): the differences from the dense model."""
+    """Provider of Qwen3-VL with experts (MoE)."""
 
     num_moe_experts: int | None = 128
     moe_router_topk: int = 8
     moe_ffn_hidden_size: int | None = 768
     moe_aux_loss_coeff: float | list[float] = 1e-3
 
-    rules: ClassVar[tuple[Rule, ...]] = (
-        *Qwen3VLModelProvider.rules,
-        *keep("moe_shared_expert_intermediate_size moe_shared_expert_gate", NOTHING_ELSE),
+    checks: ClassVar[tuple[Check, ...]] = (
+        *Qwen3VLModelProvider.checks,
+        *requires_default("moe_shared_expert_intermediate_size moe_shared_expert_gate", FIXED_ARCHITECTURE),
     )

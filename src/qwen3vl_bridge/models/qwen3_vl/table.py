@@ -1,8 +1,8 @@
 """The weight table of Qwen3-VL: maps every parameter between Hugging Face and Megatron.
 
-Megatron names are those of the Transformer Engine layer spec, which checkpoints on disk use. A `*` stands for an index
-(layer, merger, expert); it is the same index on both sides. Dense and MoE models share the table: a model has the rows
-of its dense layers and those of its MoE layers.
+Megatron names are those of the Transformer Engine layer spec, which checkpoints use. A `*` stands for an index (layer,
+merger, expert), which is the same on both sides. Dense and MoE models share the table: a model has the rows of its
+dense layers and the rows of its MoE layers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _LAYER = ("language_model.decoder.layers.*.", "model.language_model.layers.*.")
 
 
 def table(experts: ExpertLayout = ExpertLayout.INPUT_MAJOR) -> tuple[WeightRow, ...]:
-    """The whole table, for a checkpoint with the given format of experts."""
+    """Return the weight table for a checkpoint that stores experts in the format `experts`."""
     return (
         *rows.VISION_ROWS,
         *rows.merger_rows(

@@ -1,3 +1,0 @@
-"""Compatibility with the installation: the import hook, Megatron without CUDA, replaced functions, other libraries'
-logs.
-"""

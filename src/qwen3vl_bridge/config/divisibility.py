@@ -1,0 +1,164 @@
+"""Check that ranks can share the sizes of a model evenly, for the provider, the planner and the converter.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from qwen3vl_bridge.weights.rows import Dimensions, WeightRow
+
+
+class IndivisibleSize(NamedTuple):
+    """A size of a model that its ranks cannot share evenly."""
+
+    setting: str  # the provider's setting, or a product of settings
+    size: int  # its value
+    parallelism: str  # the parallel sizes that must divide it: "tp", "tp of vision", "ep", "etp" or "tp * cp"
+    ranks: int  # their product
+    divisor_allowed: bool = False  # True if a divisor of `ranks` is allowed as well
+
+
+def indivisible_sizes(
+    dims: Dimensions, *, tp: int, cp: int = 1, ep: int = 1, etp: int = 1, vision_tp: int | None = None
+) -> Iterator[IndivisibleSize]:
+    """Yield the sizes of a model that are not multiples of the number of ranks that share them.
+
+    Args:
+        dims: dimensions of the model; "vocab" includes padding.
+        tp, cp, ep, etp: sizes of tensor, context, expert and expert-tensor parallelism.
+        vision_tp: tensor-parallel size of the vision tower; None for `tp`, 1 to skip the tower.
+    """
+    vision_tp = tp if vision_tp is None else vision_tp
+    merged = "vision_config.hidden_size * vision_config.spatial_merge_size * vision_config.spatial_merge_size"
+    sizes = [
+        ("num_attention_heads", dims["heads"], "tp", tp),
+        ("padded_vocab_size", dims["vocab"], "tp", tp),
+        ("vision_config.num_heads", dims["v_heads"], "tp of vision", vision_tp),
+        ("vision_config.intermediate_size", dims["v_ffn"], "tp of vision", vision_tp),
+        (merged, dims["v_merged"], "tp of vision", vision_tp),
+    ]
+    if dims.indices["dense_layers"]:
+        sizes.append(("ffn_hidden_size", dims["ffn"], "tp", tp))
+    if dims.indices["moe_layers"]:
+        sizes += [("num_moe_experts", dims["experts"], "ep", ep), ("moe_ffn_hidden_size", dims["moe_ffn"], "etp", etp)]
+    if dims.indices.get("linear_layers"):
+        keys = dims["l_key"] // dims["l_key_dim"]
+        sizes += [
+            ("linear_num_key_heads", keys, "tp * cp", tp * cp),
+            ("linear_num_value_heads", dims["l_value_heads"], "tp * cp", tp * cp),
+        ]
+    yield from (IndivisibleSize(*size) for size in sizes if size[1] % size[3])
+    # With fewer query groups than ranks, a rank gathers all groups and takes its own. Source: megatron-core,
+    # SelfAttention.
+    if dims["kv_heads"] % tp and tp % dims["kv_heads"]:
+        yield IndivisibleSize("num_query_groups", dims["kv_heads"], "tp", tp, divisor_allowed=True)
+
+
+class MisalignedDim(NamedTuple):
+    """A dimension of a text model's linear layer that matrix products in 8 or 4 bits do not support."""
+
+    layer: str  # such as "self_attention.in_proj"
+    side: str  # "outputs" or "inputs"
+    size: int  # of the unsharded layer
+    ranks: int  # number of ranks that share it
+
+
+# Linear layers that Transformer Engine computes in 8 bits, by the side that tensor parallelism shards.
+_SHARD_OUTPUTS, _SHARD_INPUTS = ("linear_qkv", "in_proj", "linear_fc1"), ("linear_proj", "out_proj", "linear_fc2")
+
+
+def misaligned_dims(
+    rows: Iterable[WeightRow], dims: Dimensions, *, tp: int, etp: int, multiple: int, exempt: Collection[str] = ()
+) -> Iterator[MisalignedDim]:
+    """Yield the dimensions of the decoder's linear layers that are not a multiple of `multiple` on each rank.
+
+    Source: Transformer Engine, `assert_dim_for_fp8_exec` and the quantizers' `is_quantizable`.
+
+    Args:
+        rows: the weight table.
+        dims: dimensions of the model.
+        tp, etp: sizes of tensor and expert-tensor parallelism.
+        multiple: the required multiple.
+        exempt: names of layers that are computed in 16 bits.
+    """
+    for row in rows:
+        *path, layer, parameter = row.megatron.rstrip("*").split(".")
+        exists = all(dims.indices.get(name) for name in row.indices) and (row.condition is None or dims[row.condition])
+        if path[:2] != ["language_model", "decoder"] or parameter != "weight" or layer in exempt or not exists:
+            continue
+        if layer in (*_SHARD_OUTPUTS, *_SHARD_INPUTS):
+            ranks = etp if "experts" in path else tp
+            shards = (ranks, 1) if layer in _SHARD_OUTPUTS else (1, ranks)
+            for side, size, count in zip(("outputs", "inputs"), row.megatron_shape(dims), shards, strict=True):
+                if size % (count * multiple):
+                    yield MisalignedDim(".".join([*path[4:], layer]), side, size, count)
+
+
+def row_length_multiple(cp: int, sp: int, tokens: int = 1) -> int:
+    """Return the number that must divide the length of a row, so that all ranks get equal shares.
+
+    Args:
+        cp, sp: sizes of context and sequence parallelism.
+        tokens: the number that must divide the tokens of a row on every rank, such as 16 for FP8.
+    """
+    segment = 2 * cp if cp > 1 else 1  # equals `core.layout.segment_multiple`, which needs torch
+    return math.lcm(segment, cp * sp * tokens)
+
+
+def check_row_length(seq_length: int, cp: int, sp: int, tokens: int = 1) -> None:
+    """Raise ValueError if ranks cannot share rows of `seq_length` tokens evenly; see `row_length_multiple`."""
+    if seq_length % (multiple := row_length_multiple(cp, sp, tokens)):
+        precision = f", where products in 8 or 4 bits need multiples of {tokens} tokens" if tokens > 1 else ""
+        raise ValueError(
+            f"seq_length is {seq_length}, expected a multiple of {multiple}: rows are divided over {cp} "
+            f"context-parallel ranks, and then over {sp} sequence-parallel ranks{precision}"
+        )
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Data-parallel replicas of the vision tower and the language model on separate ranks.
+
+    One number is a multiple of the other. Neighboring replicas are paired, as in megatron-core.
+    """
+
+    vision: int
+    language: int
+
+    def check(self, source: str = "") -> None:
+        """Raise ValueError unless one number of replicas divides the other; the message ends with `source`."""
+        few, many = sorted((self.vision, self.language))
+        if many % few:
+            raise ValueError(
+                f"the vision tower has {self.vision} data-parallel replicas and the language model {self.language}, "
+                f"expected one number to be a multiple of the other{source}"
+            )
+
+    @property
+    def vision_per_language(self) -> int:
+        """Number of vision replicas that share the images of one microbatch."""
+        return max(self.vision // self.language, 1)
+
+    @property
+    def language_per_vision(self) -> int:
+        """Number of language replicas that one vision replica serves."""
+        return max(self.language // self.vision, 1)
+
+    @property
+    def ratio(self) -> int | None:
+        """Number of vision replicas per language replica (`vision_to_llm_dp_ratio`); None if there are fewer."""
+        return self.vision_per_language if self.vision >= self.language else None
+
+    def language_replicas_of(self, vision: int) -> range:
+        """Return the indices of the language replicas that vision replica `vision` encodes images for."""
+        first = vision // self.vision_per_language * self.language_per_vision
+        return range(first, first + self.language_per_vision)
+
+    def share_of(self, vision: int) -> int:
+        """Return the index of the share of a microbatch's images that vision replica `vision` encodes."""
+        return vision % self.vision_per_language

@@ -1,0 +1,228 @@
+"""FLOPs of a sample in the vision tower and the language model, for a forward pass or a training step.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from qwen3vl_bridge.registry import dimensions_of
+from qwen3vl_bridge.weights.rows import Dimensions, is_mtp
+
+CHUNK = 64  # chunk size of gated delta rule kernels, in tokens
+
+
+@dataclass(frozen=True)
+class TowerCosts:
+    """FLOPs of the language model per token, and of the vision tower per patch.
+
+    Only matrix products are counted, as in PaLM (arXiv 2204.02311, appendix B). Causal attention counts half, because
+    kernels compute only half of the pairs. Recomputed activations are not counted.
+    """
+
+    token: float  # language model, per token
+    token_pair: float  # attention of the language model, per squared number of tokens in a sample
+    patch: float  # vision tower and mergers, per patch
+    patch_pair: float  # attention of the vision tower, per squared number of patches in a frame
+
+    def count_flops(self, *, tokens: int, patches: int, patch_pairs: int, token_pairs: int | None = None) -> float:
+        """Return the FLOPs of one or several samples.
+
+        Args:
+            tokens: number of tokens.
+            patches: number of patches.
+            patch_pairs: sum over frames of the squared number of patches.
+            token_pairs: sum over samples of the squared number of tokens; None for one sample.
+        """
+        token_pairs = tokens**2 if token_pairs is None else token_pairs
+        language = self.token * tokens + self.token_pair * token_pairs
+        return language + self.patch * patches + self.patch_pair * patch_pairs
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Which weights are trained. This determines the FLOPs of a backward pass. The vision projection is the mergers."""
+
+    # True if the component's own weights are trained.
+    language_model: bool = True
+    vision_model: bool = True
+    vision_projection: bool = True
+    # Returns the rank of a linear layer's adapter, or 0. All experts of a layer have one name. Adapters are trained.
+    rank: Callable[[str], int] = field(default=lambda layer: 0)
+    # True if there is a loss of multi-token prediction. Its layer belongs to the language model and gets no adapters.
+    mtp: bool = False
+
+
+class _Chain:
+    """Sum the FLOPs of consecutive layers, in a forward pass or a training step.
+
+    The forward pass of a linear layer, the gradient of its input and the gradient of its weight have the same FLOPs.
+    The gradient of the input is computed if a layer before is trained (`reached`), the gradient of the weight if the
+    layer itself is trained.
+    """
+
+    def __init__(self, trained: Trained, reached: bool = False) -> None:
+        self.trained, self.reached, self.linear, self.pair = trained, reached, 0.0, 0.0
+
+    def add(self, name: str, inputs: int, outputs: int, trained: bool, times: float = 1) -> None:
+        """Add the FLOPs of a linear layer applied `times` times per token or patch; the name "" means no adapter."""
+        rank = self.trained.rank(name) if name and not is_mtp(name) else 0
+        self.linear += times * inputs * outputs * (1 + self.reached + trained)
+        if rank:
+            self.linear += times * rank * (inputs * (2 + self.reached) + 3 * outputs)
+        self.reached = self.reached or trained or rank > 0
+
+    def attend(self, width: int) -> None:
+        """Add the FLOPs of both matrix products of attention per pair of tokens; `width` is the sum of head sizes."""
+        self.pair += 2 * width * (1 + 2 * self.reached)
+
+
+def tower_costs(config: Mapping, trained: Trained | None = None) -> TowerCosts:
+    """Return the FLOPs of a model per token and per patch.
+
+    Args:
+        config: its `config.json`.
+        trained: weights that a training step trains; None for a forward pass.
+
+    Raises:
+        KeyError: a field is missing.
+    """
+    return model_costs(dimensions_of(config), trained)
+
+
+def model_costs(dims: Dimensions, trained: Trained | None = None) -> TowerCosts:
+    """Return the FLOPs per token and per patch of a model with dimensions `dims`; see `tower_costs`."""
+    trained = trained or Trained(False, False, False)
+    vision, (*deepstack, embedded) = _vision(dims, trained)
+    of_language = trained.language_model
+    text = _Chain(trained, reached=embedded or of_language)  # the embedding comes before all layers
+    for layer in dims.indices["text_layers"]:
+        name = f"language_model.decoder.layers.{layer}"
+        if layer in dims.indices.get("linear_layers", ()):
+            _add_linear_attention(text, f"{name}.self_attention", dims, of_language)
+        else:
+            _add_attention(text, f"{name}.self_attention", dims, of_language)
+        _add_mlp(text, f"{name}.mlp", dims, of_language, moe=layer in dims.indices["moe_layers"])
+        text.reached = text.reached or any(deepstack[layer : layer + 1])  # DeepStack features
+    text.add("", dims["hidden"], dims["vocab"], of_language)
+    if trained.mtp:
+        name = "language_model.mtp.layers.0.mtp_model_layer"
+        text.add("", dims["hidden_twice"], dims["hidden"], of_language)
+        _add_attention(text, f"{name}.self_attention", dims, of_language)
+        _add_mlp(text, f"{name}.mlp", dims, of_language, moe=bool(dims["mtp_experts"]))
+        text.add("", dims["hidden"], dims["vocab"], of_language)
+    # Causal attention has half of all pairs, so that `pair` is not doubled.
+    return TowerCosts(token=2 * text.linear, token_pair=text.pair, patch=2 * vision.linear, patch_pair=2 * vision.pair)
+
+
+def _add_attention(text: _Chain, name: str, dims: Dimensions, trained: bool) -> None:
+    """Add the FLOPs of full attention, including a gate for each query if the family has gates."""
+    text.add(f"{name}.linear_qkv", dims["hidden"], dims.sizes.get("gated_q", dims["q"]) + 2 * dims["kv"], trained)
+    text.attend(dims["q"])
+    text.add(f"{name}.linear_proj", dims["q"], dims["hidden"], trained)
+
+
+def _add_mlp(text: _Chain, name: str, dims: Dimensions, trained: bool, *, moe: bool) -> None:
+    """Add the FLOPs of a dense MLP, or with `moe` of the router, a token's experts and the gated shared expert."""
+    if not moe:
+        text.add(f"{name}.linear_fc1", dims["hidden"], 2 * dims["ffn"], trained)
+        text.add(f"{name}.linear_fc2", dims["ffn"], dims["hidden"], trained)
+        return
+    text.add("", dims["hidden"], dims["experts"], trained)
+    text.add(f"{name}.experts.linear_fc1", dims["hidden"], 2 * dims["moe_ffn"], trained, times=dims["topk"])
+    text.add(f"{name}.experts.linear_fc2", dims["moe_ffn"], dims["hidden"], trained, times=dims["topk"])
+    if shared := dims.sizes.get("shared_ffn", 0):
+        text.add("", dims["hidden"], 1, trained)
+        text.add(f"{name}.shared_experts.linear_fc1", dims["hidden"], 2 * shared, trained)
+        text.add(f"{name}.shared_experts.linear_fc2", shared, dims["hidden"], trained)
+
+
+def _add_linear_attention(text: _Chain, name: str, dims: Dimensions, trained: bool) -> None:
+    """Add the FLOPs of linear attention: the gated delta rule in chunks. They are proportional to the number of tokens.
+
+    For each token and value head there are three products with the state, of key size times value size: the value
+    stored under the key, the update and the output. Each token also has products with all tokens of its chunk: keys
+    with keys, with queries and with the solution of the chunk's triangular system; values with this solution and with
+    the scores of queries.
+
+    Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2025), section 3.3; transformers,
+    torch_chunk_gated_delta_rule, for the matrix products.
+    """
+    keys, values = dims["l_value_heads"] * dims["l_key_dim"], dims["l_value"]
+    text.add(f"{name}.in_proj", dims["hidden"], dims["l_qkv"] + dims["l_value"] + 2 * dims["l_value_heads"], trained)
+    text.add("", dims["l_conv"], dims["l_qkv"], trained)
+    rule = 3 * dims["l_key_dim"] * values + CHUNK * (3 * keys + 2 * values)
+    text.linear += rule * (1 + 2 * text.reached)
+    text.add(f"{name}.out_proj", dims["l_value"], dims["hidden"], trained)
+
+
+def trained_parts(provider: Any) -> Trained:
+    """Return which components a provider trains according to its `freeze_*` settings. Adapters are not included."""
+    return Trained(
+        language_model=not provider.freeze_language_model,
+        vision_model=not provider.freeze_vision_model,
+        vision_projection=not provider.freeze_vision_projection,
+        mtp=provider.trains_mtp,
+    )
+
+
+def operations_of_a_step(
+    provider: Any,
+    *,
+    batch_size: int,
+    seqlen_sum: int | None = None,
+    seqlen_squared_sum: int | None = None,
+    cross_seqlen_sum: int | None = None,
+    cross_seqlen_product_sum: int | None = None,
+) -> float:
+    """Return the FLOPs of a global batch, for Megatron-Bridge's log of TFLOP/s.
+
+    Megatron-Bridge has no arguments for patches. `training/metrics.py` passes them in the arguments for cross
+    attention. Without the numbers of tokens, rows count as full. Under LoRA Megatron-Bridge uses its own formula.
+
+    Args:
+        provider: the model.
+        batch_size: number of rows.
+        seqlen_sum: number of tokens without padding.
+        seqlen_squared_sum: sum over segments of the squared number of tokens.
+        cross_seqlen_sum: number of patches.
+        cross_seqlen_product_sum: sum over frames of the squared number of patches.
+    """
+    if seqlen_sum is None or seqlen_squared_sum is None:
+        seqlen_sum, seqlen_squared_sum = batch_size * provider.seq_length, batch_size * provider.seq_length**2
+    return model_costs(provider.dimensions(), trained_parts(provider)).count_flops(
+        tokens=seqlen_sum,
+        token_pairs=seqlen_squared_sum,
+        patches=cross_seqlen_sum or 0,
+        patch_pairs=cross_seqlen_product_sum or 0,
+    )
+
+
+def _vision(dims: Dimensions, trained: Trained) -> tuple[_Chain, list[bool]]:
+    """Return the FLOPs of the vision tower, and for each merger (DeepStack's first) whether gradients reach it."""
+    of_tower, of_mergers = trained.vision_model, trained.vision_projection
+    share = dims["v_hidden"] / dims["v_merged"]  # tokens per patch
+    tower, mergers = _Chain(trained), list[_Chain]()
+
+    def merge(name: str) -> None:
+        merger = _Chain(trained, tower.reached or of_mergers)  # its norm comes before its linear layers
+        merger.add(f"{name}.linear_fc1", dims["v_merged"], dims["v_merged"], of_mergers)
+        merger.add(f"{name}.linear_fc2", dims["v_merged"], dims["hidden"], of_mergers)
+        mergers.append(merger)
+
+    tower.add("", dims["v_channels"] * dims["v_temporal_patch"] * dims["v_patch"] ** 2, dims["v_hidden"], of_tower)
+    for layer in dims.indices["vision_layers"]:
+        name = f"vision_model.decoder.layers.{layer}"
+        tower.add(f"{name}.self_attention.linear_qkv", dims["v_hidden"], dims["v_qkv"], of_tower)
+        tower.attend(dims["v_hidden"])
+        tower.add(f"{name}.self_attention.linear_proj", dims["v_hidden"], dims["v_hidden"], of_tower)
+        tower.add(f"{name}.mlp.linear_fc1", dims["v_hidden"], dims["v_ffn"], of_tower)
+        tower.add(f"{name}.mlp.linear_fc2", dims["v_ffn"], dims["v_hidden"], of_tower)
+        if layer in dims.indices["deepstack_layers"]:
+            merge(f"vision_model.decoder.deepstack_merger_list.{len(mergers)}")
+    merge("vision_model.merger")
+    tower.linear += share * sum(merger.linear for merger in mergers)
+    return tower, [merger.reached for merger in mergers]

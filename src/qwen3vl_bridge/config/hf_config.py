@@ -1,0 +1,461 @@
+"""Read a Hugging Face `config.json`: check field types and values, and return the fields that identify a model.
+
+Standard library only: the converter and the planner read configurations without torch.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from qwen3vl_bridge.weights.rows import Dimensions, vision_sizes
+
+TOKEN_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+# Field of a provider -> field of a text configuration with the same value. EXPERT_FIELDS exist only with experts.
+TEXT_FIELDS: Mapping[str, str] = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "layernorm_epsilon": "rms_norm_eps",
+}
+EXPERT_FIELDS: Mapping[str, str] = {
+    "num_moe_experts": "num_experts",
+    "moe_router_topk": "num_experts_per_tok",
+    "moe_ffn_hidden_size": "moe_intermediate_size",
+}
+# Field of a provider -> name of the same setting in transformers' `rope_parameters`.
+ROPE_FIELDS: Mapping[str, str] = {
+    "rotary_base": "rope_theta",
+    "rotary_percent": "partial_rotary_factor",
+    "mrope_section": "mrope_section",
+}
+_LONGEST = 10_000  # layers or experts: a hostile file must not make us build longer lists
+
+
+class Kind(NamedTuple):
+    """A check of a field's value (`fits`), and a description of the allowed values for error messages."""
+
+    fits: Callable[[Any], bool]
+    expected: str
+
+
+def _is_whole(value: Any, least: int = 0) -> bool:
+    return type(value) is int and value >= least
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
+def one_of(names: Sequence[str]) -> Kind:
+    """Return a `Kind` that allows only the values in `names`."""
+    return Kind(lambda value: value in names, f"one of {', '.join(names)}")
+
+
+POSITIVE = Kind(lambda value: _is_whole(value, 1), "a whole number of at least 1")
+COUNT = Kind(lambda value: _is_whole(value, 1) and value <= _LONGEST, f"a whole number from 1 to {_LONGEST}")
+EXPERTS = Kind(lambda value: _is_whole(value) and value <= _LONGEST, f"a whole number up to {_LONGEST}")
+TOKEN = Kind(_is_whole, "the number of a token")
+LAYERS = Kind(lambda value: isinstance(value, list | tuple) and all(map(_is_whole, value)), "a list of layers")
+ABOVE_ZERO = Kind(lambda value: _is_number(value) and value > 0, "a number above 0")
+NOT_NEGATIVE = Kind(lambda value: _is_number(value) and value >= 0, "a number from 0 on")
+TRUTH = Kind(lambda value: isinstance(value, bool), "true or false")
+TEXT = Kind(lambda value: isinstance(value, str), "a name")
+OBJECT = Kind(lambda value: isinstance(value, Mapping), "an object")
+SECTION = Kind(
+    lambda value: isinstance(value, list | tuple) and len(value) == 3 and all(map(_is_whole, value)),
+    "three whole numbers",
+)
+
+# Allowed values of `hidden_act`. The text model supports those in `fields.text_activation`, the vision tower all
+# activations of transformers that have no parameters.
+TEXT_ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu")
+VISION_ACTIVATIONS = (
+    *("gelu", "gelu_10", "gelu_fast", "gelu_new", "gelu_python", "gelu_pytorch_tanh", "gelu_python_tanh"),
+    *("gelu_accurate", "hardswish", "laplace", "leaky_relu", "linear", "mish", "quick_gelu", "relu", "relu2", "relu6"),
+    *("sigmoid", "silu", "sqrtsoftplus", "swish", "tanh"),
+)
+
+# Field types by section of the file; the section "" is the file itself.
+Fields = Mapping[str, Mapping[str, Kind]]
+
+_REQUIRED: Fields = {
+    "": {"text_config": OBJECT, "vision_config": OBJECT},
+    "text_config": {
+        **dict.fromkeys(("vocab_size", "hidden_size", "num_attention_heads"), POSITIVE),
+        "num_hidden_layers": COUNT,
+    },
+    "vision_config": {
+        **dict.fromkeys(("hidden_size", "intermediate_size", "num_heads", "patch_size"), POSITIVE),
+        **dict.fromkeys(("temporal_patch_size", "spatial_merge_size", "num_position_embeddings"), POSITIVE),
+        "depth": COUNT,
+    },
+}
+_OPTIONAL: Fields = {
+    "": {"tie_word_embeddings": TRUTH, **dict.fromkeys(TOKEN_IDS, TOKEN)},
+    "text_config": {
+        "rms_norm_eps": ABOVE_ZERO,
+        "hidden_act": one_of(TEXT_ACTIVATIONS),
+        "max_position_embeddings": POSITIVE,
+        **dict.fromkeys(("attention_dropout", "initializer_range", "router_aux_loss_coef"), NOT_NEGATIVE),
+    },
+    "vision_config": {
+        **dict.fromkeys(("in_channels", "out_hidden_size"), POSITIVE),
+        "hidden_act": one_of(VISION_ACTIVATIONS),
+        "initializer_range": NOT_NEGATIVE,
+    },
+}
+# Fields of the text model that may also be null.
+_NULLABLE: Mapping[str, Kind] = {
+    **dict.fromkeys(("head_dim", "moe_intermediate_size", "num_experts_per_tok"), POSITIVE),
+    **dict.fromkeys(("num_experts", "num_local_experts"), EXPERTS),
+    **dict.fromkeys(("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"), ABOVE_ZERO),
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), OBJECT),
+}
+_ROPE: Mapping[str, Kind] = {
+    **dict.fromkeys(("rope_type", "type"), TEXT),
+    "mrope_section": SECTION,
+    "mrope_interleaved": TRUTH,
+    **dict.fromkeys(("rope_theta", "factor", "original_max_position_embeddings", "attention_factor"), ABOVE_ZERO),
+    **dict.fromkeys(("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"), ABOVE_ZERO),
+    **dict.fromkeys(("partial_rotary_factor", "mscale", "mscale_all_dim"), NOT_NEGATIVE),
+    "truncate": TRUTH,
+}
+# Rotary embeddings whose frequencies do not depend on a batch's length.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_ROPE_SECTION = "text_config.rope_parameters."  # of the fields that identify a model
+_OUT_HIDDEN_SIZE = 3584  # default of transformers
+
+
+def check_field_types(config: Any, required: Fields, optional: Fields, nullable: Mapping[str, Kind]) -> None:
+    """Check the type of each field of a `config.json`, and the constraints between fields that all families share.
+
+    `required`, `optional` and `nullable` (fields of the text model that may also be null) are a family's own.
+
+    Raises:
+        ValueError: a field is missing, has the wrong type, or is inconsistent with another one; the message names it.
+    """
+    if not isinstance(config, Mapping):
+        raise ValueError(f"the configuration is {shown(config)}, expected an object")
+    for section in _REQUIRED:
+        fields = config[section] if section else config
+        for name, kind in {**_REQUIRED[section], **required.get(section, {})}.items():
+            if name not in fields:
+                field = f"{section}.{name}" if section else name
+                raise ValueError(f"lacks the field {field}, expected {kind.expected}")
+            _check_type(section, name, fields[name], kind)
+        for name, kind in {**_OPTIONAL[section], **optional.get(section, {})}.items():
+            if name in fields:
+                _check_type(section, name, fields[name], kind)
+    text, vision = config["text_config"], config["vision_config"]
+    for name, kind in {**_NULLABLE, **nullable}.items():
+        if text.get(name) is not None:
+            _check_type("text_config", name, text[name], kind)
+    heads = text["num_attention_heads"]
+    for name, whole, part, divisor in (
+        ("text_config.num_attention_heads", heads, "num_key_value_heads", text.get("num_key_value_heads") or heads),
+        ("vision_config.hidden_size", vision["hidden_size"], "num_heads", vision["num_heads"]),
+    ):
+        if whole % divisor:
+            raise ValueError(f"{name} is {whole}, expected a multiple of {part}, which is {divisor}")
+    check_tower_size(vision, text["hidden_size"])
+
+
+def _check_type(section: str, name: str, value: Any, kind: Kind) -> None:
+    if not kind.fits(value):
+        raise ValueError(f"{f'{section}.{name}' if section else name} is {shown(value)}, expected {kind.expected}")
+
+
+def shown(value: Any) -> str:
+    """Return the `repr` of a value for error messages, cut to 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def rope_parameters_of(text: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rotary settings of a text configuration in the format of transformers 5; older formats are converted.
+
+    Args:
+        text: the text configuration.
+        defaults: the settings that every model of the family has, with their defaults; None for a required setting.
+
+    Returns:
+        `rope_type`, the settings in `defaults`, and for a scaled embedding its parameters.
+
+    Raises:
+        ValueError: the rotary embedding's type is not supported, or a value is missing or has the wrong type.
+    """
+    for section in ("rope_parameters", "rope_scaling"):
+        for name, value in (text.get(section) or {}).items():
+            if value is not None and name in _ROPE:
+                _check_type(f"text_config.{section}", name, value, _ROPE[name])
+    # As transformers does, which drops the other section. vLLM's users add rope_scaling to files that have both.
+    given = {k: v for k, v in (text.get("rope_scaling") or text.get("rope_parameters") or {}).items() if v is not None}
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind not in ("mrope", *ROPE_TYPES):
+        raise ValueError(f"rope_type is {kind!r}, expected one of {', '.join(ROPE_TYPES)}")
+    if not given.pop("mrope_interleaved", True):
+        raise ValueError("mrope_interleaved is False, expected True as in every released model")
+    rope: dict[str, Any] = {"rope_type": "default" if kind == "mrope" else kind}
+    inner, outer = given.get("partial_rotary_factor"), text.get("partial_rotary_factor")
+    if None not in (inner, outer) and inner != outer:  # which of them transformers uses depends on the type
+        raise ValueError(
+            f"partial_rotary_factor is {inner} in the rotary embedding's parameters and {outer} in text_config: "
+            "expected the same number"
+        )
+    for name, default in defaults.items():
+        rope[name] = next((value for value in (given.get(name), text.get(name)) if value is not None), default)
+    if rope["rope_type"] != "default":
+        rope |= {name: value for name, value in given.items() if name not in (*rope, "type")}
+        rope.setdefault("factor", None)
+    if rope["rope_type"] in ("yarn", "llama3"):  # as transformers does, where the text model's own field has priority
+        name = "original_max_position_embeddings"
+        rope[name] = text.get(name) or rope.get(name) or text.get("max_position_embeddings")
+    for name, value in rope.items():
+        if value is None:
+            raise ValueError(f"text_config has no {name}, neither in rope_parameters nor in text_config itself")
+    return rope | {"mrope_section": list(rope["mrope_section"])}
+
+
+def rope_provider_fields(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the provider's fields for rotary settings from `rope_parameters_of`.
+
+    The field `rope_parameters` is None unless the embedding is scaled.
+    """
+    fields = {field: rope[name] for field, name in ROPE_FIELDS.items() if name in rope}
+    return fields | {"rope_parameters": None if rope["rope_type"] == "default" else dict(rope)}
+
+
+def _rope_of_run(model: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rotary settings that identify a model, from the `model` section of a `run_config.yaml`.
+
+    Args:
+        found: the result of `identity_of_config`; unscaled settings that it lacks are ignored.
+    """
+    names = {field: f"{_ROPE_SECTION}{name}" for field, name in ROPE_FIELDS.items() if _ROPE_SECTION + name in found}
+    # Megatron-Bridge stores a scaled embedding in the text configuration, this package in a field.
+    text = model.get("hf_text_config")
+    scaled = text.get("rope_scaling") or text.get("rope_parameters") if isinstance(text, Mapping) else None
+    scaled = scaled or model.get("rope_parameters")
+    scaled = scaled if isinstance(scaled, Mapping) else {}
+    kind, fields = scaled.get("rope_type") or scaled.get("type"), {}
+    if kind not in (None, "default", "mrope"):
+        fields = {k: v for k, v in scaled.items() if k not in ("type", "mrope_interleaved") and v is not None}
+    elif kind or "rope_parameters" in model or isinstance(text, Mapping):
+        fields = {"rope_type": "default"}
+    return renamed(model, names) | {_ROPE_SECTION + name: value for name, value in fields.items()}
+
+
+def with_scaled_rope(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a `config.json` with a provider's `rope_parameters` in place of its own rotary settings."""
+    others = ("rope_scaling", "original_max_position_embeddings")  # which transformers would prefer
+    text = {name: value for name, value in config["text_config"].items() if name not in others}
+    return {**config, "text_config": {**text, "rope_parameters": {"mrope_interleaved": True, **rope}}}
+
+
+def check_tower_size(vision: Mapping[str, Any], text_width: int) -> None:
+    """Raise ValueError if a vision tower's output size is not `text_width`, the hidden size of the text model.
+
+    Also raise ValueError if its number of position embeddings is not a square number.
+    """
+    width = vision.get("out_hidden_size", _OUT_HIDDEN_SIZE)
+    if width != text_width:
+        raise ValueError(f"vision_config.out_hidden_size is {width}, expected hidden_size {text_width}")
+    positions = vision["num_position_embeddings"]
+    if math.isqrt(positions) ** 2 != positions:
+        raise ValueError(f"vision_config.num_position_embeddings is {positions}, expected the square of a whole number")
+
+
+def check_mrope_section(section: Sequence[int], rotated: int) -> None:
+    """Raise ValueError unless the numbers of `mrope_section` sum to half of `rotated`, a head's rotated dimensions."""
+    if 2 * sum(section) != rotated:
+        raise ValueError(
+            f"mrope_section is {list(section)} with the sum {sum(section)}, expected half of the {rotated} dimensions "
+            "of a head that are rotated"
+        )
+
+
+def check_model_type(config: Mapping[str, Any], dense: str, experts: int, what: str) -> None:
+    """Raise ValueError if a model with experts has the `model_type` of dense models, or the reverse.
+
+    Args:
+        dense: the `model_type` of the family's dense models; with experts it ends in "_moe".
+        experts: number of experts, or of layers with experts.
+        what: words that follow this number in the error message.
+    """
+    kind = config.get("model_type")
+    if kind in (dense, f"{dense}_moe") and bool(experts) != (kind != dense):
+        raise ValueError(f"{experts} {what}, which model_type {kind} does not allow")
+
+
+def experts_of(text: Mapping[str, Any]) -> int:
+    """Return the number of experts of a MoE layer, from `num_experts` or `num_local_experts`; 0 in a dense model."""
+    return text.get("num_experts", text.get("num_local_experts")) or 0
+
+
+def model_dimensions(
+    family: str, config: Mapping[str, Any], *, ffn: int, head_dim: int, moe_layers: Sequence[int] = ()
+) -> Dimensions:
+    """Return the dimensions that all families have, from a `config.json`. Raise KeyError for a missing field.
+
+    Vision layers in `deepstack_visual_indexes` have a DeepStack merger. Text layers in `moe_layers` have experts.
+    """
+    text, vision = config["text_config"], config["vision_config"]
+    layers, heads, experts = text["num_hidden_layers"], text["num_attention_heads"], experts_of(text)
+    kv_heads = text["num_key_value_heads"] or heads
+    moe_ffn = (text["moe_intermediate_size"] or 0) if moe_layers else 0
+    deepstack_layers = tuple(vision.get("deepstack_visual_indexes") or ())
+    sizes = {
+        "vocab": text["vocab_size"], "hidden": text["hidden_size"], "ffn": ffn,
+        "untied": int(not config.get("tie_word_embeddings", False)),
+        "head_dim": head_dim, "heads": heads, "kv_heads": kv_heads, "q": heads * head_dim, "kv": kv_heads * head_dim,
+        "experts": experts, "topk": text["num_experts_per_tok"] if moe_layers else 0,
+        "moe_ffn": moe_ffn, "moe_gate_up": 2 * moe_ffn,
+        **vision_sizes(vision),
+    }  # fmt: skip
+    indices = {
+        "text_layers": range(layers),
+        "dense_layers": tuple(i for i in range(layers) if i not in moe_layers),
+        "moe_layers": moe_layers,
+        "experts": range(experts),
+        "vision_layers": range(vision["depth"]),
+        "deepstack_layers": deepstack_layers,
+        "deepstack_mergers": range(len(deepstack_layers)),
+    }
+    return Dimensions(sizes, indices, family)
+
+
+def check_supported_values(config: Mapping[str, Any], own: Mapping[str, tuple[Any, Any]]) -> None:
+    """Raise ValueError for values in a `config.json` that our models do not support.
+
+    `own` has further fields of the family: field name -> (value found, only supported value).
+
+    Raises:
+        ValueError: a setting that would otherwise be ignored; the message names it.
+    """
+    text = config["text_config"]
+    values = {
+        # transformers gives the output projection a bias too, which no released model has.
+        "text_config.attention_bias": (text.get("attention_bias") or False, False),
+        "text_config.use_sliding_window": (text.get("use_sliding_window") or False, False),
+        # transformers divides the weights of the top-k experts by their sum whatever this setting is.
+        "text_config.norm_topk_prob": (text.get("norm_topk_prob", True), True),
+        **own,
+    }
+    for name, (value, expected) in values.items():
+        if value != expected:
+            raise ValueError(f"{name} is {value!r}, expected {expected!r}: this model implements nothing else")
+    if config.get("quantization_config") is not None:
+        fp8_block(config["quantization_config"])
+
+
+def fp8_block(quantization: Any) -> tuple[int, int] | None:
+    """Return the block size (rows, columns) of FP8 scales in a `quantization_config`; None for one scale per matrix.
+
+    Raises:
+        ValueError: the weights are not FP8 (e4m3) with dynamic scales of activations, or a field is invalid.
+    """
+    given = quantization if isinstance(quantization, Mapping) else {}
+    for name, expected, default in (
+        ("quant_method", "fp8", None), ("fmt", "e4m3", "e4m3"), ("activation_scheme", "dynamic", "dynamic"),
+    ):  # fmt: skip
+        if (value := given.get(name) or default) != expected:
+            raise ValueError(
+                f"quantization_config.{name} is {value!r}, expected {expected!r}: of quantized weights only those in "
+                "FP8 (e4m3, with a scale for each block as weight_scale_inv) can be read; use the model's bfloat16 "
+                "release, or dequantize it with the library that made it"
+            )
+    modules = given.get("modules_to_not_convert") or []
+    if not isinstance(modules, list | tuple) or not all(isinstance(name, str) for name in modules):
+        raise ValueError(f"quantization_config.modules_to_not_convert is {modules!r:.80}, expected a list of names")
+    block = given.get("weight_block_size", (128, 128))
+    if block is None:
+        return None
+    if not isinstance(block, list | tuple) or len(block) != 2 or not all(_is_whole(size, 1) for size in block):
+        raise ValueError(f"quantization_config.weight_block_size is {block!r}, expected two whole numbers above 0")
+    return block[0], block[1]
+
+
+# What identifies a model: the fields that determine which tensors exist or what they mean. They are read from a
+# `config.json`, and from the provider in a run's `run_config.yaml`, which may lack any of them: those are not compared.
+
+# By section, with transformers' defaults; a field without a default is in every file.
+_IDENTITY: Mapping[str, Mapping[str, Any]] = {
+    "": {"model_type": None, "tie_word_embeddings": False},
+    "text_config": {
+        **dict.fromkeys(("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")),
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+    },
+    "vision_config": {
+        **dict.fromkeys(("depth", "hidden_size", "num_heads", "intermediate_size", "patch_size")),
+        **dict.fromkeys(("temporal_patch_size", "spatial_merge_size", "num_position_embeddings")),
+        "out_hidden_size": _OUT_HIDDEN_SIZE,
+        "in_channels": 3,
+        "hidden_act": "gelu_pytorch_tanh",
+    },
+}
+DENSE_WIDTH: Mapping[str, str] = {"ffn_hidden_size": "text_config.intermediate_size"}
+# Functions by the last part of their name in a `run_config.yaml`. Other functions are unknown.
+_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "relu": "relu", "gelu_tanh": "gelu_pytorch_tanh"}
+
+
+def identity_of_config(
+    config: Mapping[str, Any], own: Mapping[str, Mapping[str, Any]], rope: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the fields of a `config.json` that identify a model, by names such as "text_config.hidden_size".
+
+    Args:
+        config: the configuration.
+        own: further fields of a family that have one name in all files, by section, with their defaults.
+        rope: the rotary settings, from `rope_parameters_of`.
+    """
+    fields: dict[str, Any] = {}
+    for section, shared in _IDENTITY.items():
+        values, prefix = (config[section], f"{section}.") if section else (config, "")
+        wanted = {**shared, **own.get(section, {})}
+        fields |= {prefix + name: values.get(name, default) for name, default in wanted.items()}
+    if fields["text_config.hidden_act"] == "swish":  # another name for it
+        fields["text_config.hidden_act"] = "silu"
+    return fields | {_ROPE_SECTION + name: value for name, value in rope.items()}
+
+
+def identity_of_run(model: Mapping[str, Any], config: Mapping[str, Any], dense: str) -> dict[str, Any]:
+    """Return the fields that identify a model, from the `model` section of a `run_config.yaml`, as far as it has them.
+
+    A vocabulary larger than that of `config` is left out, because it may include padding.
+
+    Args:
+        config: the result of `identity_of_config`. Only its fields of the vision tower are read from the run.
+        dense: the `model_type` of the family's models without experts.
+    """
+    fields = renamed(model, dict(zip(TOKEN_IDS, TOKEN_IDS, strict=True)))
+    fields |= renamed(model, {"share_embeddings_and_output_weights": "tie_word_embeddings"})
+    fields |= renamed(model, {name: f"text_config.{of_text}" for name, of_text in TEXT_FIELDS.items()})
+    if "num_moe_experts" in model:
+        experts = model["num_moe_experts"] or 0
+        fields |= {"model_type": f"{dense}_moe" if experts else dense, "text_config.num_experts": experts}
+        of_experts = {name: f"text_config.{of_text}" for name, of_text in EXPERT_FIELDS.items()}
+        fields |= renamed(model, of_experts if experts else DENSE_WIDTH)
+    if isinstance(activation := model.get("activation_func"), Mapping):
+        name = _ACTIVATIONS.get(str(activation.get("_target_")).rpartition(".")[2])
+        fields |= {} if name is None else {"text_config.hidden_act": name}
+    if isinstance(vision := model.get("vision_config"), Mapping):
+        fields |= {
+            name: vision[field]
+            for name in config
+            if name.startswith("vision_config.") and (field := name.removeprefix("vision_config.")) in vision
+        }
+    vocab = model.get("vocab_size")
+    if type(vocab) is int and vocab < config["text_config.vocab_size"]:
+        fields["text_config.vocab_size"] = vocab
+    return fields | _rope_of_run(model, config)
+
+
+def renamed(fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields that are not None, renamed by `names` (old name -> new name)."""
+    return {other: fields[name] for name, other in names.items() if fields.get(name) is not None}

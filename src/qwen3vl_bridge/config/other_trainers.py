@@ -1,0 +1,140 @@
+"""Names of settings in other trainers (transformers, ms-swift, LLaMA-Factory) and the settings here that match them.
+
+Error messages about unknown settings, options and environment variables use these tables.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Mapping
+
+# The settings here, and the names that other trainers have for them. If there are several settings, each is set to the
+# value, except those that have a value in the table.
+_NAMES = {
+    "optimizer.lr": "learning_rate", "optimizer.min_lr": "min_learning_rate",
+    "optimizer_config_override_provider.vision_model_lr": "vit_lr",
+    "optimizer_config_override_provider.vision_projection_lr": "aligner_lr",
+    "train.num_epochs": "num_train_epochs epochs",
+    "train.global_batch_size": "gbs batch_size batchsize gradient_accumulation_steps per_device_train_batch_size",
+    "train.micro_batch_size": "mbs", "train.train_iters": "max_steps iters steps",
+    "scheduler.lr_warmup_iters": "warmup_steps warmup_iters warmup",
+    "scheduler.lr_warmup_iters=0 scheduler.lr_warmup_fraction": "warmup_ratio lr_warmup_fraction",
+    "scheduler.lr_decay_style": "lr_scheduler_type",
+    "optimizer.clip_grad": "max_grad_norm", "checkpoint.save": "output_dir", "checkpoint.save_interval": "save_steps",
+    "checkpoint.most_recent_k": "save_total_limit", "validation.eval_interval": "eval_steps",
+    "logger.log_interval": "logging_steps",
+    "model.seq_length dataset.seq_length": "max_length max_seq_length seq_length seq_len cutoff_len",
+    "dataset.valid_path": "val_dataset eval_dataset", "dataset.pack": "packing neat_packing",
+    "dataset.vision.image_max_pixels": "max_pixels", "dataset.num_workers": "dataloader_num_workers",
+    "model.tensor_model_parallel_size": "tp", "model.pipeline_model_parallel_size": "pp",
+    "model.context_parallel_size": "cp", "model.expert_model_parallel_size": "ep",
+    "model.expert_tensor_parallel_size": "etp",
+    "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1":
+        "gradient_checkpointing activation_checkpointing",
+    "model.freeze_vision_model": "freeze_vit freeze_vision freeze_vision_tower freeze_vision_encoder freeze_visual",
+    "model.freeze_vision_projection": "freeze_aligner freeze_projector", "model.freeze_language_model": "freeze_llm",
+    "peft.dim": "lora_rank rank r", "peft.alpha": "lora_alpha", "peft.dropout": "lora_dropout",
+    "peft.target_modules": "target_modules lora_target", "rng.seed": "seed",
+}  # fmt: skip
+_SETTINGS = {alias: settings for settings, aliases in _NAMES.items() for alias in aliases.split()}
+_PER_DEVICE = {"per_device_train_batch_size", "gradient_accumulation_steps"}
+ALL_LINEAR = ("all", "all-linear")  # other trainers' words for all linear layers; here an empty list selects them
+
+# Names with other values here, which are listed with the other trainer's value in brackets.
+_TRANSLATED_VALUES = {
+    **dict.fromkeys(("lora", "lora_config"), "peft, which recipes such as qwen3_vl_8b_peft_config set"),
+    "truncation_strategy": "dataset.on_long=drop (delete) or dataset.on_long=truncate (right)",
+    "loss_scale": "dataset.answers=last (last_round) or dataset.answers=all (default); fp16's is optimizer.loss_scale",
+}
+# Names without a setting here, and what happens instead.
+_UNSUPPORTED = {
+    "load_from_cache_file": "samples are encoded during training, and not cached; `qwen3vl data pack` packs "
+    "them before, for dataset.train_packing"
+}
+
+# Environment variables that ms-swift reads, by the setting here.
+_VARIABLES = {
+    "dataset.vision.image_min_pixels": "MIN_PIXELS IMAGE_MIN_TOKEN_NUM",
+    "dataset.vision.image_max_pixels": "MAX_PIXELS IMAGE_MAX_TOKEN_NUM",
+    "dataset.vision.video_min_pixels": "VIDEO_MIN_PIXELS VIDEO_MIN_TOKEN_NUM",
+    "dataset.vision.video_max_pixels": "VIDEO_MAX_PIXELS VIDEO_MAX_TOKEN_NUM VIDEO_TOTAL_PIXELS",
+    "dataset.vision.video_fps": "FPS", "dataset.vision.video_min_frames": "FPS_MIN_FRAMES",
+    "dataset.vision.video_max_frames": "FPS_MAX_FRAMES", "dataset.media_root": "ROOT_IMAGE_DIR",
+}  # fmt: skip
+_PIXELS_PER_TOKEN = 32 * 32
+
+
+def target_setting(alias: str) -> str | None:
+    """Return our setting for another trainer's setting `alias` (the first of several); None if there is none."""
+    return _SETTINGS[alias].partition(" ")[0].partition("=")[0] if alias in _SETTINGS else None
+
+
+def translate_setting(alias: str, value: str = "") -> str | None:
+    """Return our settings for another trainer's setting `alias`, as text, with its value if given.
+
+    Returns:
+        For example "optimizer.lr=1e-5"; None for an unknown name.
+    """
+    if translated := _TRANSLATED_VALUES.get(alias):
+        return translated
+    if (settings := _SETTINGS.get(alias)) is None:
+        return None
+    if alias in _PER_DEVICE:
+        return f"{settings}{'=...' if value else ''}, which is per device x accumulation x GPUs"
+    if settings == "peft.target_modules" and value:
+        value = "[]" if value in ALL_LINEAR else f"[{value.strip('[]')}]"
+    separator, end = (" ", f"={value}") if value else (" and ", "")
+    return separator.join(name if "=" in name else name + end for name in settings.split())
+
+
+def explain_unsupported(alias: str) -> str | None:
+    """Return what replaces a setting of other trainers that has no counterpart here; None for all other names."""
+    return _UNSUPPORTED.get(alias)
+
+
+def suggest_settings(name: str, known: Collection[str]) -> str:
+    """Return text to append to an error about an unknown setting: the settings that the user may have meant.
+
+    Args:
+        name: the unknown setting.
+        known: full names of all settings.
+    """
+    field, by_field = name.rpartition(".")[2], {other.rpartition(".")[2]: other for other in known}
+    if instead := explain_unsupported(field):
+        return f": {instead}"
+    if meant := translate_setting(field) or by_field.get(field):
+        close = [meant]
+    elif name == field:
+        close = [by_field[other] for other in difflib.get_close_matches(field, by_field, n=3)]
+    else:
+        close = difflib.get_close_matches(name, known, n=3)
+    return f"; did you mean {', '.join(close)}?" if close else ""
+
+
+def describe_ignored_variables(
+    environment: Mapping[str, str], describe: Callable[[str, str], str | None]
+) -> str | None:
+    """Return a warning about environment variables of ms-swift that have no effect here; None if none is set.
+
+    Args:
+        environment: the environment of this process.
+        describe: returns a setting with a value as arguments of a command; None if the command already sets it.
+    """
+    found = {}
+    for setting, variables in _VARIABLES.items():
+        for variable in variables.split():
+            if not (value := environment.get(variable)):
+                continue
+            if variable.startswith("VIDEO_M"):  # per frame there, of all frames together here
+                value = "..."
+            elif variable.endswith("_TOKEN_NUM") and value.isdecimal():
+                value = str(int(value) * _PIXELS_PER_TOKEN)
+            if argument := describe(setting, value):
+                found[variable] = argument
+    if not found:
+        return None
+    note = " (pixels of all frames together)" if any(name.startswith("VIDEO_M") for name in found) else ""
+    return (
+        f"warning: environment variables without effect: {', '.join(found)}. Set "
+        f"{' '.join(dict.fromkeys(found.values()))} instead{note}"
+    )

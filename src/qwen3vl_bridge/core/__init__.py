@@ -1,0 +1,5 @@
+"""Shared by all packages: layout and batch of one step, vision inputs, collectives, device transfers and files.
+
+`layout`, `batch`, `vision_inputs`, `vision_sharding` and `device_transfer` import only torch. Ranks are plain integers
+there, so that they need no process group. `files` and `atomic` do not import torch.
+"""

@@ -1,1 +1,0 @@
-"""Images and videos: downloading, what was downloaded, decoding."""

@@ -1,1 +1,0 @@
-"""Assignment of samples to rows: sizes, order, best fit, row plans, rows packed before training."""

@@ -1,1 +1,0 @@
-"""Conversations: our schema, and conversion of other schemas to it."""

@@ -1,0 +1,327 @@
+"""Core attention without Transformer Engine, for padded and packed rows, and packed-sequence parameters.
+
+`transformer_impl` selects it (`config.fields.default_transformer_impl`). It runs torch's varlen attention where that
+supports the inputs, else scaled_dot_product_attention. Nothing here allocates memory of size tokens x tokens.
+
+Legend of shapes: n segments, s tokens of a segment, t tokens of a packed row, b rows, d head dimension, c tokens of a
+context-parallel chunk. Keys and values may have fewer heads than queries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from qwen3vl_bridge.core.collectives import gather_over_context
+from qwen3vl_bridge.core.layout import CausalChunks, SequenceLayout, causal_chunks, locate_chunks
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+
+@dataclass
+class HostPackedSeqParams(PackedSeqParams):
+    """Packed-sequence parameters with the physical (padded) segment lengths on the host.
+
+    Attention that iterates over segments then needs no host-device synchronization. The first layer that needs a value
+    derived from the lengths computes it and keeps it for the other layers.
+
+    Attributes:
+        lengths: physical length of each segment.
+        layout: tells attention which context-parallel rank has which tokens; None for frames of the vision tower, which
+            every rank has in full.
+    """
+
+    lengths: tuple[int, ...] = ()
+    layout: SequenceLayout | None = None
+    _causal_chunks: dict[tuple[int, int], CausalChunks] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _chunk_indices: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def causal_chunks(self, cp_size: int, cp_rank: int) -> CausalChunks:
+        """Return the query and key chunks of a context-parallel rank, computed once by the function `causal_chunks`."""
+        if (cp_size, cp_rank) not in self._causal_chunks:
+            self._causal_chunks[cp_size, cp_rank] = causal_chunks(self.layout, cp_size, cp_rank)
+        return self._causal_chunks[cp_size, cp_rank]
+
+    def chunk_indices(self, size: int) -> Tensor:
+        """Return [chunks, 2]: the segment of each chunk of at most `size` tokens, and its index in the segment.
+
+        Kernels of flash-linear-attention take it as the argument of this name, in the dtype of the offsets.
+        """
+        if size not in self._chunk_indices:
+            offsets, chunks = physical_offsets(self), sum(-(-length // size) for length in self.lengths)
+            self._chunk_indices[size] = torch.stack(locate_chunks(offsets, chunks, size), 1).to(offsets.dtype)
+        return self._chunk_indices[size]
+
+
+def packed_seq_params(
+    cu_seqlens: Tensor, lengths: tuple[int, ...], layout: SequenceLayout | None = None
+) -> HostPackedSeqParams:
+    """Return Megatron's parameters of one packed row with physical offsets [n + 1] int32.
+
+    Physical offsets are sufficient. Attention is causal and padding is at the end of a segment, so no real token
+    attends to padding; outputs of padding are excluded from losses and from the token counts of experts.
+    """
+    # With logical lengths too, Transformer Engine would see gaps between segments (`pad_between_seqs`). Its
+    # FlashAttention does not support gaps; on some devices and in float32 no backend does. All four offsets are the
+    # same tensor, so that Transformer Engine has nothing to compare.
+    longest = max(lengths)
+    return HostPackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        cu_seqlens_q_padded=cu_seqlens,
+        cu_seqlens_kv_padded=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        pad_between_seqs=False,
+        lengths=lengths,
+        layout=layout,
+    )
+
+
+def layout_packed_seq_params(layout: SequenceLayout) -> HostPackedSeqParams | None:
+    """Return Megatron's packed-sequence parameters of a layout, or None for padded rows."""
+    return packed_seq_params(layout.cu_seqlens_padded, layout.padded_lengths, layout) if layout.packed else None
+
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # before torch 2.10
+    varlen_attn = None
+
+_VARLEN = frozenset(inspect.signature(varlen_attn).parameters if varlen_attn is not None else ())
+if not {"scale", "window_size"} <= _VARLEN:  # its first releases
+    varlen_attn = None
+
+_HEAD_DIM_MULTIPLE = 8  # of varlen attention; scaled_dot_product_attention pads heads
+
+
+def supports_flash(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
+    """Return whether torch's FlashAttention supports tensors [n, heads, s, d].
+
+    The tensors must be on CUDA and in 16 bits, and the device must support the head dimension d. torch decides, and
+    respects a user who has disabled FlashAttention. Fewer key heads than query heads are supported natively.
+    """
+    grouped = query.size(1) != key.size(1)
+    return query.is_cuda and can_use_flash_attention(SDPAParams(query, key, value, None, dropout, False, grouped))
+
+
+def supports_varlen(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
+    """Return whether torch's varlen attention supports a packed row [t, heads, d].
+
+    It needs FlashAttention, and no dropout.
+    """
+    if varlen_attn is None or dropout or query.size(-1) % _HEAD_DIM_MULTIPLE:
+        return False
+    return supports_flash(*(x.transpose(0, 1)[None] for x in (query, key, value)), dropout)
+
+
+def attend_last_tokens(query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float) -> Tensor:
+    """Compute causal attention of the last s tokens of each segment to all of its tokens.
+
+    Args:
+        query: [n, heads, s, d].
+        key, value: [n, heads, tokens of the segment, d].
+        scale, dropout: as for scaled_dot_product_attention.
+    """
+    if query.is_cuda:
+        mask = causal_lower_right(query.size(2), key.size(2))  # aligned to the end of the keys
+        return _sdpa(query, key, value, attn_mask=mask, scale=scale, dropout=dropout)
+    # The CPU kernel would need an explicit mask, which autograd would save. Zeros replace the earlier queries instead.
+    before = key.size(2) - query.size(2)
+    padded = F.pad(query, (0, 0, before, 0))
+    return _sdpa(padded, key, value, is_causal=True, scale=scale, dropout=dropout)[:, :, before:]
+
+
+_KERNELS = {
+    SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
+    SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
+    SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
+}
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, *, dropout: float, **arguments: object) -> Tensor:
+    """Call scaled_dot_product_attention on [n, heads, s, d] with a kernel that does not store all scores."""
+    groups = query.size(1) // key.size(1)
+    if groups > 1 and query.is_cuda and not supports_flash(query, key, value, dropout):
+        # The memory-efficient kernel (in float32, for example) needs as many key heads as query heads. With fewer,
+        # torch would use the math kernel.
+        key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
+    # cuDNN's kernel, which torch prefers in 16 bits on an H100, is excluded. It makes a plan for each shape, and the
+    # lengths of segments change with each batch.
+    allowed = [kernel for kernel, is_on in _KERNELS.items() if is_on()]
+    with sdpa_kernel(allowed) if query.is_cuda else contextlib.nullcontext():
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, enable_gqa=groups > 1, **arguments)
+
+
+class SegmentAttention(MegatronModule):
+    """Core attention of padded rows as one batch, and of packed rows in one call or by segment.
+
+    FlashAttention supports packed rows directly. Without it, adjacent segments of equal length are batched. Padding at
+    the end of a segment needs no mask: text attention is causal, and frames of the vision tower have no padding.
+
+    Under context parallelism each segment is divided into 2 * cp chunks, and a rank holds two of them (`token_index`).
+    Keys and values are all-gathered once per layer. Each of the two chunks attends to all tokens up to its end.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        if pg_collection is not None:
+            self.tp_group = pg_collection.tp  # read by activation checkpointing
+        self.cp_size = config.context_parallel_size  # 1 in the vision tower
+        self.cp_group = pg_collection.cp if self.cp_size > 1 else None
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        /,
+        *,
+        attn_mask_type: AttnMaskType,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Return attention [s, b, heads * d] of padded rows, or [t, heads * d] of a packed row.
+
+        Args:
+            query, key, value: [s, b, heads, d], or [t, heads, d] for a packed row.
+            attention_mask, attention_bias: None. Masks are causal or full within segments.
+            attn_mask_type: causal, or no mask in the vision tower.
+            packed_seq_params: parameters of a packed row; None for padded rows.
+
+        Raises:
+            ValueError: a mask or a bias is given.
+        """
+        if attention_mask is not None or attention_bias is not None:
+            raise ValueError(
+                "attention_mask and attention_bias must be None: padding is described by the sequence layout"
+            )
+        causal = attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
+        if packed_seq_params is None:
+            rows = (x.permute(1, 2, 0, 3) for x in (query, *self._gather_ranks(key, value)))  # [b, heads, s, d]
+            return self._attend(*rows, causal).permute(2, 0, 1, 3).flatten(2)
+        lengths = physical_lengths(packed_seq_params, self.cp_size * len(query))
+        has_layout = self.cp_size == 1 or getattr(packed_seq_params, "layout", None) is not None
+        if has_layout and supports_varlen(query, key, value, self._dropout_rate()):
+            return self._attend_packed(query, key, value, packed_seq_params, lengths, causal).flatten(1)
+        key, value = self._gather_ranks(key, value)
+        outputs, start = [], 0
+        for length, segments in groupby(lengths):
+            n, local_length = sum(1 for _ in segments), length // self.cp_size
+            stop = start + n * local_length
+            batch = (x[start:stop].view(n, local_length, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
+            outputs.append(self._attend(*batch, causal).transpose(1, 2).flatten(0, 1))
+            start = stop
+        return torch.cat(outputs).flatten(1)
+
+    def _attend_packed(
+        self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams, lengths: tuple[int, ...], causal: bool
+    ) -> Tensor:
+        """Compute attention of a packed row [t, heads, d] in one call, without a host-device synchronization."""
+        if self.cp_size == 1:
+            offsets, longest = (physical_offsets(params),) * 2, (max(lengths),) * 2
+        else:  # queries of a chunk are a segment; its keys end at the end of the chunk
+            chunks = params.causal_chunks(self.cp_size, self.cp_group.rank())
+            key_value = torch.cat((key, value), -1)
+            gathered = gather_over_context(key_value, self.cp_group).flatten(0, 1)  # [cp * t, heads, 2 * d]
+            # The gradient of this indexing sums at most two terms per token, so the order of summation does not matter.
+            key, value = gathered.index_select(0, chunks.keys).chunk(2, -1)
+            offsets, longest = chunks.offsets, chunks.longest
+        window = (-1, 0) if causal else (-1, -1)  # a causal mask is aligned to the end of the keys
+        # torch 2.11 accepts fewer key heads without the argument.
+        heads = {"enable_gqa": query.size(1) != key.size(1)} if "enable_gqa" in _VARLEN else {}
+        return varlen_attn(query, key, value, *offsets, *longest, scale=self.scale, window_size=window, **heads)
+
+    def _gather_ranks(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """Gather keys and values [..., heads, d] of all context-parallel ranks to [..., cp * heads, d].
+
+        Segments have the same layout on every rank, so ranks are concatenated along the heads.
+        """
+        if self.cp_size == 1:
+            return key, value
+        gathered = gather_over_context(torch.cat((key, value), -1), self.cp_group)  # [cp, ..., heads, 2 * d]
+        return gathered.movedim(0, -3).flatten(-3, -2).chunk(2, -1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+        """Compute attention of queries [n, heads, s, d] to keys and values [n, cp * heads, s, d].
+
+        Under context parallelism it is causal, because only the text model is context-parallel.
+        """
+        if self.cp_size == 1:
+            return self._call_kernel(_sdpa, query, key, value, is_causal=causal)
+        key, value = (self._order_chunks(x) for x in (key, value))
+        c, rank = query.size(2) // 2, self.cp_group.rank()
+        outputs = []
+        for chunk, index in zip(query.split(c, 2), (rank, 2 * self.cp_size - 1 - rank), strict=True):
+            end = (index + 1) * c
+            outputs.append(self._call_kernel(attend_last_tokens, chunk, key[:, :, :end], value[:, :, :end]))
+        return torch.cat(outputs, 2)
+
+    def _order_chunks(self, x: Tensor) -> Tensor:
+        """Put gathered keys or values [n, cp * heads, 2 * c, d] in the token order of the segment.
+
+        Return [n, heads, 2 * cp * c, d].
+        """
+        # [n, cp, heads, c, d] each: rank r has chunk r, and chunk r from the end.
+        first, second = x.unflatten(1, (self.cp_size, -1)).chunk(2, 3)
+        return torch.cat((first, second.flip(1)), 1).transpose(1, 2).flatten(2, 3)
+
+    def _call_kernel(self, kernel: Callable[..., Tensor], *tensors: Tensor, **arguments: Any) -> Tensor:
+        dropout = self._dropout_rate()
+        # Tensor-parallel ranks hold different heads and need different dropout masks.
+        with get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
+            return kernel(*tensors, scale=self.scale, dropout=dropout, **arguments)
+
+    def _dropout_rate(self) -> float:
+        return self.dropout if self.training else 0.0
+
+
+def physical_offsets(params: PackedSeqParams) -> Tensor:
+    """Return the cumulative physical segment lengths [n + 1] int32 of a packed row."""
+    return params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
+
+
+def physical_lengths(params: PackedSeqParams, tokens: int) -> tuple[int, ...]:
+    """Return the physical segment lengths of a packed row.
+
+    Synchronizes with the device only for parameters that another package has created.
+    """
+    if isinstance(params, HostPackedSeqParams):
+        lengths = params.lengths
+    else:
+        lengths = tuple(physical_offsets(params).diff().tolist())
+    if sum(lengths) != tokens:
+        raise ValueError(f"packed segments hold {sum(lengths)} tokens, the row has {tokens}")
+    return lengths

@@ -1,1 +1,0 @@
-"""A run on a GPU that computes nothing: what it would allocate, launch and send, on a machine without one."""

@@ -1,0 +1,41 @@
+"""Access private parts of Megatron-Bridge's adapters.
+
+Borrowed: `ParallelLinearAdapter._get_init_fn`; `_alias_to_pattern` of a `ModuleMatcher`, which maps the targets that a
+user has written; `_adapter_enabled` of an `AdapterWrapper`; and `DoRALinear._get_weight_norm`. Delete a function when
+its name is public.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
+    from megatron.bridge.peft.base import PEFT
+    from megatron.bridge.peft.dora_layers import DoRALinear
+    from megatron.bridge.peft.utils import ParallelLinearAdapter
+    from torch import Tensor
+
+
+def initializer(adapter: ParallelLinearAdapter, method: str) -> Callable[[Tensor], Any]:
+    """Return the function that initializes a matrix of an adapter by a method, such as "xavier"."""
+    return adapter._get_init_fn(method)
+
+
+def written_targets(peft: PEFT) -> Mapping[str, str]:
+    """Return a mapping from each target module, as the user has written it, to its pattern; empty if not recorded."""
+    return getattr(peft, "_alias_to_pattern", {})
+
+
+def is_enabled(wrapper: AdapterWrapper) -> bool:
+    """Return whether a wrapped layer adds the output of its adapter."""
+    return wrapper._adapter_enabled
+
+
+def row_norms(layer: DoRALinear) -> Tensor:
+    """Return the norm [out] of each row of the base weight plus the adapter's product, without a gradient."""
+    with torch.no_grad():
+        return layer._get_weight_norm()

@@ -1,0 +1,30 @@
+"""The class of a provider that Megatron-Bridge has made a student of a distillation.
+
+Borrowed: `DistillationProvider._super_class`. `convert_to_distillation_provider` changes the class of a provider to one
+that hides the fields of the original, forwards attributes to a teacher, and keeps the original class only there. Delete
+this module when Megatron-Bridge gives the class a public name, or copies of a student have no teacher.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def is_student(settings: Any) -> bool:
+    """Return whether Megatron-Bridge has made a provider the student of a distillation."""
+    return hasattr(settings, "_super_class")
+
+
+def own_class(settings: Any) -> type:
+    """Return the class of a provider; for a student, the class that it had before it got a teacher."""
+    return getattr(settings, "_super_class", type(settings))
+
+
+def remove_teacher(attributes: dict[str, Any]) -> None:
+    """Remove the teacher from a dictionary of a student's attributes.
+
+    The attributes of a provider that is not a student are not changed.
+    """
+    if "_super_class" in attributes:
+        for name in ("_super_class", "teacher", "kd_config", "distill_submodule", "full_model", "_pre_wrap_hooks"):
+            attributes.pop(name, None)

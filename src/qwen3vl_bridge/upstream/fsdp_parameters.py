@@ -1,0 +1,29 @@
+"""Parameters of Megatron-FSDP between two steps.
+
+Borrowed: `MegatronFSDP._replace_param_with_raw_if_needed` and `_replace_param_with_distributed_if_needed`. Between
+steps the optimizer's distributed parameters are in place of the modules' own, and only a call of the whole model
+changes that. Delete this module when Megatron-FSDP has a public context for calls of single modules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP
+
+
+@contextlib.contextmanager
+def module_parameters(model: MegatronFSDP) -> Iterator[None]:
+    """Within the context, give modules their own parameters instead of the optimizer's distributed parameters.
+
+    Modules that had their own parameters before are not changed.
+    """
+    if not model.is_param_fsdp_distributed:
+        yield
+        return
+    model._replace_param_with_raw_if_needed()
+    try:
+        yield
+    finally:
+        model._replace_param_with_distributed_if_needed()

@@ -1,0 +1,41 @@
+"""Functions that megatron-core's Gated DeltaNet calls by their names in its modules.
+
+Borrowed: `HAVE_FLA` of `megatron.core.ssm.gated_delta_net.common`, without which no layer is built; it is set only
+while a layer of ours is built. Replaced, once the first layer of ours is built: `l2norm` of the same module, where
+flash-linear-attention or a GPU is missing, and `causal_conv1d` of `megatron.core.ssm.gated_delta_net.gdn`. Neither has
+an extension point; the delta rule is an attribute of the layer and is not replaced (`upstream/gated_delta_net.py`).
+With the package and a GPU only the convolution is replaced: megatron-core does not pass `chunk_indices`, and without
+them the package reads the offsets on the host in every layer. Delete the first two when megatron-core builds the layer
+without the package, the last when its layers pass `chunk_indices`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from qwen3vl_bridge.upstream.replacements import When, replace
+
+from megatron.core.ssm.gated_delta_net import common, gdn
+
+
+@contextlib.contextmanager
+def without_package_check() -> Iterator[None]:
+    """Within the context, let megatron-core build Gated DeltaNet layers without flash-linear-attention."""
+    found = common.HAVE_FLA
+    common.HAVE_FLA = True
+    try:
+        yield
+    finally:
+        common.HAVE_FLA = found
+
+
+def use_functions(l2norm: Callable, convolution: Callable) -> None:
+    """Make Gated DeltaNet layers call these functions instead of flash-linear-attention's norm and convolution."""
+    replace(common, "l2norm", l2norm, When.NO_FLA)
+    replace(gdn, "causal_conv1d", convolution, When.NO_FLA)
+
+
+def wrap_convolution(wrap: Callable[[Callable], Callable]) -> None:
+    """Make Gated DeltaNet layers call `wrap` of the causal convolution of flash-linear-attention."""
+    replace(gdn, "causal_conv1d", wrap(gdn.causal_conv1d), When.LINEAR_ATTENTION)

@@ -1,0 +1,24 @@
+"""The part of megatron-core's GPT model that follows the decoder, as a public method to override.
+
+Borrowed: `GPTModel._postprocess`. Callers and the combined schedule reach it with their own arguments, so that a
+default `output_processor` and the loss of multi-token prediction have no other place. Delete this module when GPTModel
+has a default `output_processor`, or a method for losses of its hidden states.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+
+class OutputGPTModel(GPTModel):
+    """GPTModel with a public method for its output, which a subclass can override."""
+
+    def compute_output(self, hidden_states: Tensor, **arguments: Any) -> Any:
+        """Return logits, or losses [b, s] if `labels` are given, of hidden states after the final norm."""
+        return super()._postprocess(hidden_states, **arguments)
+
+    def _postprocess(self, hidden_states: Tensor, **arguments: Any) -> Any:
+        return self.compute_output(hidden_states, **arguments)

@@ -1,0 +1,16 @@
+"""Gradients that count in a gradient norm.
+
+Borrowed: `MegatronOptimizer._filter_grads_for_norm`, which skips replicas on other ranks and finds the gradients of
+every kind of optimizer. The public `get_grads_for_grad_norm` takes no parameters: it returns those of all of them.
+Delete this module when megatron-core has a public method for some parameters.
+"""
+
+from __future__ import annotations
+
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
+
+
+def gradients_for_norm(optimizer: MegatronOptimizer, parameters: list[Tensor]) -> list[Tensor]:
+    """Return the gradients of these parameters that this rank includes in the optimizer's gradient norm."""
+    return optimizer._filter_grads_for_norm(parameters)

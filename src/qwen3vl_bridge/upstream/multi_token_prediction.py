@@ -1,0 +1,45 @@
+"""megatron-core's multi-token prediction (MTP) with embeddings that are computed beforehand.
+
+Borrowed: `MultiTokenPredictionLayer._get_embeddings`, which rolls token ids and embeds them, and so does not support
+images; and `_compute_mtp_acceptance_counts`, which counts correct predictions of logits that tensor-parallel ranks
+share. Delete the first when the layer accepts embeddings, the second when megatron-core exports the function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer, _compute_mtp_acceptance_counts
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+class EmbeddedPredictionLayer(MultiTokenPredictionLayer):
+    """MTP layer whose argument `embedding` is the embedded next tokens, [s / sp, b, h], instead of a function."""
+
+    def _get_embeddings(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        embedding: Tensor,
+        hidden_states: Tensor,
+        packed_seq_params: Any = None,
+        padding_mask: Tensor | None = None,
+    ) -> tuple[Tensor | None, ...]:
+        return input_ids, position_ids, padding_mask, embedding, hidden_states
+
+
+def count_correct_predictions(
+    logits: Tensor,
+    labels: Tensor,
+    mask: Tensor,
+    output_layer: Callable[..., Any],
+    gather: bool | None,
+    tp_group: ProcessGroup,
+) -> tuple[Tensor, Tensor]:
+    """Return the number of masked tokens whose label is the most likely token, and the number of masked tokens.
+
+    Logits are [s, b, vocabulary], or this rank's part of the vocabulary; labels and mask are [b, s].
+    """
+    return _compute_mtp_acceptance_counts(logits, labels, mask, output_layer, gather, tp_group)

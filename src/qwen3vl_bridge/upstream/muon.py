@@ -1,0 +1,85 @@
+"""Muon on the matrices that our layers have.
+
+Muon orthogonalizes matrices. A fused projection holds several. megatron-core finds fused projections by name, and
+splits them by the head sizes of the text model: a vision tower would be split at wrong rows or not at all, and linear
+attention's projection would not be split (NVIDIA/Megatron-LM#4731, about gated attention, has the same cause). And it
+takes a vision tower's learned positions for a matrix.
+
+Replaced: `_get_megatron_emerging_optimizer` in `megatron.core.optimizer`, its only caller. The registry of emerging
+optimizers has entries by optimizer, not by model, and megatron-core sets the attributes of parameters that Muon reads
+itself, right before it builds the optimizer. Delete this module when it keeps `is_qkv` and `qkv_split_shapes` of
+parameters that have them, and leaves embeddings of every module to Adam.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any
+
+from qwen3vl_bridge.upstream.replacements import When, replace
+
+_LAYER_WISE = "dist_"  # prefix of an optimizer's name
+_MUON = ("muon", "adaptive_muon")  # the others do not split, and leave what is no matrix to Adam
+
+
+def split_fused_projections(optimizer: ModuleType) -> None:
+    """Let Muon split each fused projection of a model by the rows that its layer states.
+
+    A layer states them by a method `fused_projection`, which returns the projection and its rows. Models whose layers
+    have no such method are not changed.
+
+    Args:
+        optimizer: `megatron.core.optimizer`.
+    """
+    theirs = optimizer._get_megatron_emerging_optimizer
+
+    @functools.wraps(theirs)
+    def build(config: Any, model_chunks: list, config_overrides: Any = None, pg_collection: Any = None) -> Any:
+        rows: dict[Any, list[int]] = {}
+        scalar = "adam"
+        if config.optimizer.removeprefix(_LAYER_WISE) in _MUON:
+            rows, scalar = fused_rows(config, model_chunks), config.muon_scalar_optimizer
+        overrides = dict(config_overrides or {})
+        if any(hasattr(layer, "fused_projection") for chunk in model_chunks for layer in chunk.modules()):
+            overrides[optimizer.ParamKey(name="*vision_model.pos_embed.weight")] = {"optimizer": scalar}
+        built = theirs(config, model_chunks, overrides, pg_collection)
+        for weight, split in rows.items():
+            # Muon reads the attributes when it steps, of the float32 copy if there is one.
+            for trained in (weight, getattr(weight, "main_param", None)):
+                if trained is not None:
+                    trained.is_qkv, trained.qkv_split_shapes = True, split
+        return built
+
+    replace(optimizer, "_get_megatron_emerging_optimizer", build, When.ALWAYS)
+
+
+def fused_rows(config: Any, model_chunks: list[Any]) -> dict[Any, list[int]]:
+    """Return the rows of the matrices in the weight of each fused projection of this rank's chunks.
+
+    Raises:
+        ValueError: a rank has no full query group, or only its own part of the gradients.
+    """
+    found = {}
+    for chunk in model_chunks:
+        for name, layer in chunk.named_modules():
+            if not hasattr(layer, "fused_projection"):
+                continue
+            layer_wise = config.optimizer.startswith(_LAYER_WISE) or config.use_layer_wise_distributed_optimizer
+            if chunk.ddp_config.use_distributed_optimizer and not layer_wise:
+                raise ValueError(
+                    f"ddp.use_distributed_optimizer is True with optimizer {config.optimizer!r}, expected False: each "
+                    "rank sums only a part of the gradients, and would step whole matrices"
+                )
+            projection, rows = layer.fused_projection()
+            weight = getattr(projection, "weight", None)
+            if weight is None or not config.muon_split_qkv:  # with adapters, only these are trained
+                continue
+            if len(weight) % sum(rows):
+                raise ValueError(
+                    f"{name} has {len(weight)} rows on this rank, expected a multiple of {sum(rows)}, those of a query "
+                    "group with its keys and values, to orthogonalize each by itself: reduce "
+                    "tensor_model_parallel_size to at most num_query_groups, or set optimizer.muon_split_qkv=False"
+                )
+            found[weight] = rows
+    return found

@@ -1,0 +1,14 @@
+"""The key-value store of the processes of a job.
+
+Borrowed: `torch.distributed.distributed_c10d._get_default_store`. Processes that ask at different times cannot use a
+collective. Delete this module when torch has a public function for it.
+"""
+
+from __future__ import annotations
+
+from torch.distributed import Store, distributed_c10d
+
+
+def job_store() -> Store:
+    """Return the store that all processes of the default group share."""
+    return distributed_c10d._get_default_store()

@@ -1,0 +1,26 @@
+"""The release of Transformer Engine that megatron-core takes for installed.
+
+Borrowed: the cache of `megatron.core.utils.get_te_version`, `_te_version`. Without Transformer Engine megatron-core has
+release 0.0.0, with which it refuses settings that the run would have. Delete this module when a configuration can be
+completed for a machine other than this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from megatron.core import utils
+from packaging.version import Version
+
+
+@contextmanager
+def with_transformer_engine(release: str) -> Iterator[None]:
+    """Within the context, let megatron-core assume a release of Transformer Engine, unless one is installed."""
+    found = utils.get_te_version()
+    if not found.release[0]:
+        utils._te_version = Version(release)
+    try:
+        yield
+    finally:
+        utils._te_version = found

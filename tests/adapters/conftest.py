@@ -1,3 +1,0 @@
-"""The tiny checkpoints of both families."""
-
-from tests.qwen3_5.conftest import qwen3_5_folders  # noqa: F401

@@ -1,0 +1,138 @@
+"""Kernels of flash-linear-attention in float16, run by Triton's interpreter, against our torch functions in float32.
+
+An error is the norm of the difference relative to the norm of the expected result. It is compared with the error of
+rounding that result to float16. The interpreter runs on a CPU in a process of its own, because Triton reads its
+variable on import. (In Triton 3.7 it computes products of bfloat16 wrongly.)
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import qwen3vl_bridge  # noqa: F401  before Megatron
+from qwen3vl_bridge.models.common.attention import packed_seq_params
+from qwen3vl_bridge.models.qwen3_5 import delta_rule
+
+import pytest
+import torch
+from packaging.version import Version
+from torch import Tensor
+
+from tests.helpers.flash_linear_attention import PYTHONPATH, needs_package
+
+ROOT = Path(__file__).resolve().parents[3]
+LARGEST = 7e-4
+# In units of the rounding. The norm and the convolution compute in float32: measured with 0.6.0 at most 1.05. The
+# rule's kernels hand one another a chunk's system, keys, values and states in float16: measured 1.8 to 2.3, where five
+# roundings of one size would be 2.2.
+UNITS = {"l2norm": 1.25, "convolution": 1.25, "rule": 3}
+LENGTHS, HEADS, KEY, VALUE, CHANNELS, WIDTH = [70, 5, 64], 2, 64, 64, 24, 4
+CASES = ["l2norm, rows", "convolution, packed", "convolution, rows", "rule, packed", "rule, rows"]
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, list[tuple[float, float]]]:
+    variables = dict(TRITON_INTERPRET="1", FLA_DISABLE_TENSOR_CACHE="1", PYTHONPATH=PYTHONPATH)
+    command = [sys.executable, "-m", __name__]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | variables)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@needs_package
+@pytest.mark.parametrize("case", CASES)
+def test_fla_kernels_match_torch_functions(errors, case):
+    print(*(f"{error:.1e}, {error / rounding:.2f} times its rounding;" for error, rounding in errors[case]))
+    for error, rounding in errors[case]:
+        assert error < min(LARGEST, UNITS[case.partition(",")[0]] * rounding)
+
+
+def test_pinned_fla_version_is_supported():
+    lines = [(ROOT / f"requirements/{name}.txt").read_text().splitlines() for name in ("fla", "cpu")]
+    beside, inside = (dict(line.split("==") for line in file if re.match(r"\w.*==", line)) for file in lines)
+    assert beside.keys() == {"flash-linear-attention", "fla-core"} and len(set(beside.values())) == 1
+    assert Version(beside["fla-core"]) >= Version(delta_rule.MINIMUM_VERSION)
+    assert not beside.keys() & inside.keys()
+
+
+class Index(int):
+    """A loop index, which is a tensor in a compiled kernel and an int in the interpreter."""
+
+    def to(self, dtype: object) -> int:
+        return int(self)
+
+
+def kernels() -> dict[str, Callable]:
+    """Return the functions of the package by the names of ours, on a CPU, without autotuning and without a device."""
+    from triton.runtime.autotuner import Autotuner
+
+    Autotuner._bench = lambda *_, **__: [0.0, 0.0, 0.0]
+    torch.cpu.device = lambda _: contextlib.nullcontext()
+    from fla.modules.convolution import causal_conv1d
+    from fla.modules.l2norm import l2norm
+    from fla.ops.common import chunk_delta_h
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    chunk_delta_h.range = lambda *bounds: map(Index, range(*map(int, bounds)))
+    told = delta_rule.with_chunks
+    return dict(l2norm=l2norm, causal_conv1d=told(causal_conv1d), chunk_gated_delta_rule=told(chunk_gated_delta_rule))
+
+
+def inputs_of(function: str, rows: int, tokens: int) -> list[Tensor]:
+    random = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(rows, tokens, *shape, generator=random)
+
+    if function == "l2norm":
+        return [normal(HEADS, KEY)]
+    if function == "convolution":
+        return [normal(CHANNELS), torch.randn(CHANNELS, WIDTH, generator=random)]
+    q, k = (delta_rule.l2norm(normal(HEADS, KEY)) for _ in range(2))
+    return [q, k, normal(HEADS, VALUE), -0.3 * normal(HEADS).abs(), normal(HEADS).sigmoid()]
+
+
+def computed(functions: dict[str, Callable], function: str, tensors: list[Tensor], offsets: Tensor | None) -> list:
+    """Return the output and gradients of a function, called as megatron-core calls it."""
+    tensors = [x.detach().clone().requires_grad_() for x in tensors]
+    if function == "l2norm":
+        out = functions["l2norm"](*tensors)
+    elif function == "convolution":
+        x, weight = tensors
+        rest = dict(bias=None, activation="silu", initial_state=None, output_final_state=False, cu_seqlens=offsets)
+        out, _ = functions["causal_conv1d"](x=x, weight=weight, **rest)
+    else:
+        q, k, v, g, beta = tensors
+        rest = dict(initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=offsets)
+        out, _ = functions["chunk_gated_delta_rule"](q, k, v, g=g, beta=beta, **rest)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).half()
+    return [out.detach(), *torch.autograd.grad(out, tensors, weight.to(out.dtype))]
+
+
+def errors_of(case: str, theirs: dict[str, Callable]) -> list[tuple[float, float]]:
+    """Return the errors of the output and of each gradient: those of the kernels, and those of rounding to float16."""
+    function, rows = case.split(", ")
+    offsets = torch.tensor([0, *itertools.accumulate(LENGTHS)]).int()
+    packed = rows == "packed"
+    tensors = [x.half() for x in inputs_of(function, *((1, sum(LENGTHS)) if packed else (2, LENGTHS[0])))]
+    row = offsets if packed else None
+    with delta_rule.packed_row(packed_seq_params(offsets, tuple(LENGTHS)) if packed else None):
+        found = computed(theirs, function, tensors, row)
+    expected = computed(vars(delta_rule), function, [x.float() for x in tensors], row)
+    return [(error(a, b), error(b.half(), b)) for a, b in zip(found, expected, strict=True)]
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found.float() - expected).norm() / expected.norm())
+
+
+if __name__ == "__main__":
+    theirs = kernels()
+    print(json.dumps({case: errors_of(case, theirs) for case in CASES}))

@@ -1,0 +1,263 @@
+"""Greedy decoding with the Megatron model against transformers' `generate`, token for token."""
+
+import types
+from pathlib import Path
+
+import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+from qwen3vl_bridge.inference.generation import generate
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from PIL import Image
+from transformers import GenerationConfig
+
+from tests.helpers.batches import CONTENTS, make_samples, pictures
+from tests.helpers.forked import results_of_ranks
+from tests.parity.conftest import Pair, make_pair
+
+NEW = 24
+SMALLER = 0.1
+NEVER: list[int] = []
+PAD = 7
+PARALLEL = (dict(sequence_parallel=False), dict(sequence_parallel=True))  # the first not for linear attention
+
+
+def load(folder, **fields) -> Pair:
+    """Load both models; the reference has no end token.
+
+    Small embeddings make the next token depend on all tokens before it. Otherwise a tied model repeats one token.
+    """
+    pair = make_pair(folder, **fields)
+    pair.reference.eval().generation_config = GenerationConfig(do_sample=False)
+    ours = pair.megatron.language_model.embedding.word_embeddings
+    with torch.no_grad():
+        for embedding in (pair.reference.get_input_embeddings(), ours):
+            embedding.weight *= SMALLER
+    return pair
+
+
+QWEN3_VL, QWEN3_5 = ["untied", "tied", "moe"], ["3.5 dense", "3.5 tied", "3.5 moe"]
+of_both_families = pytest.mark.parametrize("pair", QWEN3_VL + QWEN3_5, indirect=True)
+
+
+def folder_of(kind: str, request) -> Path:
+    if kind in QWEN3_5:
+        return request.getfixturevalue("qwen3_5_folders")[kind.removeprefix("3.5 ")]
+    return request.getfixturevalue(f"{kind}_folder")
+
+
+@pytest.fixture(scope="module", params=QWEN3_VL)
+def pair(request) -> Pair:
+    return load(folder_of(request.param, request))
+
+
+def prompts(content: str, config, *, seed: int = 6, side: str = "left") -> dict[str, torch.Tensor]:
+    samples = make_samples(content, config, seed)
+    longest = max(len(s.ids) for s in samples)
+    ids, mask = torch.full((len(samples), longest), PAD), torch.zeros(len(samples), longest, dtype=torch.long)
+    for row, sample in enumerate(samples):
+        n = len(sample.ids)
+        where = slice(longest - n, None) if side == "left" else slice(n)
+        ids[row, where], mask[row, where] = sample.ids, 1
+    kinds = (ids == config.image_token_id).int() + 2 * (ids == config.video_token_id).int()
+    return dict(input_ids=ids, attention_mask=mask, mm_token_type_ids=kinds, **pictures(samples))
+
+
+def answers(pair: Pair, batch: dict[str, torch.Tensor], **settings) -> torch.Tensor:
+    settings = {"max_new_tokens": NEW, "eos_token_id": NEVER, **settings}
+    return generate(pair.megatron, **batch, **settings)[:, batch["input_ids"].shape[1] :]
+
+
+@pytest.mark.one_case_in(3)
+@of_both_families
+@pytest.mark.parametrize("content", CONTENTS)
+def test_generate_matches_transformers(pair, content):
+    batch = prompts(content, pair.config)
+    expected = pair.reference.generate(**batch, max_new_tokens=NEW)
+    assert expected.shape[1] == batch["input_ids"].shape[1] + NEW
+    assert len(expected[:, -NEW:].unique()) >= 5  # not one token for ever
+    assert torch.equal(generate(pair.megatron, **batch, max_new_tokens=NEW, eos_token_id=NEVER), expected)
+
+
+@pytest.mark.one_case_in(3)
+@pytest.mark.parametrize("content", ["many images", "mixed"])
+def test_generate_right_padding_matches_left(pair, content):
+    left, right = (answers(pair, prompts(content, pair.config, side=side)) for side in ("left", "right"))
+    assert torch.equal(left, right)
+
+
+@pytest.mark.one_case_in(3)
+@of_both_families
+def test_generate_ends_like_transformers(pair):
+    batch = prompts("mixed", pair.config)
+    free = answers(pair, batch)
+    ends = [int(row[2 + 3 * number]) for number, row in enumerate(free)]  # every row meets its own at the latest
+    expected = pair.reference.generate(**batch, max_new_tokens=NEW, eos_token_id=ends, pad_token_id=PAD)
+    found = generate(pair.megatron, **batch, max_new_tokens=NEW, eos_token_id=ends, pad_token_id=PAD)
+    assert torch.equal(found, expected)
+    new = found[:, batch["input_ids"].shape[1] :]
+    assert new.shape[1] < NEW  # all rows have ended
+    assert len((new == PAD).sum(-1).unique()) > 1  # not all at once
+
+
+def test_generate_batches_equal_lengths(pair):
+    config, rng, rows = pair.config, torch.Generator().manual_seed(0), 4
+    ids = torch.randint(0, config.image_token_id - 16, (rows, 14), generator=rng)
+    ids[:, 3:11] = torch.tensor(
+        [config.vision_start_token_id, *[config.image_token_id] * 6, config.vision_end_token_id]
+    )
+    pixels = torch.randn(rows * 24, 3 * 2 * 16 * 16, generator=rng)
+    kinds = (ids == config.image_token_id).int()
+    grids = torch.tensor([[1, 4, 6]] * rows)
+    batch = dict(input_ids=ids, mm_token_type_ids=kinds, pixel_values=pixels, image_grid_thw=grids)
+    free = pair.reference.generate(**batch, max_new_tokens=NEW)
+    assert torch.equal(generate(pair.megatron, **batch, max_new_tokens=NEW, eos_token_id=NEVER), free)
+    ends = [int(row[14 + 2 + 3 * number]) for number, row in enumerate(free)]
+    expected = pair.reference.generate(**batch, max_new_tokens=NEW, eos_token_id=ends, pad_token_id=PAD)
+    assert (expected[:, 14:] == PAD).any()
+    assert torch.equal(
+        generate(pair.megatron, **batch, max_new_tokens=NEW, eos_token_id=ends, pad_token_id=PAD), expected
+    )
+
+
+def test_generate_one_row_ends_early(pair):
+    batch = prompts("many images", pair.config)
+    free = answers(pair, batch)
+    end = next(int(token) for token in free[0] if token not in free[-1])
+    expected = pair.reference.generate(**batch, max_new_tokens=NEW, eos_token_id=end)
+    found = generate(pair.megatron, **batch, max_new_tokens=NEW, eos_token_id=end)
+    assert torch.equal(found, expected)
+    assert torch.equal(found[-1, -NEW:], free[-1])
+    assert (found[0, -1] == end).all()  # padding, for want of another id
+
+
+def test_generate_default_eos_is_providers(pair, monkeypatch):
+    batch = prompts("one image", pair.config)
+    end = int(answers(pair, batch)[0, 3])
+    monkeypatch.setattr(pair.provider, "eos_token_id", end)
+    assert torch.equal(answers(pair, batch, eos_token_id=None), answers(pair, batch, eos_token_id=end))
+    assert answers(pair, batch, eos_token_id=None).shape[1] <= 4
+
+
+def conversation(*parts: dict) -> list[dict]:
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": "Which digit is this?"}]}]
+
+
+def test_generate_image_and_video(pair):
+    from qwen3vl_bridge.testing.tiny_processor import make_processor
+
+    noise = np.random.default_rng(0).integers(0, 256, (6, 64, 96, 3), dtype=np.uint8)
+    batch = make_processor(512).apply_chat_template(
+        [
+            conversation({"type": "image", "image": Image.fromarray(noise[0])}),
+            conversation({"type": "video", "video": [Image.fromarray(frame) for frame in noise]}), conversation(),
+        ],
+        tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="pt",
+        processor_kwargs=dict(padding=True, padding_side="left", do_sample_frames=False),
+    )  # fmt: skip
+    assert {"pixel_values", "pixel_values_videos", "mm_token_type_ids"} <= set(batch)
+    expected = pair.reference.generate(**batch, max_new_tokens=NEW)
+    assert torch.equal(generate(pair.megatron, **batch, max_new_tokens=NEW, eos_token_id=NEVER), expected)
+
+
+@pytest.fixture(scope="module")
+def one(untied_folder) -> Pair:
+    return load(untied_folder, should_pad_vocab=True, make_vocab_size_divisible_by=384)
+
+
+def test_generate_ignores_vocabulary_padding(one):
+    batch = prompts("one image", one.config)
+    weight = one.megatron.language_model.output_layer.weight
+    assert len(weight) == 768
+    expected = one.reference.generate(**batch, max_new_tokens=1)[0, -1]
+    with torch.no_grad():
+        weight[512:] = 3 * weight[expected]  # wins wherever the right token does
+    assert answers(one, batch, max_new_tokens=1) == expected
+
+
+def test_generate_runs_tower_once_restores_modes(one):
+    model, seen = one.megatron.train(), []
+    model.language_model.embedding.eval()
+    modes = [module.training for module in model.modules()]
+    batch = prompts("mixed", one.config)
+    hooks = [
+        model.vision_model.register_forward_hook(lambda *_: seen.append("tower")),
+        model.language_model.register_forward_hook(lambda module, *_: seen.append(module.training)),
+    ]
+    try:
+        answers(one, batch, max_new_tokens=3)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    lengths = len(batch["attention_mask"].sum(-1).unique())
+    assert seen == ["tower", *[False] * 3 * lengths]
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_generate_error_restores_modes(one):
+    def fail(*_):
+        raise RuntimeError("on purpose")
+
+    model = one.megatron.train()
+    hook = model.language_model.register_forward_pre_hook(fail)
+    try:
+        with pytest.raises(RuntimeError, match="on purpose"):
+            answers(one, prompts("text only", one.config))
+    finally:
+        hook.remove()
+    assert all(module.training for module in model.modules())
+
+
+def test_generate_accepts_wrapped_model_and_list(one):
+    batch = prompts("one image", one.config)
+    wrapped = DistributedDataParallel(one.provider, DistributedDataParallelConfig(), one.megatron)
+    for model in ([one.megatron], wrapped, [wrapped]):
+        found = generate(model, **batch, max_new_tokens=3, eos_token_id=NEVER)
+        assert torch.equal(found, generate(one.megatron, **batch, max_new_tokens=3, eos_token_id=NEVER))
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (dict(max_new_tokens=0), "max_new_tokens is 0, expected 1 or more"),
+    (dict(attention_mask=torch.ones(2, 5)), r"input_ids has shape \[2, 6\] and attention_mask \[2, 5\]"),
+    (dict(attention_mask=torch.tensor([[1] * 6, [0] * 6])), r"found 2 prompts, and prompts \[1\] have no tokens"),
+    (dict(image_grid_thw=torch.tensor([[1, 2, 2]]), pixel_values=torch.zeros(4, 1536)), "image"),
+])  # fmt: skip
+def test_generate_bad_prompts_raise(one, arguments, message):
+    arguments = {"input_ids": torch.ones(2, 6, dtype=torch.long), "max_new_tokens": 2, **arguments}
+    with pytest.raises(ValueError, match=message):
+        generate(one.megatron, **arguments)
+
+
+def test_generate_pipeline_stage_raises(one, monkeypatch):
+    ids = torch.ones(1, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"model is \['Linear'\], expected one VisionLanguageModel"):
+        generate(torch.nn.Linear(1, 1), ids, max_new_tokens=1)
+    with pytest.raises(ValueError, match=r"model is \['Qwen3VLModel', 'Qwen3VLModel'\], expected one"):
+        generate([one.megatron] * 2, ids, max_new_tokens=1)
+    alone, two = (types.SimpleNamespace(size=lambda n=n: n, rank=lambda: 0) for n in (1, 2))
+    for groups, message in (
+        (types.SimpleNamespace(pp=two, cp=alone, tp=alone), "pipeline-parallel size is 2, expected 1"),
+        (types.SimpleNamespace(pp=alone, cp=two, tp=alone), "context-parallel size is 2, expected 1"),
+    ):
+        monkeypatch.setitem(vars(one.megatron), "pg_collection", groups)
+        with pytest.raises(ValueError, match=message):
+            generate(one.megatron, ids, max_new_tokens=1)
+
+
+def answers_of_ranks(folder: Path) -> list[torch.Tensor]:
+    layouts = PARALLEL[1:] if "qwen3_5" in (folder / "config.json").read_text() else PARALLEL
+    pairs = (load(folder, tensor_model_parallel_size=2, **fields) for fields in layouts)
+    return [answers(p, prompts("mixed", p.config)) for p in pairs]
+
+
+# The model with experts has a dense layer too.
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["untied", "moe", "3.5 dense", "3.5 moe"])
+def test_generate_tensor_parallel_matches_one_rank(request, kind):
+    folder = folder_of(kind, request)
+    found = results_of_ranks(answers_of_ranks, 2, folder)
+    alone = load(folder)
+    expected = answers(alone, prompts("mixed", alone.config))
+    assert found and all(torch.equal(of_a_layout, expected) for of_a_layout in found)

@@ -1,0 +1,38 @@
+"""Names of megatron-core that upstream/gated_delta_kernels.py replaces."""
+
+import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+
+import pytest
+
+from tests.upstream.contracts import Contract
+
+pytestmark = pytest.mark.upstream
+CONTRACT = Contract("gated_delta_kernels")
+GDN = "megatron.core.ssm.gated_delta_net"
+
+
+def test_common_builds_a_layer_only_with_the_package():
+    CONTRACT.find(f"{GDN}.common", "HAVE_FLA", bool)
+    CONTRACT.mentions(f"{GDN}.common", "_GDNBase.__init__", "HAVE_FLA")
+
+
+def test_common_calls_the_norm_by_its_name():
+    CONTRACT.find(f"{GDN}.common", "l2norm")
+    CONTRACT.mentions(f"{GDN}.common", "_GDNBase._prepare_input_for_gated_delta_rule", "l2norm")
+
+
+def test_gdn_calls_the_convolution_by_its_name():
+    CONTRACT.find(f"{GDN}.gdn", "causal_conv1d")
+    CONTRACT.mentions(
+        f"{GDN}.gdn", "GatedDeltaNet.forward", "causal_conv1d", "cu_seqlens", "initial_state", "output_final_state"
+    )
+
+
+def test_without_package_check_restores_what_was_found(monkeypatch):
+    from qwen3vl_bridge.upstream import gated_delta_kernels
+
+    monkeypatch.setattr(gated_delta_kernels.common, "HAVE_FLA", False)
+    with pytest.raises(RuntimeError), gated_delta_kernels.without_package_check():
+        assert gated_delta_kernels.common.HAVE_FLA
+        raise RuntimeError
+    assert gated_delta_kernels.common.HAVE_FLA is False

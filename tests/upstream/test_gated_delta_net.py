@@ -1,0 +1,43 @@
+"""Names of megatron-core that upstream/gated_delta_net.py overrides and calls."""
+
+import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+
+import pytest
+
+from tests.upstream.contracts import Contract
+
+pytestmark = pytest.mark.upstream
+CONTRACT = Contract("gated_delta_net")
+GDN = "megatron.core.ssm.gated_delta_net"
+
+
+def test_setup_variant_attrs_sets_delta_rule():
+    CONTRACT.takes(f"{GDN}.gdn", "GatedDeltaNet._setup_variant_attrs", "self")
+    CONTRACT.mentions(
+        f"{GDN}.gdn", "GatedDeltaNet._setup_variant_attrs",
+        "self.gated_delta_rule", "self.in_proj_split_sections", "self.in_proj_split_names",
+    )  # fmt: skip
+    CONTRACT.mentions(f"{GDN}.common", "_GDNBase.__init__", "_setup_variant_attrs")
+
+
+def test_forward_calls_delta_rule_with_offsets():
+    CONTRACT.takes(
+        f"{GDN}.gdn", "GatedDeltaNet.forward", "self", "hidden_states", "attention_mask", "inference_context",
+        "packed_seq_params", "sequence_len_offset", "inference_params", "**kwargs",
+    )  # fmt: skip
+    CONTRACT.mentions(f"{GDN}.gdn", "GatedDeltaNet.forward", "self.gated_delta_rule", "cu_seqlens")
+
+
+def test_forward_calls_resolve_cu_seqlens():
+    CONTRACT.takes(
+        f"{GDN}.gdn", "GatedDeltaNet._resolve_cu_seqlens",
+        "self", "cu_seqlens_padded", "cu_seqlens_actual", "total_seq_len", "name", "cp_size",
+    )  # fmt: skip
+    CONTRACT.mentions(f"{GDN}.gdn", "GatedDeltaNet.forward", "_resolve_cu_seqlens")
+
+
+def test_split_tensor_factory_takes_known_parameters():
+    CONTRACT.takes(
+        "megatron.core.ssm.utils", "_split_tensor_factory", "orig_sh_ten", "split_sections", "split_names", "split_dim"
+    )
+    CONTRACT.mentions(f"{GDN}.common", "_GDNBase.sharded_state_dict", "_split_tensor_factory")

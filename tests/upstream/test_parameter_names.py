@@ -1,0 +1,15 @@
+"""Megatron-Bridge's numbers of layers and experts in the unsharded model."""
+
+import pytest
+
+from tests.upstream.contracts import Contract
+
+pytestmark = pytest.mark.upstream
+CONTRACT = Contract("parameter_names")
+
+
+def test_local_name_to_global_takes_known_parameters():
+    CONTRACT.takes(
+        "megatron.bridge.models.conversion.model_bridge", "_megatron_local_name_to_global",
+        *("models", "config", "param_name", "vp_stage"),
+    )  # fmt: skip
