@@ -226,3 +226,21 @@ def moe_folders(moe_folder, tmp_path_factory):
     from tests.helpers.expert_layouts import LAYOUTS, rewrite
 
     return {layout: rewrite(moe_folder, tmp_path_factory.mktemp(layout.name), layout) for layout in LAYOUTS}
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory, untied_folder):
+    """Return the inputs of a small run: conversations about digits, and a tiny checkpoint in both formats."""
+    from qwen3vl_bridge.checkpoint import import_checkpoint
+    from qwen3vl_bridge.testing.digits import make_dataset
+
+    from tests.training.running import Inputs
+
+    folder = tmp_path_factory.mktemp("run")
+    data = folder / "data"
+    make_dataset(data)
+    for split, keep in (("train", 40), ("test", 8)):
+        path = data / f"{split}.jsonl"
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:keep]))
+    import_checkpoint(untied_folder, folder / "megatron", progress=False)
+    return Inputs(untied_folder, data, folder / "megatron")

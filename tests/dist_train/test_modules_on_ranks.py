@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 from tests.helpers.forked import results_of_ranks
 from tests.helpers.ranks import leave_groups, of_all_ranks
 from tests.parity.topologies import MODULES, split_by
-from tests.training.conftest import TIMED
-from tests.training.running import Entries, configured, run_bridges_loop
+from tests.training.running import TIMED, Entries, configured, run_bridges_loop
 
 STEPS = 4
 HALF = STEPS // 2

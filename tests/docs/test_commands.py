@@ -42,8 +42,7 @@ from tests.helpers.batches import make_samples
 from tests.helpers.receipts import receipts
 from tests.models import test_toy_family
 from tests.parity.conftest import make_pair
-from tests.training.conftest import Inputs, inputs  # noqa: F401  a fixture
-from tests.training.running import replicated, train
+from tests.training.running import Inputs, inputs, replicated, train  # noqa: F401  a fixture
 
 README, QUICKSTART, TRAIN, CONVERT, RECIPES, SCALING, DATA, CALLERS = (
     PAGES[page]

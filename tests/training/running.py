@@ -1,8 +1,10 @@
 """Run Megatron-Bridge's loop in this process or on these ranks, like a user's script."""
 
 import contextlib
+import json
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,49 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.helpers.ranks import leave_groups
 from tests.helpers.steps import release
-from tests.training.conftest import Inputs
+
+
+@dataclass(frozen=True)
+class Inputs:
+    hf: Path
+    data: Path
+    megatron: Path
+
+    def config(self, save: Path | None, **settings):
+        """Return the digits recipe, shortened and in float32. Settings are written `train__train_iters=4`."""
+        from qwen3vl_recipes.paths import set_paths
+
+        from tests.helpers.digits_recipe import digits_recipe_for
+
+        cfg = set_paths(
+            digits_recipe_for(self.hf), hf_path=self.hf, data_path=self.data, pretrained_checkpoint=self.megatron,
+            save=save or "unused",
+        )  # fmt: skip
+        cfg.mixed_precision = None
+        if save is None:
+            cfg.checkpoint.save = cfg.checkpoint.load = cfg.logger.tensorboard_dir = None
+        for name, value in {**SHORT, **settings}.items():
+            section, _, field = name.partition("__")
+            setattr(getattr(cfg, section), field, value)
+        return cfg
+
+
+SHORT = dict(
+    train__train_iters=6, scheduler__lr_warmup_iters=1, validation__eval_interval=4, checkpoint__save_interval=3,
+    model__seq_length=128, dataset__seq_length=128, dataset__num_workers=0, logger__log_interval=2,
+)  # fmt: skip
+
+
+# Metrics that are not reproducible between equal runs.
+TIMED = ("seconds", "tokens_per_second", "images_per_second", "tflops_per_gpu", "mfu", "memory_gb")
+
+
+def losses(log: list[dict]) -> list[tuple]:
+    return [tuple((name, value) for name, value in entry.items() if name not in TIMED) for entry in log]
+
+
+def read_log(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def replicate(cfg: Any, *, distributed: bool = False) -> Any:

@@ -30,8 +30,7 @@ from megatron.bridge.training.initialize import destroy_global_state
 from qwen3vl_recipes.dry_run import finalize_copy
 from qwen3vl_recipes.overrides import apply
 
-from tests.training.conftest import read_log
-from tests.training.running import messages, replicated, run_bridges_loop, sharded, train
+from tests.training.running import messages, read_log, replicated, run_bridges_loop, sharded, train
 
 
 class Limit(Callback):

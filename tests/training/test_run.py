@@ -37,8 +37,7 @@ from tests.helpers.noise import check as check_errors
 from tests.helpers.receipts import write_receipts
 from tests.helpers.steps import Run, save, set_up, train_step
 from tests.helpers.sync_counter import HostSyncCounter
-from tests.training.conftest import losses, read_log
-from tests.training.running import replicate, replicated, sharded, stored, train
+from tests.training.running import losses, read_log, replicate, replicated, sharded, stored, train
 
 
 def documents(batch):

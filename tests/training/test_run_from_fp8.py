@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 
 from tests.checkpoint.support import assert_same
 from tests.helpers import fp8
-from tests.training.conftest import losses
-from tests.training.running import configured, stored, train
+from tests.training.running import configured, losses, stored, train
 
 STEPS = dict(train__train_iters=3, checkpoint__save_interval=3, validation__eval_iters=0)
 

@@ -219,7 +219,7 @@ class Pretrained:
             f"{name} is {theirs.get(name)}, expected {ours[name]}" for name in ours if theirs.get(name) != ours[name]
         ]
         if differ:
-            raise CheckpointError("\n  ".join([f"{self.folder} has another model than the run:", *differ]))
+            raise CheckpointError("\n  ".join([f"{self.folder} holds a different model from the run's:", *differ]))
         if get_rank_safe() == 0:  # reads the header of each file
             open_model(self.folder, trust_remote_code=True).check()
 

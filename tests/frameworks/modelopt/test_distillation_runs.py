@@ -12,8 +12,7 @@ from megatron.bridge.models.distillation_provider import convert_to_distillation
 from safetensors.torch import load_file
 
 from tests.frameworks.modelopt.support import Recipe, make_larger
-from tests.training.conftest import Inputs, inputs, losses  # noqa: F401  a fixture
-from tests.training.running import replicated, sharded, stored, train
+from tests.training.running import Inputs, inputs, losses, replicated, sharded, stored, train  # noqa: F401  a fixture
 
 
 @pytest.fixture(scope="module")

@@ -34,8 +34,7 @@ from tests.models.qwen3_5.tiny import make_checkpoint as make_qwen3_5
 from tests.parity.on_ranks import Split, compare
 from tests.parity.references import errors, take_two_steps
 from tests.parity.topologies import TOPOLOGIES, Topology
-from tests.training.conftest import Inputs, inputs, losses  # noqa: F401  a fixture
-from tests.training.running import replicated, sharded, stored, train
+from tests.training.running import Inputs, inputs, losses, replicated, sharded, stored, train  # noqa: F401  a fixture
 
 CONTENT = "mixed"
 WEIGHTS = copy.deepcopy(mtq.INT8_DEFAULT_CFG)

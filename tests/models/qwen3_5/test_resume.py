@@ -19,8 +19,7 @@ from tests.helpers.steps import Run, save, set_up, train_step
 from tests.models.qwen3_5.test_linear_attention import attention, renamed
 from tests.models.qwen3_5.tiny import FLOAT32, hf_text_config, megatron_config, one_rank, perturb, weights
 from tests.training.adapters.test_peft_run import CASES
-from tests.training.conftest import Inputs
-from tests.training.running import replicate, replicated, sharded, stored, train
+from tests.training.running import Inputs, replicate, replicated, sharded, stored, train
 
 FACTOR = "model__mtp_loss_scaling_factor"
 STEPS = dict(train__train_iters=6, validation__eval_iters=0, scheduler__lr_warmup_iters=0)

@@ -23,8 +23,7 @@ from transformers import AutoModelForImageTextToText
 
 from tests.helpers.forked import results_of_ranks
 from tests.helpers.steps import save, set_up, train_step
-from tests.training.conftest import Inputs, losses
-from tests.training.running import replicate, stored, train
+from tests.training.running import Inputs, losses, replicate, stored, train
 from tests.training.test_run import reference_steps
 
 FSDP, DIST = FORMATS = ("fsdp_dtensor", "torch_dist")

@@ -26,8 +26,7 @@ from transformers import AutoConfig
 
 from tests.checkpoint.support import model_with_config
 from tests.helpers.steps import save, set_up, train_step
-from tests.training.conftest import losses
-from tests.training.running import optimizer_states, replicated, sharded, stored, train
+from tests.training.running import losses, optimizer_states, replicated, sharded, stored, train
 
 STEPS = dict(train__train_iters=6, validation__eval_iters=0)
 

@@ -139,8 +139,8 @@ def test_moe_resumes_with_other_ep(found, most):
     warned = [[line for line in run["warnings"] if "random states" in line] for run in chain]
     split, whole = "PP 1, TP 1, DP with EP 2", "PP 1, TP 1"
     assert not warned[0] and len(warned[1]) == len(warned[2]) == 1
-    assert f"split as {split}, and this run is split as {whole}:" in warned[1][0]
-    assert f"split as {whole}, and this run is split as {split}:" in warned[2][0]
+    assert f"has random states for {split}, and this run has {whole}:" in warned[1][0]
+    assert f"has random states for {whole}, and this run has {split}:" in warned[2][0]
 
 
 @pytest.mark.parametrize(("name", "step"), [("split, goes on", 2), ("sharded, exact", 0)])

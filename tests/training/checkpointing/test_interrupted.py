@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.training.bridges_loop import Start
-from tests.training.conftest import SHORT, losses, read_log
-from tests.training.running import train
+from tests.training.running import SHORT, losses, read_log, train
 
 pytestmark = pytest.mark.slow
 

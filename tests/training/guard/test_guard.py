@@ -26,8 +26,7 @@ from hypothesis import given
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 
 from tests.helpers.steps import set_up, train_step
-from tests.training.conftest import losses
-from tests.training.running import messages, optimizer_states, replicate, stored, train
+from tests.training.running import losses, messages, optimizer_states, replicate, stored, train
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from tests.helpers.steps import set_up, train_step
 from tests.parity.on_ranks import Split
 from tests.parity.references import ADAM, CLIP, DECAY, step_samples, torch_linear_attention
 from tests.parity.topologies import TOPOLOGIES, Topology
-from tests.training.conftest import losses
-from tests.training.running import replicated, stored, train
+from tests.training.running import losses, replicated, stored, train
 
 STEPS, CONTENT = 2, "mixed"
 MOMENTUM, ITERATIONS = 0.9, 5

@@ -33,8 +33,7 @@ from transformers import AutoProcessor
 from tests.helpers.noise import check, limits
 from tests.parity.conftest import make_pair
 from tests.parity.test_padding import masks_that_arrive
-from tests.training.conftest import losses
-from tests.training.running import replicated, stored, train
+from tests.training.running import losses, replicated, stored, train
 
 SEQ_LENGTH = 512
 ANSWERS = ("one", "This is the digit two, two.", "3", "I cannot tell; the writing is too faint.", "five", "6")

@@ -33,8 +33,7 @@ from tests.models.qwen3_5.tiny import make_checkpoint
 from tests.parity.on_ranks import Split
 from tests.parity.references import MICROBATCHES, step_samples
 from tests.parity.topologies import TOPOLOGIES, Topology
-from tests.training.conftest import read_log
-from tests.training.running import replicate, train
+from tests.training.running import read_log, replicate, train
 
 NAMES = ("DP2", "CP2", "TP2+SP+EP2", "PP2", "PP2+VPP2", "EP2")
 BALANCE = 0.01
