@@ -1,16 +1,16 @@
-"""Compare conversion with `cp` of the same bytes, in time and memory.
+"""Compare time and memory of conversions with `cp` of the same bytes.
 
     python -m benchmarks.convert                                          # the full 2B, 4.3 GB
     python -m benchmarks.convert --size 2B --text-layers 4 --vision-layers 6 --rounds 3
     python -m benchmarks.convert --size 30B-A3B --text-layers 8 --rounds 1
     python -m benchmarks.convert --family qwen3_5 --size 35B-A3B --text-layers 1 --rounds 1
-    python -m benchmarks.convert --size 8B --text-layers 8 --fp8                 # `cp` is of what import writes
+    python -m benchmarks.convert --size 8B --text-layers 8 --fp8                 # `cp` copies the imported checkpoint
 
 Random bfloat16 weights in the shapes of a released size are written once, experts transposed as released. Then
-interleaved rounds run `cp`, import to both formats, export and verify. Before each step all writes are on disk, and
-only its source is in the page cache. Prints medians, ratios to `cp` and the peak of anonymous memory above the idle
-process, and appends rows to a CSV file with the load of the machine. Each step of the first round runs in its own
-process, for its memory.
+interleaved rounds run `cp`, import to both formats, export and verify. Before each step all writes are flushed to disk,
+and only the source of the step is in the page cache. Prints medians, ratios to `cp` and the peak of anonymous memory
+above the idle process, and appends rows with the load of the machine to a CSV file. To measure memory, each step of the
+first round runs in a new process.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _tasks(config: dict) -> list[Task]:
 
 
 def make_model(folder: Path, config: dict, *, in_fp8: bool = False) -> int:
-    """Write a model of random bytes, in FP8 with scales of 2^-10; return the number of bfloat16 bytes."""
+    """Write a model with random weights, and return its size in bfloat16 in bytes. FP8 weights have scales of 2^-10."""
     folder.mkdir()
     tasks = _tasks(config)
     nbytes = sum(task.target.nbytes for task in tasks)
@@ -91,7 +91,7 @@ def make_model(folder: Path, config: dict, *, in_fp8: bool = False) -> int:
 
 
 def _random(nbytes: int, of: Slice) -> bytes:
-    """Return random bytes of a tensor without NaN."""
+    """Return `nbytes` random bytes for a tensor, without NaN in FP8."""
     if not isinstance(of, QuantizedSlice):
         return os.urandom(nbytes)
     if of.is_scales:
@@ -105,7 +105,7 @@ def _anonymous() -> int:
 
 
 def _settle(work: Path, source: Path) -> None:
-    """Write everything to disk, and leave only the source in the page cache."""
+    """Flush all writes to disk, and leave only the files in `source` in the page cache."""
     os.sync()
     for path in sorted(work.rglob("*"), key=lambda path: path.is_relative_to(source)):
         if path.is_file():
@@ -116,7 +116,7 @@ def _settle(work: Path, source: Path) -> None:
 
 
 def measure(step: Callable[[], object]) -> tuple[float, int]:
-    """Return the seconds of a step and its peak of anonymous memory above the start."""
+    """Run a step; return its seconds and its peak of anonymous memory in bytes, above the start."""
     before = peak = _anonymous()
     done = threading.Event()
 
@@ -136,13 +136,13 @@ def measure(step: Callable[[], object]) -> tuple[float, int]:
 
 
 def measure_apart(step: Callable[[], object]) -> tuple[float, int]:
-    """Measure in a fresh process: a used one keeps memory and then takes no more."""
+    """Measure a step in a new process: a process that has run a step keeps memory and needs no more of it."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
     child = multiprocessing.get_context("fork").Process(target=lambda: sender.send(measure(step)))
     child.start()
     child.join()
     if child.exitcode:
-        raise SystemExit(f"a step ended with {child.exitcode}")
+        raise SystemExit(f"the process of a step ended with exit status {child.exitcode}; its output is above")
     return receiver.recv()
 
 
@@ -155,7 +155,7 @@ def _copy(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def _without_sync() -> Iterator[None]:
-    """Disable syncing to disk."""
+    """Disable `os.fsync` and `os.fdatasync` inside the `with` block."""
     with mock.patch.object(os, "fsync"), mock.patch.object(os, "fdatasync"):
         yield
 
@@ -175,7 +175,7 @@ def _steps(work: Path, *, sync: bool) -> Iterator[tuple[str, Path, Callable[[], 
 
 
 def run(work: Path, rounds: int) -> dict[str, list[tuple[float, int]]]:
-    """Measure every step in each round."""
+    """Run every step in each round; return (seconds, bytes) of all rounds, by step."""
     results: dict[str, list[tuple[float, int]]] = {}
     for number in range(rounds):
         how = measure if number else measure_apart
@@ -192,14 +192,14 @@ def run(work: Path, rounds: int) -> dict[str, list[tuple[float, int]]]:
 
 
 def main() -> None:
-    """Measure, print, append."""
+    """Measure all steps, print the results and append them to the CSV file."""
     parser = measurement.parser(__doc__, "convert.csv", rounds=5)
     parser.add_argument("--family", choices=("qwen3_vl", "qwen3_5"), default="qwen3_vl", help="default: %(default)s")
-    parser.add_argument("--size", default="2B", help="one that the family was released in (default: %(default)s)")
-    parser.add_argument("--text-layers", type=int, help="fewer than the size has")
-    parser.add_argument("--vision-layers", type=int, help="fewer than the size has")
-    parser.add_argument("--fp8", action="store_true", help="a model in FP8, exported to FP8")
-    parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
+    parser.add_argument("--size", default="2B", help="released size of the family (default: %(default)s)")
+    parser.add_argument("--text-layers", type=int, help="number of text layers (default: all of the size)")
+    parser.add_argument("--vision-layers", type=int, help="number of vision layers (default: all of the size)")
+    parser.add_argument("--fp8", action="store_true", help="convert a model in FP8, and export it in FP8")
+    parser.add_argument("--folder", type=Path, help="folder for all files (default: a temporary folder)")
     options = parser.parse_args()
     config = _config(options.family, options.size, options.text_layers, options.vision_layers)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:

@@ -1,4 +1,4 @@
-"""Allocate what flash-attn 2 allocates, without its kernels, for recipes on the fake GPU.
+"""Replacement of flash-attn 2 on the fake GPU that allocates the same tensors, without its kernels.
 
 Source: flash-attn 2.8.3, `FlashAttnFunc` and `FlashAttnVarlenFunc` of flash_attn/flash_attn_interface.py; `mha_bwd`
 and `mha_varlen_bwd` of csrc/flash_attn/flash_api.cpp.
@@ -17,7 +17,7 @@ VERSION = "2.8.3"
 
 
 def provide(folder: Path) -> str:
-    """Write a package flash_attn unless it is installed; return the folder for PYTHONPATH."""
+    """Write a package flash_attn to a folder, unless it is installed; return the folder, for PYTHONPATH."""
     try:
         importlib.metadata.version("flash-attn")
     except importlib.metadata.PackageNotFoundError:
@@ -52,12 +52,12 @@ class _Attention(torch.autograd.Function):
 
 
 def flash_attn_func(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Take rows of one length, [rows, tokens, heads, width] in 16 bits."""
+    """Replace `flash_attn_func`, for padded rows [rows, tokens, heads, width] in 16 bits."""
     return _Attention.apply(query, key, value)
 
 
 def flash_attn_varlen_func(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Take packed rows, [tokens, heads, width] in 16 bits."""
+    """Replace `flash_attn_varlen_func`, for packed rows [tokens, heads, width] in 16 bits."""
     return _Attention.apply(query, key, value)
 
 

@@ -1,19 +1,19 @@
-"""Measure a training step on a GPU: tokens per second, MFU, memory and synchronizations, ours and transformers'.
+"""Measure a training step of our model and transformers' on a GPU: tokens per second, MFU, memory, synchronizations.
 
     python -m benchmarks.gpu                                                  # the 8B's widths, few layers
     python -m benchmarks.gpu --size 2B --text-layers 28 --vision-layers 24    # a complete model
-    python -m benchmarks.gpu --profile out/gpu                                # and its kernels, and timelines
+    python -m benchmarks.gpu --profile out/gpu                                # with kernels and timelines
     python -m benchmarks.gpu --tiny --csv /tmp/gpu.csv                        # a simulation, also on a CPU
 
-Random weights in bfloat16, six samples of 8,092 tokens with six images: packed into one row, or padded to six.
+Random weights in bfloat16, six samples of 8,092 tokens in total with six images, packed into one row or padded to six.
 
-- "step": a full step of Megatron-Bridge's loop with the 2B's recipe: distributed optimizer, guard, norms.
-- the others: forward and backward alone. transformers has padded rows, with each installed attention.
+- "step": a full step of Megatron-Bridge's loop with the recipe of 2B: distributed optimizer, guard, norms.
+- other rows: only forward and backward pass. transformers has padded rows, with each installed attention.
 
-MFU is by `qwen3vl_bridge/config/flops.py`, which does not count recomputation. "GiB" is the peak of torch's allocator,
-"planned GiB" the planner's estimate. "waits" are the host-device synchronizations of a step by torch's detector,
-without megatron-core's and Megatron-Bridge's, and all; "attention" names the kernels. A way that runs out of memory is
-a row without figures.
+FLOPs for MFU are from `qwen3vl_bridge/config/flops.py`, which does not count recomputation. "GiB" is the peak of
+torch's allocator, "planned GiB" the planner's estimate. "waits" are the host-device synchronizations of a step that
+torch detects, without those of megatron-core and Megatron-Bridge, and in total. "attention" names the kernels. An
+implementation that runs out of memory has a row without figures.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def operations_of(config: Any, samples: list[Sample]) -> float:
 
 @contextmanager
 def whole_step(config: Any, samples: list[Sample], rounds: int) -> Iterator[tuple[Step, float]]:
-    """Return a step of Megatron-Bridge's loop and the planner's estimate in GiB."""
+    """Yield a function that takes a step of Megatron-Bridge's loop, and the planner's estimate in GiB."""
     tokens = -(-sum(len(sample.ids) + 4 for sample in samples) // 8) * 8
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
@@ -155,7 +155,7 @@ def whole_step(config: Any, samples: list[Sample], rounds: int) -> Iterator[tupl
 
 @contextmanager
 def of_ours(config: Any, samples: list[Sample], *, packed: bool) -> Iterator[tuple[Step, float]]:
-    """Return forward and backward of our model; the batch is collated before and moved in each step, as in training."""
+    """Yield a function that copies a batch to the GPU and runs forward and backward pass of our model, and 0.0."""
     model = measurement.build_model(config, sum(len(sample.ids) for sample in samples), DEVICE)
     local = make_batch(samples, config, packed=packed).local()
 
@@ -168,7 +168,7 @@ def of_ours(config: Any, samples: list[Sample], *, packed: bool) -> Iterator[tup
 
 @contextmanager
 def of_transformers(config: Any, samples: list[Sample], *, attention: str) -> Iterator[tuple[Step, float]]:
-    """Return forward and backward of transformers on right-padded rows."""
+    """Yield a function that runs forward and backward pass of transformers' model on right-padded rows, and 0.0."""
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     with torch.device(DEVICE):
         model = AutoModelForImageTextToText.from_config(config, dtype=dtype, attn_implementation=attention).train()
@@ -219,7 +219,7 @@ def measure(step: Step, rounds: int) -> tuple[float, float, Syncs]:
 
 
 def attention_of(step: Step) -> str:
-    """Return the attention kernels of a step in both towers."""
+    """Return the names of the attention kernels in a step, as text."""
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         step()
     names = [event.key for event in profiled.key_averages()]
@@ -227,14 +227,14 @@ def attention_of(step: Step) -> str:
 
 
 def main() -> None:
-    """Measure, print, append."""
+    """Measure all implementations, print the results and append them to the CSV file."""
     parser = measurement.parser(__doc__, "gpu.csv", rounds=7)
-    parser.add_argument("--size", default="8B", help="default: %(default)s")
-    parser.add_argument("--text-layers", type=int, default=4, help="default: %(default)s")
-    parser.add_argument("--vision-layers", type=int, default=6, help="default: %(default)s")
-    parser.add_argument("--ways", nargs="+", metavar="WAY", help="only those whose names begin so, such as ours")
-    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="print the kernels too, keep timelines there")
-    parser.add_argument("--tiny", action="store_true", help="a model and a row for a simulation")
+    parser.add_argument("--size", default="8B", help="size of the model (default: %(default)s)")
+    parser.add_argument("--text-layers", type=int, default=4, help="number of text layers (default: %(default)s)")
+    parser.add_argument("--vision-layers", type=int, default=6, help="number of vision layers (default: %(default)s)")
+    parser.add_argument("--ways", nargs="+", metavar="WAY", help="only rows with names that begin so, such as ours")
+    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="print kernels, and write timelines to FOLDER")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model and row, for a simulation")
     options = parser.parse_args()
     quiet()
     config = configuration(options.size, options.text_layers, options.vision_layers, tiny=options.tiny)

@@ -5,13 +5,13 @@
 
     OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824 python -m benchmarks.growth
 
-One core, float32, a small model. Each point is a forked process that takes three steps (forward, backward). The first
-warms up. The second counts the largest number of bytes that tensors of the step hold at one time, gradients included,
-without weights and buffers inside kernels. The third measures user and system seconds: glibc returns free blocks above
+One core, float32, a small model. Each point is a forked process that takes three steps (forward and backward). The
+first step warms up. The second counts the peak bytes of the step's tensors, with gradients, without weights and buffers
+inside kernels. The third measures user and system seconds. System time is high because glibc returns free blocks above
 32 MiB to the operating system, which clears each page of a new block. With the third command glibc keeps them.
 
-The exponents printed are the slopes between two points, of user time and of bytes: 1 is linear.
-`scripts/draw_benchmarks.py` draws them.
+The exponents that are printed are slopes of user time and bytes between two points: 1 is linear.
+`scripts/draw_benchmarks.py` draws the results.
 
 Series:
 - row: documents of 1,024 tokens, 256 of them from an image.
@@ -66,7 +66,7 @@ def configuration(experts: int = 0) -> Any:
 
 
 def sample(length: int, pictures: int) -> EncodedSample:
-    """Return a document with a number of tokens, images first."""
+    """Return a document of `length` tokens that begins with `pictures` images."""
     ids = pictures * [_START, *[_IMAGE] * _PICTURE**2, _END]
     tokens = torch.cat((torch.tensor(ids, dtype=torch.int64), torch.randint(0, 4000, (length - len(ids),))))
     grids = torch.tensor(pictures * [[1, 2 * _PICTURE, 2 * _PICTURE]]) if pictures else None
@@ -85,13 +85,13 @@ SERIES: dict[str, dict[int, tuple[int, list[tuple[int, int]]]]] = {
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors that operations have made in the body of this context.
+    """Dispatch mode that counts the bytes of tensors that operations create inside its `with` block.
 
     Attributes:
-        peak: the most that were held at one time.
+        peak: the largest number of bytes in memory at one time.
 
     Args:
-        before: tensors whose memory is not counted.
+        before: tensors that are not counted.
     """
 
     def __init__(self, before: Any) -> None:
@@ -120,7 +120,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def measure(experts: int, documents: list[tuple[int, int]]) -> tuple[float, float, float]:
-    """Return user and system seconds and MiB of tensors of a step, in a process of its own."""
+    """Return user seconds, system seconds and peak MiB of tensors of a step. Must run in a new process."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     row = sum(length for length, _ in documents)
@@ -150,9 +150,9 @@ def in_process(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def main() -> None:
-    """Measure, print, append."""
+    """Measure all series, print the results and append them to the CSV file."""
     parser = measurement.parser(__doc__, "growth.csv")
-    parser.add_argument("--only", choices=SERIES, help="one series (default: all)")
+    parser.add_argument("--only", choices=SERIES, help="measure only this series (default: all)")
     options = parser.parse_args()
     lines: list[dict[str, Any]] = []
     for series, points in SERIES.items():

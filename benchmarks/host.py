@@ -3,17 +3,17 @@
     OMP_NUM_THREADS=1 python -m benchmarks.host
     OMP_NUM_THREADS=1 python -m benchmarks.host --rounds 5 --csv /tmp/host.csv
 
-One core. 64 samples of up to 4,096 tokens with up to 16 images each. Nearly all image sizes differ. transformers and
-Megatron-Bridge get the same padded rows; results are compared once, then rounds are interleaved. Prints medians and
-ratios and appends rows to a CSV file.
+One core, 64 samples of up to 4,096 tokens with up to 16 images each. Nearly all image sizes differ. transformers and
+Megatron-Bridge get the same padded rows. Results are compared once, then times are measured in interleaved rounds.
+Prints medians and ratios and appends rows to a CSV file.
 
 - positions: transformers' and Megatron-Bridge's `get_rope_index`.
 - interpolation: transformers' `get_vision_bilinear_indices_and_weights`, and Megatron-Bridge's
-  `fast_pos_embed_interpolate` with an embedding of width one, because it does not return the indices. "cold" is ours
-  with image sizes that were not seen before.
+  `fast_pos_embed_interpolate` with an embedding of width one, because it does not return the indices. "cold" is our
+  function with image sizes that are not in its cache.
 - patch positions: transformers' `get_vision_position_ids`.
-- collate: `Collator.packed` of the first 16 samples, in rows of 16,384 tokens, with pixels (float32 in, bfloat16 out)
-  and without images.
+- collate: `Collator.collate_packed` of the first 16 samples, in rows of 16,384 tokens, with pixels (converted from
+  float32 to bfloat16) and without images.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Sample = tuple[Tensor, Tensor]
 
 
 def make_samples(count: int) -> list[Sample]:
-    """Return ids [L] and grids [images, 3] of each sample: text and up to 16 images of 64 to 896 pixels a side."""
+    """Return (token ids, image grids [images, 3]) of samples with up to 16 images of 64 to 896 pixels a side."""
     torch.manual_seed(0)
     samples = []
     for _ in range(count):
@@ -67,7 +67,7 @@ def _text(least: int, most: int) -> Tensor:
 
 
 def positions(samples: list[Sample]) -> dict[str, Callable[[], Tensor]]:
-    """Return the ways to compute positions [3, B, S] of padded rows."""
+    """Return functions that compute mRoPE positions [3, rows, tokens] of padded rows, by implementation."""
     layout = SequenceLayout.padded_rows([len(ids) for ids, _ in samples], _LONGEST)
     rows = torch.full((len(samples), _LONGEST), _PAD)
     for row, (ids, _) in zip(rows, samples, strict=True):
@@ -96,7 +96,7 @@ def positions(samples: list[Sample]) -> dict[str, Callable[[], Tensor]]:
 
 
 def interpolations(grids: Tensor) -> dict[str, Callable[[], object]]:
-    """Return the ways to compute indices and weights of the images' position embeddings."""
+    """Return functions that compute interpolation indices and weights of position embeddings, by implementation."""
     embedding = torch.nn.Embedding(_SIDE**2, 1).requires_grad_(False)
     tower: Any = SimpleNamespace(
         num_grid_per_side=_SIDE, pos_embed=embedding, config=SimpleNamespace(spatial_merge_size=_MERGE)
@@ -124,19 +124,19 @@ def interpolations(grids: Tensor) -> dict[str, Callable[[], object]]:
 
 
 def patches(grids: Tensor) -> dict[str, Callable[[], object]]:
-    """Return the ways to compute rows and columns of all patches."""
+    """Return functions that compute the rows and columns of all patches, by implementation."""
     ours, others = partial(patch_positions, grids, _MERGE), partial(get_vision_position_ids, grids, _MERGE)
     assert torch.equal(ours(), others())
     return {"ours": ours, "transformers": others}
 
 
 def collator_of(row: int, pixel_dtype: torch.dtype) -> Collator:
-    """Return a collator for rows of a number of tokens."""
+    """Return a collator for rows of `row` tokens."""
     return Collator(VisionSettings(_IMAGE, _VIDEO, _MERGE, _SIDE**2), _PAD, row, multiple=8, pixel_dtype=pixel_dtype)
 
 
 def encoded_rows(samples: list[Sample], row: int, *, pictures: bool = True) -> list[list[EncodedSample]]:
-    """Return samples as an encoder gives them, grouped into rows in order."""
+    """Return encoded samples, grouped into rows of at most `row` tokens in order."""
     rows: list[list[EncodedSample]] = [[]]
     for ids, grids in samples:
         if not pictures:
@@ -150,7 +150,7 @@ def encoded_rows(samples: list[Sample], row: int, *, pictures: bool = True) -> l
 
 
 def collation(samples: list[Sample], *, pictures: bool) -> tuple[Callable[[], object], int]:
-    """Return a function that collates packed rows, and their number of real tokens."""
+    """Return a function that collates packed rows, and the number of tokens in them without padding."""
     collator, rows = collator_of(_ROW, torch.bfloat16), encoded_rows(samples, _ROW, pictures=pictures)
 
     def collate() -> None:
@@ -161,9 +161,9 @@ def collation(samples: list[Sample], *, pictures: bool) -> tuple[Callable[[], ob
 
 
 def main() -> None:
-    """Measure, print, append."""
+    """Measure all implementations, print the results and append them to the CSV file."""
     parser = measurement.parser(__doc__, "host.csv", rounds=15)
-    parser.add_argument("--samples", type=int, default=64, help="default: %(default)s")
+    parser.add_argument("--samples", type=int, default=64, help="number of samples (default: %(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     samples = make_samples(options.samples)

@@ -1,4 +1,4 @@
-"""Count the work of a forward and a backward pass on a GPU, for our model, Megatron-Bridge's and transformers'.
+"""Count the GPU work of a forward and a backward pass of our model, Megatron-Bridge's and transformers'.
 
     python -m benchmarks.kernel_accounting
     python -m benchmarks.kernel_accounting --size 30B-A3B
@@ -6,24 +6,24 @@
     python -m benchmarks.kernel_accounting --detail     # with the operations of a layer of each tower
 
 No GPU is needed: each model runs on the fake GPU, with a released model's widths, in bfloat16, on the same six samples
-with six images, packed into one row, or padded to six. Three depths of the towers are counted; the difference of two
-is a layer, of Qwen3.5's text model four layers, one of them with full attention. Figures are of the complete model with
-all its layers, those "/token" per real token; "beside" is what is in no layer, such as the loss. All experts get
-equally many tokens. Multi-token prediction is off.
+with six images, packed into one row or padded to six rows. Models of three depths are counted, and the difference of
+two is the work of a layer (in Qwen3.5's text model of four layers, one of them with full attention). Figures are for
+the model with all its layers. Figures named "/token" are per token without padding, and "beside" is the work outside
+of layers, such as the loss. All experts get equally many tokens. Multi-token prediction is off.
 
-- launches: kernels, products, copies and clearings on the GPU, from its log.
-- elementwise bytes: what kernels other than products, attention and the delta rule read and write: each operation's
-  tensors once, seen by a dispatch mode of torch; of a kernel that torch compiled, its arguments, those written in place
-  twice; of a package's kernel in Triton and of Transformer Engine's functions, arguments and results.
-- GFLOP: of matrix products, from the log; attention and the delta rule are not among them.
-- least us: of an H100, computed: products at 989 TFLOP/s and elementwise bytes at 3.35 TB/s, one after the other.
+- launches: kernels, matrix products, copies and memsets in the fake GPU's log.
+- elementwise bytes: bytes that kernels read and write, except matrix products, attention and the delta rule. Tensors of
+  an operation count once (seen by a dispatch mode of torch); of a compiled kernel its arguments, twice if they are
+  written in place; of other packages' Triton kernels and of Transformer Engine's functions arguments and results.
+- GFLOP: FLOPs of matrix products in the log, without attention and the delta rule.
+- least us: computed time on an H100: products at 989 TFLOP/s, then elementwise bytes at 3.35 TB/s.
 
-Both Megatron models have Transformer Engine's layers if it is installed, whose attention (cuDNN's) is left out, else
-megatron-core's local layers, with the same attention of torch's; transformers has `sdpa`, over a packed row with a mask
-of blocks. In favor of the others, positions, offsets of images and the search for true entries of masks are not
+Both Megatron models have Transformer Engine's layers if it is installed, without its attention (cuDNN's). Otherwise
+they have megatron-core's local layers with torch's attention. transformers uses `sdpa`, for a packed row with a block
+mask. In favor of the other models, positions, offsets of images and the search for true entries of masks are not
 counted: they depend on values, which a fake GPU does not compute. Their convolution of patches counts as one product.
 
-All have flash-linear-attention's delta rule. Megatron-Bridge's Qwen3.5 needs Transformer Engine: megatron-core's
+All models have flash-linear-attention's delta rule. Megatron-Bridge's Qwen3.5 needs Transformer Engine: megatron-core's
 local norms cannot multiply by 1 + weight. With local layers it is counted with norms that multiply by the weight, which
 are cheaper. transformers' convolution before the delta rule does not stop at the bounds of packed samples.
 """
@@ -49,14 +49,14 @@ PRODUCTS_PER_SECOND, BYTES_PER_SECOND = 989e12, 3.35e12  # an H100's in bfloat16
 
 
 class Size(NamedTuple):
-    """Numbers of text and vision layers, and the period of the text model's kinds of layers."""
+    """Numbers of text and vision layers, and after how many text layers the kinds of layers repeat."""
 
     text: int
     vision: int
     period: int = 1
 
     def depths(self) -> dict[str, tuple[int, int]]:
-        """Return the numbers of text and vision layers of the models that are counted."""
+        """Return (text layers, vision layers) of each model that is counted, by the name of the model."""
         text, vision = BASE
         return {"base": BASE, "text": (text + self.period, vision), "vision": (text, vision + 1)}
 
@@ -70,7 +70,7 @@ SIZES = {
 
 
 class Asked(NamedTuple):
-    """Work that a pass, a layer or a token asks of a GPU."""
+    """GPU work of a pass, a layer or a token."""
 
     launches: float = 0
     elementwise: float = 0  # kernels
@@ -78,12 +78,12 @@ class Asked(NamedTuple):
     flops: float = 0  # of products
 
     def plus(self, other: Asked, times: float = 1) -> Asked:
-        """Return the sum with a multiple of the other."""
+        """Return this work plus `times` times the other work."""
         return Asked(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
 def counted(way: str, size: str) -> dict[str, Any]:
-    """Return what `kernel_ledger` prints. This process does not import Megatron, which may need a GPU."""
+    """Run `kernel_ledger` for an implementation (`way`) and a size on the fake GPU, and return its results."""
     built = fake_gpu.build(user_cache() / "fake_gpu")
     with tempfile.TemporaryDirectory() as folder:
         # More memory than an H100's, which transformers' logits do not fit.
@@ -92,12 +92,12 @@ def counted(way: str, size: str) -> dict[str, Any]:
         done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:
-        raise RuntimeError(f"{way} could not be counted: exit status {done.returncode}, see above")
+        raise RuntimeError(f"{way} could not be counted: exit status {done.returncode}; its output is above")
     return json.loads(lines[0].removeprefix("RESULT "))
 
 
 def row(way: str, size: str, rows: str, counts: dict[str, Any], ours: Asked | None) -> tuple[dict[str, Any], Asked]:
-    """Return a row of the results and the complete model's work; `ours` is None for our model, which comes first."""
+    """Return a row of the results and the complete model's work. Ratios are to the work `ours`; None: to itself."""
     tokens, found = counts["tokens"], counts["found"]
     shape = SIZES[size]
     base, *deeper = (Asked(*found[f"{rows} {depth}"][0]) for depth in shape.depths())
@@ -130,10 +130,11 @@ def row(way: str, size: str, rows: str, counts: dict[str, Any], ours: Asked | No
 
 
 def main() -> None:
-    """Count, print, append."""
+    """Count all implementations, print the results and append them to the CSV file."""
     parser = measurement.parser(__doc__, "kernel_accounting.csv")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="default: all; ours is the measure")
-    parser.add_argument("--size", choices=SIZES, default="8B")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS,
+                        help="implementations to count (default: all); ratios are to the first")  # fmt: skip
+    parser.add_argument("--size", choices=SIZES, default="8B", help="size of the model (default: %(default)s)")
     parser.add_argument("--detail", action="store_true", help="print the operations of a layer of each tower too")
     options = parser.parse_args()
     if SIZES[options.size].period > 1 and importlib.util.find_spec("fla") is None:
@@ -153,7 +154,7 @@ def main() -> None:
 
 
 def print_operations(found: dict[str, Any], rows: str, depth: str, tokens: int) -> None:
-    """Print the operations of a layer, or of everything outside the counted layers."""
+    """Print the operations that a model of depth `depth` has in addition to the base model: those of a layer."""
     base, other = (found[f"{rows} {name}"][1] for name in ("base", depth))
     print(f"    {rows}, {depth}")
     lines = []

@@ -1,4 +1,4 @@
-"""Count one way of a size on the fake GPU and print it as JSON; started by `kernel_accounting`."""
+"""Count kernels, bytes and FLOPs of one implementation on the fake GPU, as JSON; started by `kernel_accounting`."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ Pass = Callable[[], Tensor]  # the loss
 
 
 class Ledger(TorchDispatchMode):
-    """Mark the beginning and end of each operation in the log, and note the bytes of its tensors."""
+    """Dispatch mode that marks begin and end of each operation in the fake GPU's log, and counts its bytes."""
 
     def __init__(self, placeholders: Tensor) -> None:
-        """Masks of the shape of `placeholders` [b, s], on the host, are taken to be true where it is."""
+        """Use `placeholders` [rows, tokens] as the value of each mask of this shape: the fake GPU computes none."""
         super().__init__()
         self.names: list[str] = []
         self.nbytes: list[int] = []
@@ -75,7 +75,7 @@ class Ledger(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compile what is compiled without this mode too."""
+        """Return True, so that functions are compiled as they are without this mode."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -115,7 +115,7 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def operation(self, name: str) -> Iterator[Callable[[int], None]]:
-        """Attribute the launches in the body to an operation; yield a function that takes its bytes."""
+        """Attribute launches inside the `with` block to an operation; yield a function to set its bytes."""
         number = len(self.names)
         self.names.append(name)
         self.nbytes.append(0)
@@ -125,9 +125,7 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def of_others(self) -> Iterator[None]:
-        """What torch does not dispatch within the block: kernels that it compiled, packages' kernels in Triton,
-        Transformer Engine's functions.
-        """
+        """Also count compiled kernels, Triton kernels of packages and Transformer Engine, inside the `with` block."""
         launch, launch_of_package = CachingAutotuner.run, JITFunction.run
 
         def launched(tuner: CachingAutotuner, *args: Any, **kwargs: Any) -> Any:
@@ -179,7 +177,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _nbytes(x: Tensor) -> int:
-    """Return the bytes of a tensor, expanded dimensions counted once."""
+    """Return the bytes of a tensor in memory: expanded dimensions count once."""
     count = 1
     for size, stride in zip(x.shape, x.stride(), strict=True):
         count *= size if stride else min(size, 1)
@@ -187,7 +185,7 @@ def _nbytes(x: Tensor) -> int:
 
 
 def count(one_pass: Pass, model: nn.Module, placeholders: Tensor) -> tuple[Asked, dict[str, list[float]]]:
-    """Return the work of a pass after two that compile, and launches and bytes of each operation."""
+    """Return the work of a pass, and (launches, bytes) of each operation by name, after two passes that compile."""
     ledger, log = Ledger(placeholders), Path(os.environ["FAKE_GPU_LOG"])
     with ledger, ledger.of_others():
         for name in ("warm", "warm", "pass"):
@@ -222,7 +220,7 @@ def count(one_pass: Pass, model: nn.Module, placeholders: Tensor) -> tuple[Asked
 
 @contextmanager
 def ours(config: Any, batch: TokenBatch, samples: list[Sample]) -> Iterator[tuple[nn.Module, Pass]]:
-    """Yield our forward step's pass, with the copy of the batch and the recipes' environment variables."""
+    """Yield our model and its pass, with the copy of the batch to the GPU and the recipes' environment variables."""
     os.environ |= environment(experts="moe" in config.model_type)
     model = measurement.build_model(config, batch.input_ids.numel(), "cuda")
     local = batch.local()
@@ -240,7 +238,7 @@ def _mean(losses: Tensor, mask: Tensor) -> Tensor:
 
 @contextmanager
 def of_bridge(config: Any, batch: TokenBatch, samples: list[Sample]) -> Iterator[tuple[nn.Module, Pass]]:
-    """Yield Megatron-Bridge's model, with our positions and offsets of the same rows."""
+    """Yield Megatron-Bridge's model and its pass, with positions and offsets computed by our code."""
     stock = stock_qwen3_5 if config.model_type.startswith("qwen3_5") else stock_qwen3_vl
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
@@ -282,7 +280,7 @@ def of_bridge(config: Any, batch: TokenBatch, samples: list[Sample]) -> Iterator
 
 @contextmanager
 def of_transformers(config: Any, batch: TokenBatch, samples: list[Sample]) -> Iterator[tuple[nn.Module, Pass]]:
-    """Yield transformers: padded rows with a mask; a packed row with a block mask and bounds for linear attention."""
+    """Yield transformers' model and its pass, with a block mask and bounds of segments for a packed row."""
     with torch.device("cuda"):
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     inputs, pixels = to_device(batch.local(), model), _pictures(samples)
@@ -310,7 +308,7 @@ def of_transformers(config: Any, batch: TokenBatch, samples: list[Sample]) -> It
 
 
 def _pictures(samples: list[Sample]) -> dict[str, Tensor]:
-    """Return pixels on the GPU and sizes on the host, where both models read them."""
+    """Return pixels on the GPU and image sizes on the host, where both other models read them."""
     each = [sample.pixels for sample in samples if sample.pixels]
     pixels = torch.cat([pixels["pixel_values"] for pixels in each]).bfloat16().cuda()
     return {"pixel_values": pixels, "image_grid_thw": torch.cat([pixels["image_grid_thw"] for pixels in each])}
@@ -321,7 +319,7 @@ WAYS = {"ours": ours, "Megatron-Bridge": of_bridge, "transformers": of_transform
 
 @contextmanager
 def computable() -> Iterator[None]:
-    """Replace what a fake GPU cannot do: cuDNN's attention and convolution, computed indices, and reads of values."""
+    """Replace cuDNN, computed indices and reads of values, which a fake GPU lacks, inside the `with` block."""
 
     def as_product(conv: nn.Conv3d, x: Tensor) -> Tensor:
         return F.linear(x.flatten(1), conv.weight.flatten(1), conv.bias)[:, :, None, None, None]
@@ -356,7 +354,7 @@ def computable() -> Iterator[None]:
 
 
 def main(way: str, size: str) -> None:
-    """Count a way and print it as JSON."""
+    """Count the passes of an implementation (`way`) of a model size, and print them as JSON."""
     quiet()
     balance_routing()
     found: dict[str, Any] = {}

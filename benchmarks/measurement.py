@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: rows of a CSV file with date and machine, interleaved rounds, a model."""
+"""Functions that all benchmarks share: CSV files with date and machine, interleaved rounds, a model."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def parser(doc: str | None, results: str, *, rounds: int | None = None) -> argparse.ArgumentParser:
-    """Return a parser with `--csv` (default: a file in `results/`) and, if there are rounds, `--rounds`."""
+    """Return a parser with `--csv` (default: the file `results`) and, if `rounds` is given, `--rounds`."""
     made = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
     made.add_argument("--csv", type=Path, default=RESULTS / results, help="file to append to (default: %(default)s)")
     if rounds is not None:
-        made.add_argument("--rounds", type=int, default=rounds, help="default: %(default)s")
+        made.add_argument("--rounds", type=int, default=rounds, help="number of rounds (default: %(default)s)")
     return made
 
 
 def append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Append rows to a CSV file, which is created if necessary."""
+    """Append rows with date and machine to a CSV file, which is created if necessary."""
     stamp = {"date": datetime.date.today().isoformat(), "machine": _machine()}
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists()
@@ -44,12 +44,12 @@ def _machine() -> str:
 
 
 def load() -> str:
-    """Return the machine's load of the last minute; above the number of cores only ratios are meaningful."""
+    """Return the load average of the last minute. Above the number of cores only ratios of times are meaningful."""
     return f"{os.getloadavg()[0]:.1f}"
 
 
 def median_seconds(ways: Mapping[str, Callable[[], object]], rounds: int, least: float = 0.0) -> dict[str, float]:
-    """Return the median seconds of each way, in interleaved rounds after one warm-up."""
+    """Return the median seconds of each function in `ways`, in interleaved rounds after one warm-up."""
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):
         for name, way in ways.items():
@@ -63,7 +63,7 @@ def median_seconds(ways: Mapping[str, Callable[[], object]], rounds: int, least:
 
 
 def build_model(config: Any, row: int, device: str = "cpu") -> Any:
-    """Build our model with random weights for rows of a number of tokens; in bfloat16 on a GPU."""
+    """Build our model with random weights for rows of `row` tokens, on a GPU in bfloat16."""
     import qwen3vl_bridge  # noqa: F401  registers our model
     from qwen3vl_bridge.training.process_groups import initialize
 
@@ -80,7 +80,7 @@ def build_model(config: Any, row: int, device: str = "cpu") -> Any:
 
 
 def print_profile(name: str, step: Callable[[], object], folder: Path | None = None) -> None:
-    """Print the operations with the longest own time, and write a timeline to a folder."""
+    """Profile a step, print the operations that take most time, and write a timeline to a folder."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 

@@ -1,4 +1,4 @@
-"""Measure how many samples per second a process measures, encodes and collates: the host work of packing.
+"""Measure how many samples per second one process can measure, encode and collate: the host work of packing.
 
     OMP_NUM_THREADS=1 python -m benchmarks.measuring
     OMP_NUM_THREADS=1 python -m benchmarks.measuring --rounds 3 --samples 20 --csv /tmp/measuring.csv
@@ -7,10 +7,10 @@ One core, one process. Conversations are in a JSON-lines file with images of 224
 is read again each time. The tokenizer is a tiny byte-level BPE, which makes about twice as many tokens of a text as
 Qwen's.
 
-- measure: `Samples.size`: read, check, headers, chat template, tokens. "wrapper" calls transformers' tokenizer,
-  "backend" the wrapped tokenizer, with the same ids (`tests/data/test_tokenization.py`).
-- encode: tokens, places of answers, pixels.
-- collate: `Collator.packed` of the encoded samples, in rows of 4,096 tokens.
+- measure: `Samples.size`: read and check a record, read image headers, apply the chat template, tokenize. "wrapper"
+  calls transformers' tokenizer, "backend" the wrapped tokenizer, with the same ids (`tests/data/test_tokenization.py`).
+- encode: tokens, positions of answers, pixels.
+- collate: `Collator.collate_packed` of the encoded samples, in rows of 4,096 tokens.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ KINDS = {
 
 
 def write_samples(folder: Path, kind: str, count: int) -> Path:
-    """Write a file of conversations of a kind."""
+    """Write a JSON-lines file of conversations of a kind in `KINDS`, and return its path."""
     turns, words, pictures, ending = KINDS[kind]
     random, lines = np.random.default_rng(0), []
     for number in range(count):
@@ -70,7 +70,7 @@ def write_samples(folder: Path, kind: str, count: int) -> Path:
 
 @contextmanager
 def wrapped() -> Iterator[None]:
-    """Measure with transformers' wrapper around the tokenizer."""
+    """Tokenize with transformers' wrapper around the tokenizer, inside the `with` block."""
     backend = encoding.tokenize
     encoding.tokenize = lambda tokenizer, text, begins=True, offsets=False: tokenizer(
         text, add_special_tokens=begins, return_offsets_mapping=True
@@ -82,7 +82,7 @@ def wrapped() -> Iterator[None]:
 
 
 def subjects(path: Path) -> Iterator[tuple[str, dict[str, Callable[[], object]]]]:
-    """Return what is measured of a file, and the ways to do it."""
+    """Yield (name of a measurement, functions to time by name) for a file of conversations."""
     processor, source = make_processor(512), JsonLines(path)
     encoder = Encoder(processor)
     conversations = [source[number] for number in range(len(source))]
@@ -106,9 +106,9 @@ def subjects(path: Path) -> Iterator[tuple[str, dict[str, Callable[[], object]]]
 
 
 def main() -> None:
-    """Measure, print, append."""
+    """Measure all kinds of conversations, print the results and append them to the CSV file."""
     parser = measurement.parser(__doc__, "measuring.csv", rounds=9)
-    parser.add_argument("--samples", type=int, default=100, help="default: %(default)s")
+    parser.add_argument("--samples", type=int, default=100, help="number of samples (default: %(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = []

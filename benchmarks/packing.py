@@ -1,18 +1,17 @@
-"""Compute how full packed rows are, in tokens and patches, and how long ranks wait for each other.
+"""Compute how full packed rows are in tokens and patches, and how long ranks wait for each other.
 
     OMP_NUM_THREADS=1 python -m benchmarks.packing
     OMP_NUM_THREADS=1 python -m benchmarks.packing --samples 5000 --csv /tmp/packing.csv
 
-The mix is `KINDS` below: text, one image, several, and video, as instruction data has them. Sizes of images are
-rounded as Qwen3-VL's processor does; four patches are a token. Nothing is read: a plan needs only sizes.
+Sample sizes are random, from the mix in `KINDS`: text, one image, several images, and video, as in instruction data.
+Image sizes are rounded like in Qwen3-VL's processor; four patches are a token. No data are read.
 
-- fill: the share of real tokens in rows of a length, and of patches if they are limited. "one a row" is
-  padding; "as they come" fills each row in the data's order until the next sample does not fit; "best fit" is what
-  training does, in windows of 512 samples; "before training" is what `qwen3vl data pack` writes. Megatron-Bridge packs
-  text alone, so by tokens alone.
-  "least_patches" is the 5th percentile of patches in a row over their mean.
-- waiting: global batches of 256 rows on 64 data-parallel ranks, costs of two models. "tokens" is the longest time over
-  the mean, if ranks synchronize at the end of a step, and if they synchronize in every microbatch.
+- fill: the fraction of tokens in rows that are not padding, and of the patch limit if there is one. "one a row" pads
+  each sample to a row. "as they come" fills each row until the next sample does not fit. "best fit" is what training
+  does, in windows of 512 samples. "before training" is what `qwen3vl data pack` writes. Megatron-Bridge packs by tokens
+  only. "least_patches" is the 5th percentile of patches in a row divided by their mean.
+- waiting: global batches of 256 rows on 64 data-parallel ranks, with the costs of two models. "tokens" is the longest
+  time divided by the mean, if ranks synchronize at the end of a step, and if they synchronize in every microbatch.
 """
 
 from __future__ import annotations
@@ -48,25 +47,25 @@ Rows = list[tuple[int, ...]]
 
 
 class Sample(NamedTuple):
-    """Number of text tokens, and rows and columns in patches of each image or pair of frames."""
+    """Number of text tokens of a sample, and (rows, columns) in patches of each image or pair of frames."""
 
     text: int
     frames: tuple[tuple[int, int], ...]
 
     @property
     def patches(self) -> list[int]:
-        """Of each frame."""
+        """Return the number of patches of each frame."""
         return [rows * columns for rows, columns in self.frames]
 
     @property
     def size(self) -> Size:
-        """What of a row it takes."""
+        """Return the numbers of tokens, patches and patch pairs that the sample takes in a row."""
         patches = self.patches
         return Size(self.text + sum(patches) // _MERGE**2, sum(patches), sum(n**2 for n in patches))
 
 
 def make_samples(count: int, seed: int = 0) -> list[Sample]:
-    """Return samples of the mix."""
+    """Return random samples from the mix in `KINDS`."""
     random, shares = np.random.default_rng(seed), [share for share, *_ in KINDS.values()]
     return [_sample(random, list(KINDS.values())[kind]) for kind in random.choice(len(KINDS), count, p=shares)]
 
@@ -94,7 +93,7 @@ def _grid(height: int, width: int) -> tuple[int, int]:
 
 
 def as_they_come(sizes: Sequence[Size], capacity: int) -> Rows:
-    """Fill each row until the next sample does not fit."""
+    """Pack samples in order: fill each row until the next sample does not fit."""
     rows, room = list[list[int]](), 0
     for sample, size in enumerate(sizes):
         if size.tokens > room:
@@ -106,7 +105,7 @@ def as_they_come(sizes: Sequence[Size], capacity: int) -> Rows:
 
 
 def of_megatron_bridge(sizes: Sequence[Size], capacity: int) -> Rows:
-    """Return the samples in Megatron-Bridge's rows of lengths."""
+    """Pack samples with Megatron-Bridge's `first_fit_decreasing`, which returns rows of lengths."""
     by_length: dict[int, list[int]] = {}
     for sample, size in enumerate(sizes):
         by_length.setdefault(size.tokens, []).append(sample)
@@ -115,7 +114,7 @@ def of_megatron_bridge(sizes: Sequence[Size], capacity: int) -> Rows:
 
 
 def planned(sizes: Sequence[Size], capacity: int, most_patches: int | None, window: int) -> Rows:
-    """Return the rows that training, or packing before it, makes of an epoch."""
+    """Pack samples with `RowPlan`, as training and `qwen3vl data pack` do."""
     plan = RowPlan(
         sizes.__getitem__,
         NumberedOrder(len(sizes), seed=0),
@@ -127,7 +126,7 @@ def planned(sizes: Sequence[Size], capacity: int, most_patches: int | None, wind
 
 
 def measure(sizes: list[Size], capacity: int) -> Iterator[list]:
-    """Return the rows of the CSV file for one row length."""
+    """Yield rows of the CSV file for packed rows of `capacity` tokens."""
     sizes = [size for size in sizes if size.tokens <= capacity]
     mean = sum(size.patches for size in sizes) / (sum(size.tokens for size in sizes) / capacity)
     tight = round(1.15 * mean)
@@ -156,7 +155,7 @@ def measure(sizes: list[Size], capacity: int) -> Iterator[list]:
 
 
 def imbalance(costs: Sequence[float], order: Sequence[int], ranks: int) -> tuple[float, float]:
-    """Return the longest time over the mean, with a synchronization per step and per microbatch."""
+    """Return the longest time divided by the mean, if ranks synchronize once per step, and in each microbatch."""
     turns = [[costs[row] for row in order[turn : turn + ranks]] for turn in range(0, len(order), ranks)]
     mean = sum(costs) / ranks
     return max(map(sum, zip(*turns, strict=True))) / mean, sum(map(max, turns)) / mean
@@ -178,10 +177,10 @@ def _waiting(capacity: int, most: int, sizes: list[Size], rows: Rows) -> Iterato
 
 
 def main() -> None:
-    """Measure, print, and append to the CSV file."""
+    """Pack samples into rows of several lengths, print the results and append them to the CSV file."""
     parser = measurement.parser(__doc__, "packing.csv")
-    parser.add_argument("--samples", type=int, default=50_000, help="default: %(default)s")
-    parser.add_argument("--rows", type=int, nargs="+", default=[8192, 16384, 32768, 131072], help="tokens of a row")
+    parser.add_argument("--samples", type=int, default=50_000, help="number of samples (default: %(default)s)")
+    parser.add_argument("--rows", type=int, nargs="+", default=[8192, 16384, 32768, 131072], help="tokens in a row")
     args = parser.parse_args()
     sizes = [sample.size for sample in make_samples(args.samples)]
     tokens, patches = ([getattr(size, name) for size in sizes] for name in ("tokens", "patches"))

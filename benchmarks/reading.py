@@ -1,12 +1,12 @@
-"""Count what each rank reads of a converted checkpoint, with and without parallel sizes given to the import.
+"""Count the bytes that each rank reads of a converted checkpoint, with and without parallel sizes given to the import.
 
     python -m benchmarks.reading
     python -m benchmarks.reading --sizes 8B --ranks 8 --csv /tmp/reading.csv
 
-Only headers are used: shapes of the released sizes are laid out as `import` does, and no file is written.
-megatron-core's own functions say which rows a rank of Megatron-FSDP holds; ranks of torch_dist hold equal parts. A
-loader reads complete items, once for each tensor. Prints, and appends to a CSV file, the bytes that a rank holds and
-reads and the files that it opens, as mean and maximum.
+No file is written: files are planned from the shapes of released sizes, as `import` does. megatron-core's own functions
+say which rows of a tensor a rank of Megatron-FSDP holds; ranks of torch_dist hold equal parts. A loader reads complete
+items, once for each tensor. Prints, and appends to a CSV file, the bytes that a rank holds and reads and the files that
+it opens, as mean and maximum.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ Held = Iterator[tuple[int, str, Shape, int, int]]
 
 
 class Layer(torch.nn.Module):
-    """Parameters that Megatron-FSDP shards together."""
+    """Module with the parameters of a layer, which Megatron-FSDP shards together."""
 
 
 def target_of(size: str, ckpt_format: str, topology: Topology) -> MegatronTarget:
-    """Return a checkpoint of a released size."""
+    """Return the description of a Megatron checkpoint of a released size."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(presets.config_dict(size)))
         config = ModelConfig(folder)
@@ -56,14 +56,14 @@ def target_of(size: str, ckpt_format: str, topology: Topology) -> MegatronTarget
 
 
 def plan_of(target: MegatronTarget) -> Plan:
-    """Return the plan that converts the released model to it."""
+    """Return the plan that converts a released model to the Megatron checkpoint `target`."""
     rows, source = target.config.rows(), HuggingFace(target.dimensions)
     found = {name: TensorSpec(name, "bfloat16", shape) for name, shape in tensors_of(rows, source).items()}
     return make_plan(rows, source, target.layout, found, where=target.hf_model)
 
 
 def _tensor_parallel(row: WeightRow, tp: int) -> tuple[int, int]:
-    """Return the number of parts into which rows and columns of a parameter are split."""
+    """Return the numbers of parts into which tensor parallelism splits the rows and the columns of a parameter."""
     if any(
         part in row.megatron for part in (".linear_qkv.weight", ".linear_fc1.weight", "embeddings.", "output_layer")
     ):
@@ -72,7 +72,7 @@ def _tensor_parallel(row: WeightRow, tp: int) -> tuple[int, int]:
 
 
 def _modules(rows: list[WeightRow], target: MegatronTarget) -> tuple[torch.nn.Module, dict[str, WeightRow]]:
-    """Return the parameters of the first expert-parallel rank, in the order in which they are built."""
+    """Return a module with the parameters of the first expert-parallel rank, and each parameter's `WeightRow`."""
     root, found, topology = torch.nn.Module(), {}, target.topology
     experts = target.dimensions["experts"] // topology.ep if target.dimensions["experts"] else 0
     # As the model has them: attention's output before its input, the last merger behind the others.
@@ -95,7 +95,7 @@ def _modules(rows: list[WeightRow], target: MegatronTarget) -> tuple[torch.nn.Mo
 
 
 def held_by_fsdp(target: MegatronTarget) -> Held:
-    """Return what ranks of Megatron-FSDP hold."""
+    """Yield (rank, tensor, index, first row, end row) for each range of rows that a rank of Megatron-FSDP holds."""
     topology, rows = target.topology, target.config.rows()
     module, by_name = _modules(rows, target)
     names = {parameter: name for name, parameter in module.named_parameters()}
@@ -133,7 +133,7 @@ def _of_group(tensor: str, first_expert: int) -> str:
 
 
 def held_by_stages(target: MegatronTarget) -> Held:
-    """Return what ranks of a torch_dist model hold; data-parallel copies count once."""
+    """Yield (rank, tensor, index, first row, end row) like `held_by_fsdp`, for torch_dist on one replica."""
     topology, layers = target.topology, len(target.dimensions.indices["text_layers"])
     for row in target.config.rows():
         name, stacked = target.layout.name(row)
@@ -153,7 +153,7 @@ def held_by_stages(target: MegatronTarget) -> Held:
 
 
 def count(dcp: DcpWriter, target: MegatronTarget) -> dict[str, list[int]]:
-    """Return bytes held and read, and files opened, by each rank."""
+    """Return lists with the bytes held, the bytes read and the files opened by each rank."""
     is_fsdp = target.ckpt_format == FORMATS[0]
     leading = {} if is_fsdp else {row: len(target.layout.name(row)[1]) for row in target.config.rows()}
     depth = {target.layout.name(row)[0]: count for row, count in leading.items()}
@@ -182,7 +182,7 @@ def count(dcp: DcpWriter, target: MegatronTarget) -> dict[str, list[int]]:
 
 
 def main() -> None:
-    """Count, print, append."""
+    """Count all cases, print the results and append them to the CSV file."""
     parser = measurement.parser(__doc__, "reading.csv")
     parser.add_argument("--sizes", nargs="+", choices=presets.PRESETS, default=["8B", "235B-A22B"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[8, 64, 256])

@@ -4,8 +4,8 @@
     python -m benchmarks.simulation --recipes qwen3_vl_8b_peft_config --csv /tmp/simulation.csv
     python -m benchmarks.simulation --replan     # run nothing, update the planned memory of the rows
 
-For the first and the last rank of each recipe, `qwen3vl train --simulate-gpu` takes three steps. Nothing is computed:
-allocations, kernels and collectives are real, routing is balanced.
+For the first and the last rank of each recipe, `qwen3vl train --simulate-gpu` takes three steps. Allocations and
+launches of kernels and collectives are as in a run, but no values are computed. Routing is balanced.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WITH_FLASH_ATTN = {f"qwen35_vl_{size}_pretrain_fp8_mx_config" for size in ("35b_
 
 
 def simulated(recipe: str, rank: str) -> dict[str, Any]:
-    """Return what the command reports as JSON, or {"error": its last line}."""
+    """Simulate a rank with `qwen3vl train`, and return its JSON report, or {"error": last line of its output}."""
     command = [sys.executable, "-m", "qwen3vl_bridge", "train", "--simulate-gpu", "--json", "--recipe", recipe]
     with tempfile.TemporaryDirectory() as folder:
         path = [flash_attn_shapes.provide(Path(folder))] if recipe in WITH_FLASH_ATTN else []
@@ -43,7 +43,7 @@ def simulated(recipe: str, rank: str) -> dict[str, Any]:
 
 
 def row(recipe: str, rank: str) -> dict[str, Any]:
-    """Return a row of the results."""
+    """Simulate a rank of a recipe, and return a row of the results."""
     seen = simulated(recipe, rank)
     gib = {name: f"{seen[name] / GIB:.2f}" if seen.get(name) else "" for name in ("planned", "peak", "reserved")}
     launches, collectives = seen.get("launches", {}), seen.get("collectives", {})
@@ -78,14 +78,14 @@ def _plan(recipe: str, layers: str) -> Any:
 
 
 def planned_now(one: dict[str, str]) -> float:
-    """Return the GiB planned for a row's rank. Qwen3.5 with local layers needs flash-linear-attention."""
+    """Return the planner's GiB for the rank of a row. Qwen3.5 with local layers needs flash-linear-attention."""
     from qwen3vl_recipes.simulation import find_stage
 
     return find_stage(_plan(one["recipe"], one["layers"]), int(one["rank"].split()[0])).allocated / GIB
 
 
 def replan(file: Path) -> None:
-    """Write again what is planned for the rows of a file."""
+    """Update the planned memory and its ratio in all rows of a CSV file."""
     with file.open() as lines:
         rows = list(csv.DictReader(lines))
     for one in rows:
@@ -99,11 +99,11 @@ def replan(file: Path) -> None:
 
 
 def main() -> None:
-    """Simulate, print and append to the results."""
+    """Simulate recipes, print the results and append them to the CSV file."""
     parser = measurement.parser(__doc__, "simulation.csv")
     names = [n for n, one in recipes().items() if one.gpus and "dist_train" not in n]
-    parser.add_argument("--recipes", nargs="+", default=names)
-    parser.add_argument("--replan", action="store_true", help="only write again what is planned, of every row")
+    parser.add_argument("--recipes", nargs="+", default=names, help="recipes to simulate (default: all)")
+    parser.add_argument("--replan", action="store_true", help="only update the planned memory of all rows")
     options = parser.parse_args()
     if options.replan:
         replan(options.csv)

@@ -3,14 +3,14 @@
     OMP_NUM_THREADS=1 python -m benchmarks.startup
     OMP_NUM_THREADS=1 python -m benchmarks.startup --rounds 1 --csv /tmp/startup.csv
 
-User and system seconds of full processes, in interleaved rounds. Prints and records median, minimum and maximum, and
-the load of the machine. Then:
+Measures user and system seconds of full processes in interleaved rounds. Prints and records median, minimum and
+maximum, and the load of the machine. Then:
 
-- packages: own time of the modules of each package (`python -X importtime`, which makes imports slower).
-- stages: of a run of the recipe for scanned digits, from the start of the process to its second step.
+- packages: time of the modules of each package without their imports (`python -X importtime`, which is slower).
+- stages: stages of a run of the recipe for scanned digits, from the start of the process to its second step.
 
-"Collector not paused" imports as if `upstream/import_hook.py` did not pause Python's collector; "compiled anew" as
-where PYTHONDONTWRITEBYTECODE is set and nothing is compiled on disk.
+"Collector not paused" imports as if `upstream/import_hook.py` did not pause Python's garbage collector. "compiled anew"
+imports without compiled files on disk, as with PYTHONDONTWRITEBYTECODE.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from benchmarks import measurement
 
 _TRAINING = "import qwen3vl_bridge; import megatron.bridge.training.finetune"
 _UNPAUSED = (
-    "from qwen3vl_bridge.upstream.import_hook import _CollectorPause as C; C.__enter__ = C.__exit__ = lambda *_: 0; "
+    "import contextlib; from qwen3vl_bridge.upstream import import_hook; "
+    "import_hook._collector_paused = contextlib.nullcontext; "
 )
 _ANEW = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": "/nonexistent"}
 # Command -> Python's arguments, environment.
@@ -59,7 +60,7 @@ _MEGATRON = ("megatron.core", "megatron.bridge", "megatron.energon", "megatron.t
 
 
 def cpu_seconds(arguments: list[str], environment: dict[str, str]) -> float:
-    """User and system time of a Python process."""
+    """Run a Python process, and return its user plus system seconds."""
     process = subprocess.Popen(
         [sys.executable, *arguments],
         env=os.environ | {"PYTHONDONTWRITEBYTECODE": "", "CUDA_VISIBLE_DEVICES": ""} | environment,
@@ -69,12 +70,12 @@ def cpu_seconds(arguments: list[str], environment: dict[str, str]) -> float:
     _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise SystemExit(f"{arguments} ended with {process.returncode}")
+        raise SystemExit(f"python {' '.join(arguments)} ended with exit status {process.returncode}")
     return used.ru_utime + used.ru_stime
 
 
 def packages() -> dict[str, float]:
-    """Seconds that each package's modules take by themselves in the import of Megatron-Bridge's training."""
+    """Return the seconds that importing Megatron-Bridge's training spends in the modules of each package."""
     command = [sys.executable, "-X", "importtime", "-c", _TRAINING]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stderr.splitlines()
     found: Counter[str] = Counter()
@@ -89,7 +90,7 @@ def packages() -> dict[str, float]:
 
 
 def first_steps(folder: Path) -> dict[str, float]:
-    """Seconds of the processor in each stage of a run of the digits recipe, in this process; see `stages`."""
+    """Run two steps of the digits recipe in this process, and return the CPU seconds of each stage; see `stages`."""
     marks = {"imports of the command": time.process_time()}
 
     import qwen3vl_bridge
@@ -140,7 +141,7 @@ def first_steps(folder: Path) -> dict[str, float]:
 
 
 def stages() -> dict[str, float]:
-    """Seconds of the processor from the start of a process to the end of its second step; model and data are tiny."""
+    """Return the CPU seconds of each stage of a tiny run, from the process start to the end of its second step."""
     from qwen3vl_bridge.testing.digits import make_dataset
     from qwen3vl_bridge.testing.tiny_checkpoint import make_checkpoint
 
@@ -157,7 +158,7 @@ def stages() -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, print, append."""
+    """Measure all imports and stages, print the results and append them to the CSV file."""
     parser = measurement.parser(__doc__, "startup.csv", rounds=5)
     parser.add_argument("--stages-of", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -42,7 +42,7 @@ _ADAM: dict[str, Any] = dict(lr=1e-5, betas=(0.9, 0.95), eps=1e-8, weight_decay=
 
 
 def configuration() -> Any:
-    """Qwen3-VL of 83 million parameters."""
+    """Return the configuration of a Qwen3-VL with 83 million parameters."""
     config = hf_config("2B")
     text, vision = config.text_config, config.vision_config
     text.update(dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=12, vocab_size=32_768))
@@ -57,7 +57,7 @@ def configuration() -> Any:
 
 
 def make_samples(count: int) -> list[EncodedSample]:
-    """Samples of 20 to 400 tokens: text around up to three images of 64 to 384 pixels a side."""
+    """Return samples of 20 to 400 tokens: text around up to three images of 64 to 384 pixels a side."""
     rng = torch.Generator().manual_seed(0)
 
     def text(least: int, most: int) -> list[int]:
@@ -80,7 +80,7 @@ def make_samples(count: int) -> list[EncodedSample]:
 
 
 def ours(config: Any, reference: Any, samples: list[EncodedSample]) -> tuple[Any, dict[str, Any]]:
-    """Our model with the reference's weights, and ways to its loss."""
+    """Return our model with the weights of `reference`, and functions that compute its loss, by name."""
     longest, whole = -(-max(map(len, samples)) // 8) * 8, sum(-(-len(s) // 8) * 8 for s in samples)
     model = measurement.build_model(config, whole)
     with tempfile.TemporaryDirectory() as folder:
@@ -88,16 +88,20 @@ def ours(config: Any, reference: Any, samples: list[EncodedSample]) -> tuple[Any
         AutoBridge.from_hf_pretrained(folder).load_hf_weights([model])
     settings = VisionSettings(_IMAGE, _VIDEO, _MERGE, _GRID**2)
 
-    def loss(row: int, layout: str) -> Tensor:
+    def loss(row: int, *, packed: bool) -> Tensor:
         collator = Collator(settings, _PAD, row, multiple=8, pixel_dtype=torch.float32)
-        inputs = getattr(collator, layout)(samples).local()
+        collate = collator.collate_packed if packed else collator.collate_padded
+        inputs = collate(samples).local()
         return (model(inputs=inputs) * inputs.loss_mask).sum() / inputs.loss_mask.sum()
 
-    return model, {"ours, packed": lambda: loss(whole, "packed"), "ours, padded": lambda: loss(longest, "padded")}
+    return model, {
+        "ours, packed": lambda: loss(whole, packed=True),
+        "ours, padded": lambda: loss(longest, packed=False),
+    }
 
 
 def of_transformers(config: Any, samples: list[EncodedSample]) -> tuple[Any, dict[str, Callable[[], Tensor]]]:
-    """Its model with scaled_dot_product_attention, and ways to its loss."""
+    """Return transformers' model with scaled_dot_product_attention, and functions that compute its loss, by name."""
     from transformers import AutoModelForImageTextToText
 
     torch.manual_seed(0)
@@ -133,7 +137,7 @@ def of_transformers(config: Any, samples: list[EncodedSample]) -> tuple[Any, dic
 
 
 def timed_step(loss_of: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> tuple[float, float]:
-    """Seconds of a step, and seconds of processors, which other processes disturb less."""
+    """Return the seconds of a training step, and its CPU seconds, which other processes disturb less."""
     begun, worked = time.perf_counter(), time.process_time()
     optimizer.zero_grad(set_to_none=True)
     loss_of().backward()
@@ -142,12 +146,10 @@ def timed_step(loss_of: Callable[[], Tensor], optimizer: torch.optim.Optimizer) 
 
 
 def main() -> None:
-    """Measure, print, append."""
+    """Measure all implementations, print the results and append them to the CSV file."""
     parser = measurement.parser(__doc__, "training_step.csv", rounds=5)
-    parser.add_argument("--samples", type=int, default=12, help="default: %(default)s")
-    parser.add_argument(
-        "--profile", nargs="+", metavar="WAY", help="print where the time of these goes; measure nothing"
-    )
+    parser.add_argument("--samples", type=int, default=12, help="number of samples (default: %(default)s)")
+    parser.add_argument("--profile", nargs="+", metavar="WAY", help="only profile these, such as 'ours, packed'")
     options = parser.parse_args()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     config, samples = configuration(), make_samples(options.samples)

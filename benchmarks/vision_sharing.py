@@ -1,19 +1,20 @@
-"""Compute how evenly context-parallel ranks share the encoding of images, and the cost of sharing features.
+"""Compute how evenly context-parallel ranks share the encoding of images, and the cost of sending DeepStack features.
 
     OMP_NUM_THREADS=1 python -m benchmarks.vision_sharing
     OMP_NUM_THREADS=1 python -m benchmarks.vision_sharing --samples 5000 --rows 8192 --csv /tmp/sharing.csv
 
-Rows are those that training makes of the mix of `packing.py`: best fit, windows of 512 samples. Costs are computed
+Rows are packed as in training from the mix of `packing.py`: best fit, windows of 512 samples. Costs are computed
 (`qwen3vl_bridge/config/flops.py`), not measured.
 
-- balance: the most that a rank encodes over the mean, and over the least it could be: a frame is never cut, so the
-  larger of the mean and the costliest frame. "by cost" is ours; "by tokens" assigns frames in the same way by what
-  they take of the row; "by number" is Megatron-Bridge's split, as many neighbouring frames for each rank. Without
-  sharing, ranks encode everything: the number of ranks over the mean.
-- host: what `assign_vision` and `TokenBatch.local` take for a row, pixels in bfloat16 and copied, next to collating it.
-- features: what DeepStack adds to what stages of a pipeline exchange for a row, where none of the layers that use it
-  lie on the first stage, and what encoding the images on the second stage as well would compute. bfloat16; a backward
-  pass is as much again in bytes and twice as much in operations.
+- balance: the largest cost of a rank, divided by the mean, and by the least possible value. Frames are not divided, so
+  this is the larger of the mean and the costliest frame. "by cost" is our assignment. "by tokens" assigns frames in the
+  same way by their tokens. "by number" is Megatron-Bridge's split into equally many adjacent frames for each rank.
+  Without sharing every rank encodes all frames.
+- host: milliseconds of `assign_vision` and `TokenBatch.local` for a row, with pixels copied in bfloat16, and of
+  collating it.
+- features: bytes that DeepStack features add to the hidden states that pipeline stages send for a row, if no layer that
+  uses them is on the first stage; and the FLOPs of encoding the images on the second stage instead. bfloat16; a
+  backward pass sends as many bytes again and computes twice as many FLOPs.
 """
 
 from __future__ import annotations
@@ -46,20 +47,20 @@ Ways = dict[str, Callable[[Sequence[int], VisionWork, int], list[list[int]]]]
 
 @functools.cache
 def work_of(model: str) -> VisionWork:
-    """What a frame costs the tower of a released model."""
+    """Return the cost of frames in the vision tower of a released model."""
     costs = tower_costs(config_dict(model))
     return VisionWork(costs.patch, costs.patch_pair, _PER_TOKEN)
 
 
 @functools.cache
 def _numbers(frames: int, ranks: int) -> list[int]:
-    """How many frames each rank gets of Megatron-Bridge."""
+    """Return the number of frames that Megatron-Bridge gives to each rank."""
     grids = torch.tensor([[1, 2, 2]]).repeat(frames, 1)
     return qwen3vl_cp_split(ranks, torch.zeros(4 * frames, 1), grids)[2]
 
 
 def by_number(patches: Sequence[int], work: VisionWork, ranks: int) -> list[list[int]]:
-    """As many neighbouring frames for each rank, as Megatron-Bridge has it."""
+    """Assign equally many adjacent frames to each rank, as Megatron-Bridge does; return the frames of each rank."""
     frames = iter(range(len(patches)))
     return [list(itertools.islice(frames, number)) for number in _numbers(len(patches), ranks)]
 
@@ -72,7 +73,7 @@ WAYS: Ways = {
 
 
 def balance(rows: list[list[int]], capacity: int) -> Iterator[list]:
-    """Lines of the CSV file for rows given as the patches of their frames."""
+    """Yield lines of the CSV file about balance. Each row is given by the numbers of patches of its frames."""
     for model, ranks in itertools.product(_TOWERS, _RANKS):
         work = work_of(model)
         costs = [[work.cost(n) for n in patches] for patches in rows]
@@ -96,7 +97,7 @@ def _figures(ratios: np.ndarray) -> list[str]:
 
 
 def encoded(samples: list[packing.Sample]) -> list[EncodedSample]:
-    """Samples as an encoder would give them, each pair of frames as an image."""
+    """Return samples as an encoder returns them, with each pair of frames as an image."""
     found = []
     for sample in samples:
         tokens = sample.size.tokens
@@ -109,7 +110,7 @@ def encoded(samples: list[packing.Sample]) -> list[EncodedSample]:
 
 
 def on_host(rows: list[list[packing.Sample]], capacity: int, rounds: int) -> Iterator[list]:
-    """Milliseconds of a row, its pixels and those that a rank keeps; lines of the CSV file."""
+    """Yield lines of the CSV file: milliseconds of a row on the host, and MB of its pixels in total and on a rank."""
     work, taken, whole, kept = work_of("8B"), dict[str, list[float]](), list[float](), list[float]()
     collator = host.collator_of(capacity + 8 * max(map(len, rows)), torch.bfloat16)
     for row in rows:
@@ -138,7 +139,7 @@ def on_host(rows: list[list[packing.Sample]], capacity: int, rounds: int) -> Ite
 
 
 def features(rows: list[list[int]], capacity: int) -> Iterator[list]:
-    """What travels for a row, and what a second tower would compute; means over rows, lines of the CSV file."""
+    """Yield lines of the CSV file: means over rows of the MB that stages send, and of the FLOPs of a second tower."""
     patches, pairs = np.mean([sum(row) for row in rows]), np.mean([sum(n**2 for n in row) for row in rows])
     for model in _MODELS:
         costs, dimensions = tower_costs(config_dict(model)), dimensions_of(config_dict(model))
@@ -159,7 +160,7 @@ def features(rows: list[list[int]], capacity: int) -> Iterator[list]:
 
 
 def _check_travel(taps: int) -> None:
-    """A stage without layers sends what `features` says it does."""
+    """Check that a pipeline stage without layers sends the number of elements that `features` computes."""
     hidden, own = torch.zeros(12, 1, 8), torch.zeros(taps, 5, 8)
     assert (
         DeepStackStage.from_layers(taps, first_layer=0, layers=0).pack(hidden, own).numel()
@@ -168,10 +169,10 @@ def _check_travel(taps: int) -> None:
 
 
 def main() -> None:
-    """Measure, print, and append to the CSV file."""
+    """Compute and measure all results, print them and append them to the CSV file."""
     parser = measurement.parser(__doc__, "vision_sharing.csv", rounds=7)
-    parser.add_argument("--samples", type=int, default=50_000, help="default: %(default)s")
-    parser.add_argument("--rows", type=int, nargs="+", default=[8192, 32768, 131072], help="tokens of a row")
+    parser.add_argument("--samples", type=int, default=50_000, help="number of samples (default: %(default)s)")
+    parser.add_argument("--rows", type=int, nargs="+", default=[8192, 32768, 131072], help="tokens in a row")
     parser.add_argument("--timed", type=int, default=3, help="rows of each length to time (default: %(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Trained adapters for other libraries: a folder for `peft` and vLLM, or a complete model with the adapters merged in.
+"""Export trained adapters as a folder for `peft` and vLLM, or merge them into a complete model.
 
     python conversion/adapters.py export --megatron-path RUN --hf-path ADAPTER
     python conversion/adapters.py merge --megatron-path RUN --hf-path MERGED

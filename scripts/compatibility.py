@@ -2,19 +2,19 @@
 
     .venv/bin/python scripts/compatibility.py oldest                # the oldest versions that pyproject.toml allows
     .venv/bin/python scripts/compatibility.py newest                # the newest ones
-    .venv/bin/python scripts/compatibility.py transformers          # the newest that Megatron-Bridge still imports with
+    .venv/bin/python scripts/compatibility.py transformers          # the newest one with which Megatron-Bridge works
     .venv/bin/python scripts/compatibility.py torch                 # the newest torch
     .venv/bin/python scripts/compatibility.py main --source megatron-bridge=REPOSITORY --source megatron-core=REPOSITORY
     .venv/bin/python scripts/compatibility.py transformers==5.9.0   # versions of choice; more of them may follow
 
-`--only upstream` runs the contract tests alone, `--record` writes a row of docs/compatibility.md. Results are kept in
-out/compatibility; `--resume` goes on after the last part of the selection that was finished. `--keep FOLDER` leaves the
-environment in FOLDER/environment, for single tests by hand.
+`--only upstream` runs only the tests in tests/upstream, `--record` writes a row of docs/compatibility.md. Results are
+kept in out/compatibility; `--resume` continues after the last finished part of the selection. `--keep FOLDER` keeps the
+environment in FOLDER/environment, for running single tests by hand.
 
-A REPOSITORY is a folder with a Git repository, bare or not, and may end with @COMMIT. Its package is built, with a C++
-compiler, and installed. Packages are resolved as for requirements/cpu.txt, whose pins are kept where they fit. What
-differs is installed into a separate environment that otherwise sees the packages of .venv: seconds and a few megabytes,
-but three gigabytes for torch. The package registry is asked for the oldest and the newest versions.
+A REPOSITORY is a folder with a Git repository, bare or not, and may end with @COMMIT. Its package is built, which needs
+a C++ compiler, and installed. Packages are resolved as for requirements/cpu.txt; pins that fit are kept. Packages that
+differ are installed into a separate environment, which also sees the packages of .venv. This takes seconds and a few
+megabytes, but three gigabytes for torch. The oldest and the newest versions are looked up in the package registry.
 
 Needs uv and packaging; git for `--source`.
 """
@@ -81,7 +81,7 @@ SELECTION = {
     "recipes": ["tests/recipes/test_recipes.py"],
     "runs": [
         "tests/training/test_run.py",
-        "tests/models/qwen3_5/test_upstream_mappings.py::test_run_trains_saves_and_exports",
+        "tests/models/qwen3_5/test_upstream_mappings.py::test_qwen3_5_run_on_ranks_exports_weights_that_it_trained",
     ],
 }
 NO_TESTS = 5  # pytest's exit status
@@ -89,7 +89,7 @@ NO_TESTS = 5  # pytest's exit status
 
 @dataclass
 class Result:
-    """Counts and names of failed tests of one part of the selection."""
+    """Result of one part of the selection: counts of tests, names of failed tests, and seconds."""
 
     counts: dict[str, int]
     failed: list[str]
@@ -98,14 +98,14 @@ class Result:
 
 @dataclass
 class Row:
-    """One row of the table: which versions, and what the tests said.
+    """One row of the table in docs/compatibility.md: package versions and test results.
 
     Attributes:
-        name: "oldest", "newest", "transformers", "torch", "main", or "chosen" for versions of choice.
-        versions: the version of each of `PACKAGES`, with the commit where it was built from source.
+        name: "oldest", "newest", "transformers", "torch", "main", or "chosen" for versions given as NAME==VERSION.
+        versions: version of each of `PACKAGES`, with the commit if it was built from source.
         others: other packages that had to be replaced, as NAME==VERSION.
-        commit: of this project.
-        results: by part of the selection.
+        commit: commit of this project.
+        results: results by part of the selection.
     """
 
     name: str
@@ -116,16 +116,16 @@ class Row:
 
     @property
     def path(self) -> Path:
-        """Return the file that keeps the results."""
+        """Return the file in which the results are saved."""
         return RESULTS / f"{'_'.join([self.name, *self.versions.values()]).replace('/', '-').replace(' ', '-')}.json"
 
     def save(self) -> None:
-        """Write the results, so that an interrupted run can go on."""
+        """Write the results to a file, so that an interrupted run can continue."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self, default=vars, indent=1) + "\n")
 
     def load(self) -> None:
-        """Read the results of an earlier run of the same commit and versions, if there are any."""
+        """Read the results of an earlier run with the same commit and versions, if there are any."""
         if not self.path.is_file():
             return
         kept = json.loads(self.path.read_text())
@@ -133,7 +133,7 @@ class Row:
             self.results = {part: Result(**one) for part, one in kept["results"].items()}
 
     def summary(self) -> str:
-        """Return the counts of all parts, the parts that were not run, and the replaced packages."""
+        """Return a text with the counts over all parts, the parts that were not run, and the replaced packages."""
         counts: dict[str, int] = {}
         for result in self.results.values():
             for word, count in result.counts.items():
@@ -147,14 +147,14 @@ class Row:
 
 
 def allowed() -> dict[str, Requirement]:
-    """Return the ranges of the bounded packages in pyproject.toml."""
+    """Return the requirements in pyproject.toml of the packages in `BOUNDED`, by name."""
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     found = {one.name: one for one in map(Requirement, listed)}
     return {name: found[name] for name in BOUNDED}
 
 
 def uv(*arguments: str, asked: str | None = None, folder: Path = ROOT) -> str:
-    """Run uv and return what it prints."""
+    """Run uv, with `asked` as its input, and return its output."""
     command = [sys.executable, "-m", "uv", *arguments, "--quiet", "--system-certs"]
     # Without it, megatron-bridge adds the commit of the Git repository that its sources happen to lie in.
     environment = os.environ | {"NO_VCS_VERSION": "1"}
@@ -165,7 +165,7 @@ def uv(*arguments: str, asked: str | None = None, folder: Path = ROOT) -> str:
 
 
 def ask_registry(requirements: list[str], resolution: str) -> dict[str, str]:
-    """Return the lowest or highest version of each requirement, without its dependencies."""
+    """Return the lowest or highest version that the package registry has for each requirement, by package name."""
     options = ["--no-deps", "--no-header", "--no-annotate", "--resolution", resolution, "--python", sys.executable, "-"]
     lines = uv("pip", "compile", *options, asked="\n".join(requirements)).split()
     return dict(line.split("==") for line in lines)
@@ -199,7 +199,7 @@ def chosen_versions(which: list[str], *, beyond: bool = False) -> tuple[str, dic
             )
         inside = name not in ranges or ranges[name].specifier.contains(number, prereleases=True)
         if not inside and not beyond:
-            raise SystemExit(f"{one}: pyproject.toml allows {ranges[name]}; --beyond tests it all the same")
+            raise SystemExit(f"{one}: pyproject.toml allows {ranges[name]}; add --beyond to test this version anyway")
         versions[name] = number
     return "chosen", versions
 
@@ -220,7 +220,7 @@ def export_source(repository: str, target: Path) -> str:
 
 
 def replace_lines(text: str, wanted: dict[str, str], without: tuple[str, ...] = ()) -> str:
-    """Return requirements with the lines of some packages replaced, and of others reduced to the name."""
+    """Return the text of a requirements file with other lines for the packages in `wanted`, and names for `without`."""
     lines = []
     for line in text.splitlines():
         try:
@@ -232,7 +232,7 @@ def replace_lines(text: str, wanted: dict[str, str], without: tuple[str, ...] = 
 
 
 def resolve(wanted: dict[str, str], folder: Path) -> dict[str, str]:
-    """Return a requirement for each package: those of cpu.txt, changed where `wanted` asks for it.
+    """Return the requirement of each package by name: the pins of cpu.txt, except those that `wanted` changes.
 
     Args:
         wanted: requirements by name, as NAME==VERSION or NAME @ file://....
@@ -256,7 +256,7 @@ def resolve(wanted: dict[str, str], folder: Path) -> dict[str, str]:
 
 
 def is_installed(requirement: str) -> bool:
-    """Return True if .venv has exactly this version."""
+    """Return True if .venv has exactly the version of a requirement."""
     name, equals, number = requirement.partition("==")
     try:
         return bool(equals) and version(name) == number
@@ -265,7 +265,7 @@ def is_installed(requirement: str) -> bool:
 
 
 def make_environment(folder: Path, requirements: list[str]) -> Path:
-    """Make an environment that has these packages before those of .venv, and return its Python."""
+    """Make an environment with these packages in front of the packages of .venv, and return its Python executable."""
     venv.create(folder)
     (site,) = folder.glob("lib/python3.*/site-packages")
     beside = [path for path in map(Path, sys.path) if path.name == "site-packages"]
@@ -285,18 +285,18 @@ def installed_versions(python: Path) -> dict[str, str]:
 
 
 def prepare(options: argparse.Namespace, folder: Path) -> tuple[Row, Path]:
-    """Make the environment of a row; return the row without results, and the environment's Python."""
+    """Make the environment of a row. Return the row without results, and the Python executable of the environment."""
     name, versions = chosen_versions(options.which, beyond=options.beyond)
     wanted = {package: f"{package}=={number}" for package, number in versions.items()}
     commits = {}
     for one in options.source:
         package, _, repository = one.partition("=")
         if package not in PACKAGES or not repository:
-            raise SystemExit(f"--source {one}: expected NAME=REPOSITORY with a NAME of {', '.join(PACKAGES)}")
+            raise SystemExit(f"--source is {one}, expected NAME=REPOSITORY, where NAME is one of {', '.join(PACKAGES)}")
         commits[package] = export_source(repository, folder / package)
         wanted[package] = f"{package} @ file://{folder / package}"
     if name == "main" and not commits:
-        raise SystemExit("main: expected --source megatron-bridge=REPOSITORY --source megatron-core=REPOSITORY")
+        raise SystemExit("main needs --source megatron-bridge=REPOSITORY --source megatron-core=REPOSITORY")
     resolved = resolve(wanted, folder)
     laid = {one: requirement for one, requirement in resolved.items() if not is_installed(requirement)}
     python = make_environment(folder / "environment", list(laid.values()))
@@ -310,7 +310,7 @@ def prepare(options: argparse.Namespace, folder: Path) -> tuple[Row, Path]:
 
 
 def run_tests(python: Path, arguments: list[str]) -> Result:
-    """Run pytest, show what it prints, and return its counts and the names of failed tests."""
+    """Run pytest, show its output, and return the counts and the names of failed tests."""
     start, lines = time.monotonic(), []
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as tests:
@@ -331,10 +331,7 @@ def run_tests(python: Path, arguments: list[str]) -> Result:
 
 
 def record(row: Row, table: Path = TABLE) -> None:
-    """Write a row of the table, in place of an earlier one of the same name or of the same versions.
-
-    Several rows of chosen versions can stand in the table; of every other name there is one.
-    """
+    """Write a row into the table, in place of a row with the same versions, or the same name other than "chosen"."""
     versions = [row.versions[name] for name in PACKAGES]
     cells = [row.name, *versions, row.summary(), f"{datetime.now(UTC):%Y-%m-%d}", row.commit]
     lines = table.read_text().splitlines()
@@ -355,12 +352,14 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("which", nargs="+", metavar="WHICH", help=f"{', '.join(ROWS)}, or NAME==VERSION ...")
-    parser.add_argument("--source", action="append", default=[], metavar="NAME=REPOSITORY[@COMMIT]")
+    parser.add_argument("--source", action="append", default=[], metavar="NAME=REPOSITORY[@COMMIT]",
+                        help="build a package from a Git repository")  # fmt: skip
     parser.add_argument("--beyond", action="store_true", help="allow versions outside the ranges of pyproject.toml")
-    parser.add_argument("--only", action="append", choices=SELECTION, metavar="PART", help=", ".join(SELECTION))
+    parser.add_argument("--only", action="append", choices=SELECTION, metavar="PART",
+                        help=f"run only this part: {', '.join(SELECTION)}; may be given several times")  # fmt: skip
     parser.add_argument("--resume", action="store_true", help="skip parts that were finished with the same commit")
     parser.add_argument("--record", action="store_true", help=f"write a row of {TABLE.relative_to(ROOT)}")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="a new folder, in which the environment is left")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the environment in this new folder")
     return parser
 
 
@@ -382,7 +381,7 @@ def run_row(options: argparse.Namespace, folder: Path) -> Row:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Return exit status 1 if a test fails."""
+    """Run the selection of tests, and return the exit status: 1 if a test fails."""
     options = make_parser().parse_args(arguments)
     if options.keep:
         options.keep.mkdir(parents=True)

@@ -1,10 +1,10 @@
-"""Draw the pictures of docs/architecture.md into docs/images.
+"""Draw the images of docs/architecture.md into docs/images.
 
-    python -m scripts.draw_architecture                # write them
-    python -m scripts.draw_architecture --output DIR   # elsewhere
+    python -m scripts.draw_architecture                # write to docs/images
+    python -m scripts.draw_architecture --output DIR   # write to another folder
 
-They show the code: tokens of a packed row on their ranks (from `token_index`), layers (from the built-in sizes), a
-family's folder (from the registry).
+Their contents are computed by the code: tokens of a packed row on each rank (`token_index`), layers (built-in sizes), a
+family's folder (registry).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PACKAGE = ROOT / "src" / "qwen3vl_bridge"
 
 
 class Step(NamedTuple):
-    """A box of the data flow: its name, what is done, the file of the package, and where it runs."""
+    """A box of the data flow: title, what is done, file of the package, and a color for where it runs."""
 
     title: str
     does: str
@@ -73,7 +73,7 @@ DATA_FLOW = (
 
 
 def draw_data_flow(file: Path) -> None:
-    """Draw the way from a record to the loss."""
+    """Draw the steps from a record to the loss."""
     drawn, axes = canvas(9.2, 4.45)
     width, height, gap, left, line = 1.85, 0.72, 0.22, 0.85, 1.08
     for number, step in enumerate(DATA_FLOW):
@@ -116,13 +116,13 @@ def packed_row() -> SequenceLayout:
 
 
 def tokens_of_ranks() -> dict[tuple[int, int], list[int]]:
-    """Return the tokens in the slots of each (context-parallel rank, sequence-parallel rank), by `token_index`."""
+    """Return the tokens (`token_index`) that each rank holds, by (context-parallel rank, sequence-parallel rank)."""
     layout = packed_row()
     return {(cp, sp): token_index(layout, CP, cp, SP, sp).flatten().tolist() for cp in range(CP) for sp in range(SP)}
 
 
 def cell_name(token: int, rank: tuple[int, int], where: str) -> str:
-    """Return the name of a token's cell in the file: `token-row-5-cp0-sp1`, or `token-slot3-5-cp0-sp1`."""
+    """Return the id of a token's cell in the SVG file, such as `token-row-5-cp0-sp1` or `token-slot3-5-cp0-sp1`."""
     return f"token-{where}-{token}-cp{rank[0]}-sp{rank[1]}"
 
 
@@ -192,7 +192,7 @@ class Towers(NamedTuple):
 
 
 def towers(size: str = "8B") -> Towers:
-    """Return the layers of a built-in size."""
+    """Return the numbers of layers of a built-in size."""
     config = preset(size)
     vision = config["vision_config"]
     text_layers = config["text_config"]["num_hidden_layers"]
@@ -263,7 +263,7 @@ FAMILY = "qwen3_vl"
 
 
 def family_fields() -> dict[str, str]:
-    """Return the fields of `Family` that are in the family's folder, and the module of each."""
+    """Return the module of each field of `Family` that is defined in the family's folder, by field name."""
     found, inside = family(FAMILY), f"qwen3vl_bridge.models.{FAMILY}."
     named = {one.name: _module_of(getattr(found, one.name)) for one in fields(found)}
     return {
@@ -286,7 +286,7 @@ def family_modules() -> list[str]:
 
 
 def importers(module: str) -> list[str]:
-    """Return the files of the package that import a module of the folder."""
+    """Return the files of the package that import a module of the family's folder."""
     folder = PACKAGE / "models" / FAMILY
     wanted = f"qwen3vl_bridge.models.{FAMILY}.{module}"
     found = (path for path in sorted(PACKAGE.rglob("*.py")) if wanted in set(_imports(path)))
@@ -294,7 +294,6 @@ def importers(module: str) -> list[str]:
 
 
 def _imports(file: Path) -> Iterator[str]:
-    """Return the dotted names that a file imports."""
     for node in ast.walk(ast.parse(file.read_text("utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
@@ -346,9 +345,9 @@ PICTURES = {
 
 
 def main() -> None:
-    """Write the pictures."""
+    """Write the images."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=IMAGES, help="folder of the pictures")
+    parser.add_argument("--output", type=Path, default=IMAGES, help="folder of the images")
     output = parser.parse_args().output
     for name, draw in PICTURES.items():
         draw(output / name)

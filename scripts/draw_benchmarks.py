@@ -1,4 +1,4 @@
-"""Draw the plots of benchmarks/results/README.md, and write the sentences with their figures.
+"""Draw the plots of benchmarks/results/README.md, and write the sentences about them.
 
 python -m scripts.draw_benchmarks    # plots into docs/images, sentences into the page
 """
@@ -19,13 +19,13 @@ Rows = list[dict[str, str]]
 
 
 def rows_of(name: str) -> Rows:
-    """Return all rows of a CSV file."""
+    """Return all rows of a CSV file in benchmarks/results."""
     with (RESULTS / f"{name}.csv").open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
 def origin(rows: Rows) -> str:
-    """Return where and when rows were measured."""
+    """Return a text with the machines and dates on which rows were measured."""
     dates = sorted({row["date"] for row in rows})
     machines = " and ".join(sorted({row["machine"] for row in rows}))
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
@@ -54,7 +54,7 @@ def _conversion() -> dict[str, dict[str, list[float]]]:
 
 
 def draw_conversion(file: Path) -> None:
-    """Draw the times of conversion and of `cp`."""
+    """Draw the times of conversions relative to `cp`."""
     found = _conversion()
     drawn, axes = figure(7.2, 3.3)
     width = 0.8 / len(_STEPS)
@@ -92,7 +92,7 @@ def say_conversion() -> str:
 
 
 def draw_reading(file: Path) -> None:
-    """Draw what a rank reads divided by what it holds."""
+    """Draw the bytes that a rank reads divided by the bytes that it holds."""
     rows = rows_of("reading")
     kinds = list(dict.fromkeys((row["size"], row["format"], row["ranks"]) for row in rows))
     drawn, axes = figure(7.2, 3.3)
@@ -146,7 +146,7 @@ def _host() -> dict[str, dict[str, tuple[float, float, float]]]:
 
 
 def draw_host(file: Path) -> None:
-    """Draw the milliseconds for a batch's positions and indices."""
+    """Draw the milliseconds that the host takes for the positions and indices of a batch."""
     found = _host()
     ways = list(dict.fromkeys(way for one in found.values() for way in one))
     drawn, axes = figure(7.2, 3.3)
@@ -192,7 +192,7 @@ def _packing() -> Rows:
 
 
 def draw_packing(file: Path) -> None:
-    """Draw how full rows are."""
+    """Draw the fraction of tokens in rows that are not padding, by packing method."""
     rows = _packing()
     lengths = list(dict.fromkeys(row["row"] for row in rows))
     drawn, axes = figure(7.2, 3.0)
@@ -233,7 +233,7 @@ def _quiet() -> Rows:
 
 
 def draw_step(file: Path) -> None:
-    """Draw the seconds of a step, ours and transformers'."""
+    """Draw the seconds of a training step with our model and with transformers."""
     rows = _quiet()[::-1]
     drawn, axes = figure(7.2, 2.3)
     colours = [FOUR[1] if row["way"].startswith("ours") else FOUR[3] for row in rows]
@@ -249,7 +249,7 @@ def draw_step(file: Path) -> None:
 
 
 def say_step() -> str:
-    """Return the sentence about a step."""
+    """Return the sentence about a training step."""
     rows = {row["way"]: row for row in _quiet()}
     one = rows["ours, packed"]
     parts = []
@@ -278,13 +278,13 @@ _KEYS = {"CPU seconds": ("CPU seconds", FOUR[1]), "MiB": ("MiB of tensors", FOUR
 
 
 def _grown(series: str, key: str) -> list[tuple[int, float]]:
-    """Return a column's values and their places on the axis, without runs in which glibc kept memory."""
+    """Return (place on the axis, value) for the column `key` of a series, without runs in which glibc kept memory."""
     rows = (row for row in rows_of("growth") if row["series"] == series and row[key] and not row["mmap threshold"])
     return [(int(row["number"]), float(row[key])) for row in rows]
 
 
 def draw_growth(file: Path) -> None:
-    """Draw how time and memory of a step grow with the row, images, segments and experts."""
+    """Draw time and memory of a step over row length, images, segments and experts."""
     drawn, axes = figure(10.5, 0.8 + 2.2 * len(_KEYS), nrows=len(_KEYS), ncols=len(_SERIES), squeeze=False)
     for column, (series, counted) in zip(axes.T, _SERIES.items(), strict=True):
         for plot, (key, (_, colour)) in zip(column, _KEYS.items(), strict=True):
@@ -311,7 +311,7 @@ def draw_growth(file: Path) -> None:
 
 
 def _growths(series: str, key: str) -> str:
-    """Return the growth from 1,024 to 16,384 tokens in each run."""
+    """Return the factors by which a column grows from 1,024 to 16,384 tokens: median, minimum and maximum over runs."""
     values = _grown(series, key)
     ends = ([value for number, value in values if number == end] for end in (1024, 16384))
     middle, least, most = spread(last / first for first, last in zip(*ends, strict=True))
@@ -366,11 +366,11 @@ def draw_all(folder: Path) -> list[str]:
 
 
 def with_figures(page: str) -> str:
-    """Return the page with plots and sentences between their marks."""
+    """Return the page with plots and sentences inserted between their marks."""
     for name, (_, say) in PLOTS.items():
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
         if page.count(begin) != 1 or page.count(end) != 1:
-            raise ValueError(f"{PAGE} has {page.count(begin)} places {begin} ... {end}, expected one")
+            raise ValueError(f"{PAGE} has the marks {begin} ... {end} {page.count(begin)} times, expected once")
         before, rest = page.split(begin)
         text = f"![{name.capitalize()}](../../docs/images/bench_{name}.svg)\n\n{say()}"
         page = f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}"
@@ -378,7 +378,7 @@ def with_figures(page: str) -> str:
 
 
 def main() -> None:
-    """Write the plots and the sentences."""
+    """Write the plots to docs/images and the sentences to the page."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     PAGE.write_text(with_figures(PAGE.read_text("utf-8")), "utf-8")
     draw_all(IMAGES)

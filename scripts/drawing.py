@@ -1,6 +1,6 @@
 """Draw boxes, arrows and cells into SVG files with a light panel.
 
-Text stays text in the files, and nothing depends on the date; another version of matplotlib may write other numbers.
+Text is stored as text, and files do not depend on the date. Another version of matplotlib may write other numbers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _STYLE = {
 
 
 def figure(width: float, height: float, **arguments: Any) -> tuple[Figure, Any]:
-    """Return a figure of a size in inches with the panel, and its axes as `pyplot.subplots` returns them."""
+    """Return a figure with a light panel and its axes, like `pyplot.subplots`. Width and height are in inches."""
     matplotlib.rcParams.update(_STYLE)
     drawn, axes = pyplot.subplots(figsize=(width, height), facecolor="none", **arguments)
     drawn.add_artist(
@@ -74,7 +74,7 @@ def figure(width: float, height: float, **arguments: Any) -> tuple[Figure, Any]:
 
 
 def canvas(width: float, height: float) -> tuple[Figure, Axes]:
-    """Return a figure with invisible axes in inches, from the lower left corner."""
+    """Return a figure and its invisible axes, with coordinates in inches from the lower left corner."""
     drawn, axes = figure(width, height)
     axes.set_position((0, 0, 1, 1))
     axes.set(xlim=(0, width), ylim=(0, height))
@@ -83,15 +83,15 @@ def canvas(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def box(axes: Axes, at: tuple[float, float], size: tuple[float, float], lines: str, colour: str, **text: Any) -> None:
-    """A box with text.
+    """Draw a box with text.
 
     Args:
-        axes: a canvas.
-        at: its lower left corner.
+        axes: axes of a canvas.
+        at: lower left corner of the box.
         size: width and height.
-        lines: the first one is its title, the others are smaller.
-        colour: of the box.
-        text: of the text.
+        lines: text of the box; the first line is its title.
+        colour: color of the box.
+        text: arguments of `Axes.text` for the title.
     """
     (x, y), (width, height) = at, size
     shape = FancyBboxPatch(
@@ -107,23 +107,23 @@ def box(axes: Axes, at: tuple[float, float], size: tuple[float, float], lines: s
 
 
 def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], **how: Any) -> None:
-    """Draw an arrow between two places of a canvas."""
+    """Draw an arrow between two points. `how` are arguments of `FancyArrowPatch`."""
     style = {"arrowstyle": "-|>", "mutation_scale": 9, "color": MUTED, "linewidth": 1.1, "shrinkA": 0, "shrinkB": 0}
     axes.add_patch(FancyArrowPatch(start, end, **style | how))
 
 
 def cell(axes: Axes, at: tuple[float, float], size: tuple[float, float], name: str, **how: Any) -> None:
-    """Draw a small rectangle that has a name in the file."""
+    """Draw a rectangle with an id (`name`) in the SVG file. `how` are arguments of `Rectangle`."""
     axes.add_patch(Rectangle(at, *size, gid=name, **how))
 
 
 def save(drawn: Figure, file: Path, what: str) -> None:
-    """Write an SVG file, without the day.
+    """Write a figure to an SVG file without a date, and close the figure.
 
     Args:
-        drawn: the figure, which is closed.
-        file: where.
-        what: is seen, for people who see no pictures.
+        drawn: the figure.
+        file: the file to write.
+        what: title of the image, which describes it for people who cannot see it.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     drawn.savefig(file, format="svg", facecolor="none", metadata={"Date": None, "Creator": None, "Title": what})
@@ -132,17 +132,17 @@ def save(drawn: Figure, file: Path, what: str) -> None:
 
 
 def texts_of(file: Path) -> list[str]:
-    """Return all texts of a picture, in the order in which they were drawn."""
+    """Return all texts in an SVG file, in the order in which they were drawn."""
     return [unescape(text) for text in re.findall(r"<text[^>]*>([^<]*)</text>", file.read_text("utf-8"))]
 
 
 def names_of(file: Path, prefix: str) -> list[str]:
-    """Return the names in a picture that begin with a prefix, see `cell`."""
+    """Return the ids in an SVG file that begin with a prefix; see `cell`."""
     return re.findall(rf'id="({re.escape(prefix)}[^"]*)"', file.read_text("utf-8"))
 
 
 def differing(found: Path, expected: Path, names: Collection[str]) -> list[str]:
-    """Return the pictures that are missing in the other folder, or show other texts or named cells."""
+    """Return the files that are missing in the folder `found`, or have other texts or cells than in `expected`."""
 
     def shown(file: Path) -> tuple[list[str], list[str]]:
         return texts_of(file), names_of(file, "token-")

@@ -77,7 +77,7 @@ def defined_names(tree: ast.AST) -> set[str]:
 
 
 def imported_from(tree: ast.Module, package: str) -> dict[str, tuple[str, str]]:
-    """Map each imported name to its module and its name there; a module has an empty name.
+    """Return (module, name in that module) for each name that a file imports. For a module the second is empty.
 
     `package` is the package of the file, to which relative imports refer.
     """
@@ -111,7 +111,7 @@ def parsed(module: str) -> tuple[ast.Module, str] | None:
 
 @cache
 def inherited_names(module: str, class_name: str) -> frozenset[str]:
-    """Return the private names that a class of another package and its base classes define."""
+    """Return the private names that a class and its base classes define, as far as they are of other packages."""
     source = parsed(module) if module else None
     if source is None:
         return frozenset()
@@ -150,7 +150,7 @@ def defined_in_class(node: ast.ClassDef) -> set[str]:
 
 
 def resolved(base: ast.expr, module: str, imports: dict[str, tuple[str, str]]) -> tuple[str, str]:
-    """Return the module and name of a base class; in the same module if it is not imported."""
+    """Return (module, name) of the class that `base` refers to; the given module if the class is not imported."""
     if isinstance(base, ast.Subscript):
         base = base.value
     if isinstance(base, ast.Attribute):

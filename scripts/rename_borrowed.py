@@ -1,13 +1,13 @@
-"""Check that a renamed name of another package makes the contract test of its mechanism fail.
+"""Check that tests in tests/upstream fail if a name of another package that we use is renamed.
 
     .venv/bin/python scripts/rename_borrowed.py                      # ten names, chosen by seed 0
     .venv/bin/python scripts/rename_borrowed.py --seed 3 --count 20
     .venv/bin/python scripts/rename_borrowed.py _apply_aux_loss      # these names
 
-A borrowed name is a private name of another package that a module of `qwen3vl_bridge/upstream` uses, or a name that it
-replaces. For each one, the package that defines it is laid out in a temporary folder as links to its files, where every
-occurrence of the name is renamed. The test module of the mechanism must then fail, with the mechanism in its message.
-Ends with exit status 1 if a renamed name is not noticed.
+A borrowed name is a private name of another package that a module of `qwen3vl_bridge/upstream` (a mechanism) uses, or a
+name that it replaces. For each borrowed name, the package that defines it is copied into a temporary folder as links,
+and every occurrence of the name is renamed there. `tests/upstream/test_<mechanism>.py` must then fail with a message
+that names the mechanism. The exit status is 1 if the tests do not notice a renamed name.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def borrowed_names() -> list[tuple[str, str]]:
 
 
 def sites() -> list[Path]:
-    """Return the folders of the installed packages, without those that are missing."""
+    """Return the folders of those `PACKAGES` that are installed."""
     folders = []
     for package in PACKAGES:
         if (spec := find_spec(package)) is not None:
@@ -57,7 +57,7 @@ def sites() -> list[Path]:
 
 
 def files_with(name: str, folder: Path) -> list[Path]:
-    """Return the Python files of a package that contain a name as a word."""
+    """Return the Python files below a folder that contain a name as a word."""
     done = subprocess.run(
         ["grep", "-rlw", "--include=*.py", name, str(folder)], stdout=subprocess.PIPE, text=True, check=False
     )
@@ -65,14 +65,14 @@ def files_with(name: str, folder: Path) -> list[Path]:
 
 
 def defines(name: str, path: Path) -> bool:
-    """Return True if a file defines a name: as a function, class, variable, or attribute."""
+    """Return True if a file defines a name as a function, class, variable or attribute."""
     word = re.escape(name)
     pattern = rf"(def|class)\s+{word}\b|\b{word}\s*(:[^=\n]+)?=[^=]|\bas {word}\b"
     return re.search(pattern, path.read_text(errors="replace")) is not None
 
 
 def lay_out(package: Path, target: Path, name: str, files: list[Path]) -> None:
-    """Link the files of a package into `target`, with every occurrence of a name renamed in `files`."""
+    """Copy a package into the folder `target` as links, and rename every occurrence of a name in `files`."""
     subprocess.run(["cp", "-rs", str(package), str(target)], check=True)
     for path in files:
         copy = target / package.name / path.relative_to(package)
@@ -82,7 +82,7 @@ def lay_out(package: Path, target: Path, name: str, files: list[Path]) -> None:
 
 
 def is_noticed(mechanism: str, name: str) -> str | None:
-    """Rename a name and run its contract test; return what went wrong, or None if the test failed as it should."""
+    """Rename a name and run tests/upstream. Return a problem as text, or None if the tests failed as expected."""
     tests = ROOT / f"tests/upstream/test_{mechanism}.py"
     if not tests.is_file():
         return f"there is no {tests.relative_to(ROOT)}"
@@ -97,18 +97,18 @@ def is_noticed(mechanism: str, name: str) -> str | None:
         environment = {**os.environ, "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"}
         done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode == 0:
-        return "its contract test passed"
+        return f"tests/upstream passed, expected {tests.relative_to(ROOT)} to fail"
     if f"upstream/{mechanism}.py" not in done.stdout:
-        return f"the failure does not name the mechanism:\n{done.stdout[-2000:]}"
+        return f"the tests failed without naming upstream/{mechanism}.py:\n{done.stdout[-2000:]}"
     return None
 
 
 def main() -> int:
-    """Return 1 if a renamed name is not noticed."""
+    """Rename names and print whether tests noticed them; return 1 if a renamed name was not noticed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="names to rename, in place of random ones")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--count", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random choice of names")
+    parser.add_argument("--count", type=int, default=10, help="how many names to choose at random")
     parser.add_argument("--list", action="store_true", help="print the borrowed names and stop")
     options = parser.parse_args()
     known = borrowed_names()

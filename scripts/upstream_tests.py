@@ -1,17 +1,16 @@
-"""Run Megatron-Bridge's own unit tests against this project's classes, and compare what fails with what is known to.
+"""Run Megatron-Bridge's own unit tests against this project's classes, and compare failures with the known failures.
 
     python scripts/upstream_tests.py --source CHECKOUT
 
-CHECKOUT is a clone of Megatron-Bridge at the release that is installed; its tests are run where they lie, and nothing
-of them is kept. Names that they import from `megatron.bridge.models.qwen_vl` are replaced by ours
-(`upstream/replacement.py`). GPUs and the hub are switched off. What is known to fail is in `upstream/failures.toml`,
-each with its reason.
+CHECKOUT is a clone of Megatron-Bridge at the installed release; its tests are run in place. Names that they import from
+`megatron.bridge.models.qwen_vl` are replaced by this project's classes (`upstream/replacement.py`). GPUs and the hub
+are switched off. Known failures and their reasons are in `upstream/failures.toml`.
 
-Exit status: 0 if exactly that fails, 1 if something else does, or something listed no longer does. What is listed
-because a machine lacks something may pass on another: that is only said. With `--stock` nothing is replaced, and
-nothing else may fail.
+The exit status is 0 if exactly the known failures fail, and 1 if another test fails or a known failure passes. Tests
+that are listed because this machine lacks something may pass on another machine, which is only printed. With `--stock`
+nothing is replaced, and only these tests may fail.
 
-Needed beside the project's environment: the package diffusers, without which upstream's recipes cannot be imported.
+In addition to the project's environment this needs the package diffusers, which Megatron-Bridge's recipes import.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ KINDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the tests and compare."""
+    """Run the tests and compare failures with the known ones; return the exit status."""
     args = _parser().parse_args(arguments)
     entries = read_failures()
     if not (args.source / UNIT).is_dir():
@@ -72,23 +71,25 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", type=Path, help="a checkout of Megatron-Bridge")
-    parser.add_argument("--stock", action="store_true", help="without replacement: what fails on this machine anyway")
+    parser.add_argument("--stock", action="store_true", help="replace nothing: what fails on this machine anyway")
     parser.add_argument("--workers", type=int, default=0, help="processes that run tests (pytest-xdist)")
     parser.add_argument("tests", nargs="*", help=f"paths below {UNIT} instead of all")
     return parser
 
 
 def read_failures() -> list[dict]:
-    """Return the entries of `failures.toml`: kind, why, and tests, which are files, classes, tests or cases."""
+    """Return the entries of `failures.toml`: kind, reason, and names of test files, classes, tests or cases."""
     entries = tomllib.loads(FAILURES.read_text())["failure"]
     for entry in entries:
         if entry["kind"] not in KINDS or not entry["why"] or not entry["tests"]:
-            raise ValueError(f"{entry} in {FAILURES.name}, expected kind (one of {', '.join(KINDS)}), why and tests")
+            raise ValueError(
+                f"{FAILURES.name}: found the entry {entry}, expected kind (one of {', '.join(KINDS)}), why and tests"
+            )
     return entries
 
 
 def run(source: Path, tests: list[str], stock: bool, workers: int) -> dict[str, dict[str, str]]:
-    """Return the outcome of each test by its name."""
+    """Run tests of a checkout with pytest, and return the outcome and the error of each test by its name."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(HERE), *_without_root(os.environ.get("PYTHONPATH", ""))]),
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -105,25 +106,25 @@ def run(source: Path, tests: list[str], stock: bool, workers: int) -> dict[str, 
         command += ["--report", str(report), *(["--stock"] if stock else []), "-n", str(workers), *tests]
         status = subprocess.run(command, cwd=source, env=environment).returncode
         if not report.exists():
-            raise SystemExit(f"pytest ended with {status} before it had run the tests")
+            raise SystemExit(f"pytest ended with exit status {status} before it ran the tests; see its output above")
         return json.loads(report.read_text())
 
 
 def _without_root(paths: str) -> list[str]:
-    """Return the folders to import from, without one whose `tests` would be taken for the checkout's."""
+    """Return the folders in PYTHONPATH, without those that have a `tests` folder, which would hide the checkout's."""
     return [path for path in paths.split(os.pathsep) if path and not (Path(path) / "tests").is_dir()]
 
 
 def compare(outcomes: dict[str, dict[str, str]], entries: list[dict], *, stock: bool, whole: bool) -> list[str]:
-    """What fails and is not listed, and what is listed and does not fail.
+    """Return a message for each test that fails and is not listed, and for each listed test that does not fail.
 
-    An entry of kind `machine` names what may have failures in it; any other names what fails as a whole.
+    Tests in an entry of kind `machine` may fail. Tests in other entries must fail.
 
     Args:
-        outcomes: of each test.
-        entries: of the list; those of kind `machine` alone count with `stock`.
-        stock: whether nothing was replaced.
-        whole: whether all tests were run, so that each entry has to be found.
+        outcomes: outcome and error of each test.
+        entries: entries of `failures.toml`.
+        stock: nothing was replaced, so only entries of kind `machine` count.
+        whole: all tests were run, so every entry must be found.
     """
     wrong, listed = [], set()
     for entry in (entry for entry in entries if not stock or entry["kind"] == "machine"):
@@ -142,7 +143,7 @@ def compare(outcomes: dict[str, dict[str, str]], entries: list[dict], *, stock: 
 
 
 def covers(name: str, test: str) -> bool:
-    """Return True if an entry's name is a test's name, or the name of its class or file."""
+    """Return True if the name in an entry is the name of a test, or of its class, file or folder."""
     test = test.removeprefix(UNIT + "/")
     return test == name or any(test.startswith(name + mark) for mark in ("/", "::", "["))
 

@@ -1,4 +1,4 @@
-"""What the README says of Megatron-Bridge's own Qwen3-VL, beside ours: by its own code, as it is installed."""
+"""Test what the README says of Megatron-Bridge's implementation of Qwen3-VL, on its installed code."""
 
 import dataclasses
 import inspect
@@ -24,13 +24,13 @@ def defaults(provider: type) -> tuple[bool, ...]:
     return tuple(fields[name] for name in FREEZE)
 
 
-def test_builtin_moe_freezes_both_towers_by_default():
+def test_megatron_bridge_qwen3_vl_moe_freezes_language_and_vision_by_default():
     assert defaults(qwen3_vl_provider.Qwen3VLMoEModelProvider) == (True, True, False)
     assert defaults(qwen3_vl_provider.Qwen3VLModelProvider) == (False, False, False)
     assert defaults(Qwen3VLMoEModelProvider) == defaults(Qwen3VLModelProvider) == (False, False, False)
 
 
-def test_builtin_qwen3_vl_step_pads_samples_to_one_length():
+def test_megatron_bridge_qwen3_vl_step_pads_packed_samples_to_equal_length():
     """A sample of 3 tokens beside one of 8: both are said to have 16."""
     sizes = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1), cp=SimpleNamespace(size=lambda: 1))
     real = torch.arange(8)[None] < torch.tensor([[3], [8]])
@@ -41,7 +41,7 @@ def test_builtin_qwen3_vl_step_pads_samples_to_one_length():
     assert packed.cu_seqlens_q.tolist() == [0, 16, 32]
 
 
-def test_builtin_vlm_step_collators_pack_without_padding():
+def test_megatron_bridge_vlm_step_packs_samples_without_padding():
     """The same two samples: 3 and 8."""
     real = torch.arange(8)[None] < torch.tensor([[3], [8]])
     batch = {"input_ids": real.long(), "attention_mask": real, "position_ids": torch.arange(8).expand(2, 8)}
@@ -49,7 +49,7 @@ def test_builtin_vlm_step_collators_pack_without_padding():
     assert batch["cu_seqlens_q"].tolist() == [0, 3, 11]
 
 
-def test_builtin_sft_recipes_train_everything_and_pack_in_step():
+def test_megatron_bridge_sft_recipes_freeze_nothing_and_pack_in_step():
     """Their settings, which are assignments: importing them needs the packages of other models."""
     file = Path(inspect.getfile(AutoBridge)).parents[2] / "recipes/qwen_vl/h100/qwen3_vl.py"
     recipes = [part for part in file.read_text().split("\ndef ") if re.match(r"\w+_sft_\d+gpu_\w+\(", part)]
@@ -62,8 +62,8 @@ def test_builtin_sft_recipes_train_everything_and_pack_in_step():
     assert "        defer_in_batch_packing_to_step=True,\n" in file.read_text()  # of _make_energon_dataset
 
 
-def test_builtin_divides_images_by_number_only_if_asked():
-    """Two large pictures and two small ones: 512 and 32 patches; ours 272 each."""
+def test_megatron_bridge_splits_images_over_cp_by_count_and_off_by_default():
+    """Two large images and two small ones: 512 and 32 patches; ours 272 each."""
     sides = [16, 16, 4, 4]
     grids = torch.tensor([[1, side, side] for side in sides])
     counts = [side**2 for side in sides]

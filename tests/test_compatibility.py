@@ -50,7 +50,7 @@ def test_chosen_versions_bad_argument_raises(bad):
         compatibility.chosen_versions([bad])
 
 
-def test_chosen_versions_beyond_allows_other_versions():
+def test_chosen_versions_beyond_allows_versions_outside_declared_range():
     assert list(compatibility.allowed()) == list(compatibility.BOUNDED)
     found = compatibility.chosen_versions(["transformers==5.7.0", "torch==2.14.0"], beyond=True)
     assert found == ("chosen", {"transformers": "5.7.0", "torch": "2.14.0"})
@@ -64,13 +64,13 @@ def test_replace_lines_changes_named_packages_only():
     assert found == "# torch\ntorch==2.15.0\ntorchvision\ntransformer-engine; sys_platform == 'never'\n"
 
 
-def test_pins_name_every_package():
+def test_requirements_cpu_in_lists_every_package_that_compatibility_replaces():
     text = (ROOT / "requirements/cpu.in").read_text()
     names = {Requirement(line).name for line in text.splitlines() if line and not line.startswith("#")}
     assert names >= {*PACKAGES, *(one for following in compatibility.FOLLOWS.values() for one in following)}
 
 
-def test_export_source_commit_has_the_files_of_the_package(tmp_path):
+def test_export_source_exports_only_src_of_given_commit(tmp_path):
     repository, target = tmp_path / "repository", tmp_path / "exported"
     (repository / "src").mkdir(parents=True)
     (repository / "src/first.py").write_text("first")
@@ -100,7 +100,7 @@ def written(tmp_path, *rows: Row) -> list[str]:
     ]
 
 
-def test_record_replaces_rows_of_the_same_name_or_versions(tmp_path):
+def test_record_replaces_table_rows_of_same_name_or_versions(tmp_path):
     found = written(tmp_path, row("newest"), row("newest"))
     assert found == [
         "oldest 0.19.0 0.6.0 5.8.0 2.13.0",
@@ -109,13 +109,13 @@ def test_record_replaces_rows_of_the_same_name_or_versions(tmp_path):
     ]
 
 
-def test_record_adds_rows_in_the_order_of_names(tmp_path):
+def test_record_adds_table_rows_in_fixed_order_of_names(tmp_path):
     found = written(tmp_path, row("main", torch="2.14.0"), row("torch", torch="2.15.0"), row("chosen", torch="2.12.0"))
     assert [line.split()[0] for line in found] == [*("oldest", "newest", "torch", "main"), *["chosen"] * 3]
     assert found[-1].endswith("2.12.0")
 
 
-def test_summary_names_missing_parts_and_replaced_packages():
+def test_row_summary_names_missing_parts_and_replaced_packages():
     one = row("torch")
     one.results = {"upstream": Result({"passed": 2, "failed": 1}, ["a"], 1.0), "data": Result({"passed": 3}, [], 1.0)}
     one.others = ["nvidia-cublas==13.4", "hydra-core==1.3.2"]
@@ -123,7 +123,7 @@ def test_summary_names_missing_parts_and_replaced_packages():
     assert one.summary() == f"1 failed, 5 passed; not run: {', '.join(missing)}; with hydra-core==1.3.2"
 
 
-def test_results_are_kept_for_the_same_commit(tmp_path, monkeypatch):
+def test_row_load_restores_results_only_of_same_commit(tmp_path, monkeypatch):
     monkeypatch.setattr(compatibility, "RESULTS", tmp_path)
     first = row("main", torch="2.14.0 (abc)")
     first.save()
@@ -146,11 +146,11 @@ def test_run_tests_counts_failures_and_crashes(tmp_path):
     assert crashed.counts == {"error": 1} and "exit status 4" in crashed.failed[0]
 
 
-def test_upstream_failures_are_read():
+def test_read_failures_reads_listed_failures_of_upstream_tests():
     assert len(upstream_tests.read_failures()) > 5
 
 
-def test_upstream_compare_reports_unlisted_and_fixed():
+def test_upstream_compare_reports_unlisted_failures_and_listed_passes():
     entries = [
         {"kind": "intended", "why": "so", "tests": ["a.py::T", "b.py::test_one[x]"]},
         {"kind": "machine", "why": "no GPU", "tests": ["c.py"]},

@@ -70,7 +70,7 @@ def test_tracked_files_have_no_registry_address_or_lock_file():
         assert not found, f"{path}: {found}"
 
 
-def test_pins_satisfy_declared_ranges():
+def test_requirements_pins_satisfy_ranges_of_pyproject():
     pinned = pins()
     wanted = requirements("video", "demo", "muon")
     wanted |= {canonicalize_name(one.name): one for one in map(Requirement, PYPROJECT["dependency-groups"]["dev"])}
@@ -107,7 +107,7 @@ def make_would_run(target: str) -> list[str]:
     return listed.stdout.splitlines()
 
 
-def test_pre_commit_equals_ci():
+def test_pre_commit_and_ci_run_same_lint():
     """Both run `make lint`, CI by `make test`, which runs it before the tests."""
     ((repository,),) = [read_yaml(ROOT / ".pre-commit-config.yaml")["repos"]]
     (hook,) = repository["hooks"]
@@ -118,7 +118,7 @@ def test_pre_commit_equals_ci():
     assert [step["run"] for step in WORKFLOW["jobs"]["test"]["steps"] if "run" in step] == [".ci/run"]
 
 
-def test_workflow_commands_exist():
+def test_commands_of_ci_workflow_exist():
     commands = [step["run"] for job in WORKFLOW["jobs"].values() for step in job["steps"] if "run" in step]
     for command in commands:
         program, *words = shlex.split(command)

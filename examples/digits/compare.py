@@ -10,16 +10,16 @@ import torch
 
 @torch.no_grad()
 def logits_difference(megatron_run: Path, hf_folder: Path, data: Path, *, samples: int = 32) -> tuple[float, float]:
-    """Largest absolute difference of logits over held-out conversations.
+    """Compare the logits of the Megatron model and of transformers on held-out conversations.
 
     Args:
-        megatron_run: the run whose newest checkpoint is loaded into the Megatron model.
-        hf_folder: the export of that checkpoint, loaded by transformers.
-        data: JSONL of conversations; images are relative to its folder.
-        samples: how many conversations are compared.
+        megatron_run: folder of a run; its newest checkpoint is loaded into the Megatron model.
+        hf_folder: the export of that checkpoint, which transformers loads.
+        data: JSON-lines file of conversations; image paths are relative to its folder.
+        samples: number of conversations to compare.
 
     Returns:
-        The difference, and the largest logit of transformers, to compare it with.
+        The largest absolute difference of logits, and the largest logit of transformers, for scale.
     """
     from qwen3vl_bridge.training.weight_loading import load_model
 

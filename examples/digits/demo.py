@@ -1,10 +1,10 @@
-"""The main job, end to end: convert, fine-tune, export, generate.
+"""Convert, fine-tune, export and evaluate a model, end to end.
 
     python examples/digits/demo.py [--family qwen3_5] [--hf-model FOLDER | --model-only] [--work-dir FOLDER]
 
-Makes a tiny Qwen3-VL or Qwen3.5-VL checkpoint (or takes yours), converts it for Megatron, fine-tunes it on scanned
-handwritten digits, exports it, and lets stock transformers read digits it has never seen. With --model-only it makes
-the tiny checkpoint and ends, to train it on records of yours.
+The demo makes a tiny Qwen3-VL or Qwen3.5-VL checkpoint (or takes yours), converts it for Megatron, fine-tunes it on
+scanned handwritten digits, exports it, and lets transformers read digits that it has not seen. With --model-only it
+only makes the tiny checkpoint, for training on your own data.
 """
 
 from __future__ import annotations
@@ -31,24 +31,28 @@ _MADE_HERE = ".made_by_the_digits_demo"
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", choices=RECIPES, default="qwen3_vl", help="of the model (default: %(default)s)")
+    parser.add_argument(
+        "--family", choices=RECIPES, default="qwen3_vl", help="family of the tiny model (default: %(default)s)"
+    )
     model = parser.add_mutually_exclusive_group()
-    model.add_argument("--hf-model", type=Path, help="a checkpoint of yours; default: a tiny random one")
-    model.add_argument("--model-only", action="store_true", help="make the tiny checkpoint only")
-    parser.add_argument("--work-dir", type=Path, default=Path("out/digits"), help="default: %(default)s")
-    parser.add_argument("overrides", nargs="*", metavar="SETTING=VALUE", help="settings that differ from the recipe")
+    model.add_argument("--hf-model", type=Path, help="folder of your own checkpoint (default: a tiny random one)")
+    model.add_argument("--model-only", action="store_true", help="only make the tiny checkpoint")
+    parser.add_argument(
+        "--work-dir", type=Path, default=Path("out/digits"), help="output folder (default: %(default)s)"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="SETTING=VALUE", help="settings that override the recipe's")
     args = parser.parse_args(arguments)
     if args.hf_model is not None and not (args.hf_model / "config.json").is_file():
         parser.error(f"--hf-model is {args.hf_model}, expected a folder with a config.json")
     if args.work_dir.exists() and not args.work_dir.is_dir():
         parser.error(f"--work-dir is {args.work_dir}, a file; expected a folder, or a name for a new one")
     if args.work_dir.exists() and not (args.work_dir / _MADE_HERE).exists() and any(args.work_dir.iterdir()):
-        parser.error(f"--work-dir {args.work_dir} holds other things; give a new folder")
+        parser.error(f"--work-dir is {args.work_dir}, which has files that the demo did not write; give a new folder")
     return args
 
 
 class Report:
-    """The table of steps: what each made, and how long it took."""
+    """Table of the steps of the demo: what each made, and how long it took."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[str, str, str]] = []
@@ -56,14 +60,14 @@ class Report:
 
     @contextmanager
     def step(self, title: str, made: Path | str) -> Iterator[None]:
-        """Announce a step and time it."""
+        """Print the title of a step, and time the `with` block."""
         print(f"\n=== {len(self.rows) + 1}. {title}", flush=True)
         started = time.perf_counter()
         yield
         self.rows.append((title, str(made), f"{time.perf_counter() - started:.0f} s"))
 
     def show(self, results: list[tuple[str, str]]) -> None:
-        """Print the table."""
+        """Print the table of steps, and a table of results."""
         from rich.console import Console
         from rich.table import Table
 
@@ -80,26 +84,26 @@ class Report:
 
 
 def command(script: str, *arguments: str | Path) -> None:
-    """Print and run one of the project's commands."""
+    """Print and run a Python script of the project; exit if it fails."""
     words = [script, *map(str, arguments)]
     print("$ python " + " ".join(words), flush=True)
     done = subprocess.run([sys.executable, str(ROOT / script), *words[1:]])
     if done.returncode != 0:
-        sys.exit(f"error: {script} ended with status {done.returncode}")
+        sys.exit(f"error: {script} ended with exit status {done.returncode}; its message is above")
 
 
 def expect_end(run: Path) -> None:
-    """Exit if the training was stopped early: it has saved with status 0, but is not finished."""
+    """Exit if training was stopped early by a signal, after which it saves and returns exit status 0."""
     from qwen3vl_bridge.checkpoint.formats.megatron import find_iteration, read_run_config
 
     iteration = find_iteration(run)
     step, steps = int(iteration.name.removeprefix("iter_")), read_run_config(iteration)["train"]["train_iters"]
     if step < steps:
-        sys.exit(f"the training was stopped after step {step} of {steps}: nothing is exported; the demo starts over")
+        sys.exit(f"training was stopped after step {step} of {steps}, so nothing is exported; run the demo again")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run all steps; exit with status 1 if the goal is missed."""
+    """Run all steps; exit with status 1 if the accuracy is below `GOAL`."""
     args = parse(arguments)
     if args.hf_model is None:
         # The tiny model gains nothing from threads, which only get in the way of data workers on a small machine.
@@ -160,7 +164,7 @@ def main(arguments: list[str] | None = None) -> None:
         ]
     )
     if accuracy < GOAL:
-        sys.exit(f"the accuracy is {accuracy:.1%}, the goal {GOAL:.0%}")
+        sys.exit(f"the accuracy is {accuracy:.1%}, expected at least {GOAL:.0%}")
 
 
 if __name__ == "__main__":

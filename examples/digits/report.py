@@ -46,7 +46,7 @@ def _questions(path: Path) -> list[tuple[list[dict], Answer]]:
             part["image"] = str(path.parent / part["image"])
         if not pictures or reply["role"] != "assistant":
             raise ValueError(
-                f"{path}: {line}: expected a picture in the question, and an assistant's answer at the end"
+                f"{path}: found {line}, expected a question with an image and then an answer of the assistant"
             )
         questions.append((prompt, Answer(Path(pictures[0]["image"]), _text(reply["content"]), "")))
     return questions
@@ -56,16 +56,16 @@ def _questions(path: Path) -> list[tuple[list[dict], Answer]]:
 def answer(
     hf_folder: str | Path, test_jsonl: str | Path, *, batch_size: int = 60, max_new_tokens: int = 4
 ) -> list[Answer]:
-    """Let stock transformers answer the questions of a file, greedily.
+    """Answer the questions in a file with transformers, by greedy decoding.
 
     Args:
-        hf_folder: a checkpoint with its processor.
-        test_jsonl: conversations, one a line; image paths are relative to its folder.
-        batch_size: conversations answered at a time.
-        max_new_tokens: where a model that does not stop by itself is stopped.
+        hf_folder: folder of a checkpoint with its processor.
+        test_jsonl: file with one conversation per line; image paths are relative to its folder.
+        batch_size: number of conversations in a batch.
+        max_new_tokens: maximum length of an answer.
 
     Returns:
-        One answer a line, in the file's order.
+        The answer to each conversation, in the order of the file.
 
     Raises:
         ValueError: a line has no image, or does not end with the assistant.
@@ -96,18 +96,18 @@ def answer(
 def accuracy(answers: Sequence[Answer]) -> float:
     """Return the fraction of right answers."""
     if not answers:
-        raise ValueError("0 answers, expected at least 1")
+        raise ValueError("found no answers, expected at least one")
     return sum(one.right for one in answers) / len(answers)
 
 
 def _shown(text: str, limit: int = 6) -> str:
-    """Return text that the font can draw: no control characters, not long."""
+    """Return at most `limit` characters of a text, with characters that the font cannot draw replaced by "?"."""
     text = "".join(c if c.isascii() and c.isprintable() else "?" for c in text) or "(none)"
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def _pictures(figure: SubFigure, title: str, answers: Sequence[Answer]) -> None:
-    """Fill a part of a figure, row by row."""
+    """Draw the image and the answer of each question into a part of a figure, row by row."""
     figure.suptitle(title, x=0.012, ha="left", fontsize=11, color=GRAY)
     rows = -(-len(answers) // COLUMNS)
     for place, axes in enumerate(figure.subplots(rows, COLUMNS, squeeze=False).flat):
@@ -123,14 +123,14 @@ def _pictures(figure: SubFigure, title: str, answers: Sequence[Answer]) -> None:
 
 
 def answer_sheet(answers: Sequence[Answer], path: str | Path, *, most: int = COLUMNS * ROWS) -> None:
-    """Draw images with the model's answers under them; wrong ones are red, with the truth next to them.
+    """Draw images with the model's answers under them. Wrong answers are red, with the expected answer next to them.
 
-    The first answers come first; below them all wrong ones, unless nothing above is right.
+    The upper part has the first answers. The lower part has wrong answers, unless the upper part has no right answer.
 
     Args:
         answers: all answers.
         path: the PNG file to write.
-        most: how many images to draw in each of the two parts.
+        most: maximum number of images in each part.
     """
     right = sum(one.right for one in answers)
     wrong = [one for one in answers if not one.right]
@@ -154,13 +154,13 @@ def loss_curve(log: Sequence[Mapping[str, float]], path: str | Path) -> None:
     """Draw the loss of a run over its steps.
 
     Args:
-        log: entries with `step` and `loss`, and entries with `step` and `valid_loss` if there are any. Of two
-            entries about one step the later counts.
+        log: entries with `step` and `loss`, and perhaps entries with `step` and `valid_loss`. If there are two entries
+            for a step, the later one counts.
         path: the PNG file to write.
     """
     train, held_out = ({e["step"]: e[key] for e in log if key in e} for key in ("loss", "valid_loss"))
     if not train:
-        raise ValueError(f"{len(log)} entries, none with a loss; expected one a step")
+        raise ValueError(f"found {len(log)} log entries without a loss, expected an entry with a loss for each step")
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
     axes.plot(*zip(*sorted(train.items()), strict=True), color=BLUE, linewidth=0.9, label="training, each step")

@@ -109,7 +109,7 @@ def sft(
 
 
 def environment(*, experts: bool) -> dict[str, Any]:
-    """Return environment variables that Megatron-Bridge's set-up sets unless the user has set them.
+    """Return the environment variables of a recipe, which Megatron-Bridge sets unless the user has set them.
 
     Expandable segments reduce fragmentation on nearly full GPUs, and need NCCL_GRAPH_REGISTER=0; Megatron-Bridge's
     recipes set both.
@@ -144,7 +144,7 @@ def sft_256k(size: str, **settings: Any) -> Qwen3VLConfigContainer:
 def peft(size: str, *, dora: bool = False, **settings: Any) -> Qwen3VLConfigContainer:
     """LoRA, rows of 8K tokens.
 
-    The language model's linear layers except routed experts get adapters. Checkpoints contain only the adapters.
+    Adapters are added to the language model's linear layers except routed experts. Checkpoints contain only adapters.
     `settings` are arguments of `sft`.
     """
     from qwen3vl_bridge import Qwen3VLDoRA, Qwen3VLLoRA
@@ -153,7 +153,7 @@ def peft(size: str, *, dora: bool = False, **settings: Any) -> Qwen3VLConfigCont
     cfg.peft = (Qwen3VLDoRA if dora else Qwen3VLLoRA)(dim=32, alpha=32)
     if getattr(cfg.model, "linear_attention_freq", None):  # Megatron-Bridge's default omits linear attention
         cfg.peft.target_modules = [*cfg.peft.target_modules, "in_proj", "out_proj"]
-    keep_vision_activations(cfg)  # the tower has no adapters, so that it stores no activations
+    keep_vision_activations(cfg)  # the tower has no adapters, so it stores no activations
     cfg.optimizer.lr, cfg.optimizer.min_lr, cfg.optimizer.weight_decay = 1e-4, 1e-5, 0.0
     cfg.scheduler.start_weight_decay = cfg.scheduler.end_weight_decay = 0.0
     return cfg
@@ -272,10 +272,10 @@ def use_fp8(cfg: Qwen3VLConfigContainer, precision: str) -> Qwen3VLConfigContain
 
 
 def recompute_layers(cfg: Qwen3VLConfigContainer, layers: int | Literal["all"] = 0) -> Qwen3VLConfigContainer:
-    """Recompute the vision tower's layers in the backward pass, and some of the language model's.
+    """Recompute the vision tower's layers in the backward pass, and `layers` layers of the language model.
 
     For rows full of images the tower's activations take as much memory as the language model's, and recomputing them
-    takes little time. To recompute all layers takes a third more FLOPs.
+    takes little time. Recomputing all layers takes a third more FLOPs.
 
     Args:
         cfg: changed in place.

@@ -45,7 +45,7 @@ loop is Megatron-Bridge's own; for several devices, start it under torchrun."""
 def train(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl train") -> int:
     """Run the command and return its exit status.
 
-    Errors in the input end the process with 2; another run in the same folder or lost workers end it with 1.
+    Invalid input ends the process with exit status 2; another run in the same folder or lost workers end it with 1.
     """
     args = _parse(_parser(prog), arguments)
     escape_unprintable()
@@ -154,18 +154,12 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
     if args.rank not in (None, "last") and not args.rank.isdecimal():
         parser.error(f"--rank is {args.rank}, expected a number or `last`")
     if args.from_scratch and args.pretrained_checkpoint is not None:
-        parser.error("--from-scratch and --pretrained-checkpoint, expected only one of them")
+        parser.error("--from-scratch and --pretrained-checkpoint are both given, expected only one of them")
     return args
 
 
 def _suggest_option(option: str, words: Sequence[str], parser: argparse.ArgumentParser) -> str:
-    """Return a suggestion for an unknown option, as the end of an error message.
-
-    Args:
-        option: the option.
-        words: all arguments.
-        parser: parser of the command.
-    """
+    """Return a suggestion for an unknown option, as the end of an error message. `words` are all arguments."""
     name, _, value = option.lstrip("-").partition("=")
     if instead := explain_unsupported(name.replace("-", "_")):
         return f": {instead}"
@@ -243,7 +237,6 @@ def _show_recipes(*, as_json: bool) -> None:
 
 
 def _build_config(args: argparse.Namespace, chosen: Recipe) -> ConfigContainer:
-    """Return the recipe's configuration with the paths and settings of the command line."""
     from qwen3vl_bridge.checkpoint.formats.huggingface import find_model
 
     from qwen3vl_recipes import overrides
@@ -252,7 +245,7 @@ def _build_config(args: argparse.Namespace, chosen: Recipe) -> ConfigContainer:
     cfg = chosen()
     if not hasattr(cfg, "dataset"):
         raise ValueError(
-            f"{args.recipe} returned {cfg!r:.80}, expected a configuration like the recipes of this package"
+            f"{args.recipe} returned {cfg!r:.80}, expected a Qwen3VLConfigContainer, as recipes of this package return"
         )
     set_paths(
         cfg,
@@ -288,7 +281,7 @@ def _run(cfg: ConfigContainer, *, needs_weights: bool) -> None:
         else:
             from megatron.bridge.training.pretrain import pretrain as loop
     except ModuleNotFoundError as error:
-        raise ValueError(f"Megatron-Bridge's training loop needs {error.name}, which is missing") from error
+        raise ValueError(f"Megatron-Bridge's training loop needs the package {error.name}; install it") from error
     callbacks = training_callbacks(cfg)
     *_, log = callbacks
     assert isinstance(log, RunLog)
@@ -308,7 +301,6 @@ def _run(cfg: ConfigContainer, *, needs_weights: bool) -> None:
 
 
 def _describe_interruption(finished: int | None, checkpoint: Any) -> str:
-    """Return a message about where a run was interrupted and where the same command continues."""
     from qwen3vl_bridge.checkpoint.formats.megatron import TRACKER
 
     folders = [str(folder) for folder in (checkpoint.save, checkpoint.load) if folder]

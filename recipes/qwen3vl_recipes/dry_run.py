@@ -48,7 +48,10 @@ def finalize_copy(cfg: ConfigContainer, world_size: int) -> ConfigContainer:
     from megatron.bridge.training.config import runtime_config_update
 
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() != world_size:
-        raise ValueError(f"there are {torch.distributed.get_world_size()} processes already, expected only this one")
+        raise ValueError(
+            f"torch.distributed has {torch.distributed.get_world_size()} processes, expected only this process; start "
+            "without torchrun"
+        )
     cfg = copy.deepcopy(cfg)
     if all(getattr(cfg.dataset, name, "") is None for name in ("path", "train_path", "mixture")):
         cfg.dataset.path = _DATA
@@ -66,7 +69,7 @@ def finalize_copy(cfg: ConfigContainer, world_size: int) -> ConfigContainer:
 
 @contextmanager
 def _first_of(size: int) -> Iterator[None]:
-    """Set the environment variables that torchrun sets for rank 0 of `size` processes; restore them at the end."""
+    """Set the environment variables of torchrun for rank 0 of `size` processes inside the `with` block."""
     before = dict(os.environ)
     os.environ |= {"WORLD_SIZE": str(size), "RANK": "0"}
     try:
@@ -91,7 +94,7 @@ def estimate_memory(cfg: ConfigContainer, world_size: int) -> MemoryEstimate:
 
 @contextmanager
 def collect_error(errors: list[str], *, verbose: bool = False) -> Iterator[None]:
-    """Add the message of an error that would end the run to `errors`, without duplicates, instead of raising it."""
+    """Append the message of an error inside the `with` block to `errors`, without duplicates, instead of raising it."""
     from qwen3vl_bridge.data.errors import DataError
 
     try:
@@ -176,8 +179,8 @@ def examine_run(
 def _check_layout(cfg: ConfigContainer, complete: ConfigContainer | None, gpus: int, errors: list[str]) -> None:
     """Collect all errors in the number of GPUs, the batch size and the parallel sizes.
 
-    Validation of a configuration ends at its first error. To find further errors, it is then repeated with a number of
-    GPUs and a batch size that fit.
+    Validation of a configuration ends at its first error. To find further errors, validation is repeated with a number
+    of GPUs and a batch size that fit the parallel sizes.
     """
     from qwen3vl_bridge.config.model_validation import check_world
     from qwen3vl_bridge.planning.from_config import read_layouts
@@ -228,7 +231,7 @@ def _check_folders(cfg: ConfigContainer, errors: list[str]) -> None:
 
 
 def report_as_json(report: DryRunReport, gpu: str | None) -> dict[str, Any]:
-    """Return the report as values for JSON: memory in bytes, or the reason why it is not known."""
+    """Return the report as values for JSON. Memory is in bytes; `no_plan` is the reason if it was not estimated."""
     from qwen3vl_bridge.planning.plan_reports import dump_estimate
 
     import yaml

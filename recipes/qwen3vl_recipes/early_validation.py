@@ -38,7 +38,7 @@ def check_command_line(args: Namespace) -> None:
 
 
 def early_checks(args: Namespace) -> Iterator[partial[object]]:
-    """Yield the checks of a command line. They raise ValueError or OSError, and do not depend on each other.
+    """Yield the checks of a command line, as functions that raise ValueError or OSError. They are independent.
 
     For a recipe from outside this package only paths are checked, because it may have other settings and set paths
     itself.
@@ -177,8 +177,8 @@ def _check_continued_run(args: Namespace, config: ModelConfig) -> None:
         differences = [f"the family is {found.family}, expected {expected.family}"]
     if differences:
         raise ValueError(
-            f"--save is {args.save}, which has the run of another model than {args.hf_model}: "
-            f"{'; '.join(differences)}. Give another folder, or the model of {folder}"
+            f"--save is {args.save}, which contains a run of another model than --hf-model, {args.hf_model}: "
+            f"{'; '.join(differences)}. Give another --save folder, or the model of {folder} as --hf-model"
         )
 
 

@@ -72,7 +72,10 @@ def apply(cfg: ConfigContainer, words: Sequence[str] = (), files: Sequence[str |
     arrived = _flat(_settings(cfg)[0])
     for name, new in changed.items():
         if (found := arrived.get(name)) != new:
-            raise ValueError(f"{name} cannot be set to {new!r} here; it is {found!r}. Set it in your own recipe")
+            raise ValueError(
+                f"{name} cannot be set to {new!r} by an argument or YAML file, and stays {found!r}; set it in a recipe "
+                "of your own (--recipe FILE.py:FUNCTION)"
+            )
     _check_precision(cfg, changed)
     return cfg
 
@@ -97,8 +100,8 @@ def _check_precision(cfg: ConfigContainer, names: Iterable[str]) -> None:
         found, written = getattr(getattr(cfg, section), field), getattr(mixed, field)
         if found != written:
             raise ValueError(
-                f"{name} is {found!r}, and mixed_precision sets it to {written!r}: expected that, another "
-                "mixed_precision, or null for one, to set the precision of each section by itself"
+                f"{name} is {found!r}, but mixed_precision sets it to {written!r}: use this value or another "
+                "mixed_precision, or set mixed_precision=null to choose the precision of each section yourself"
             )
 
 
@@ -154,10 +157,7 @@ def _merge(settings: DictConfig, words: Sequence[str], files: Sequence[str | Pat
 
 
 def _set_in_frozen_section(cfg: ConfigContainer, name: str, value: Any) -> None:
-    """If a setting is in a frozen dataclass, replace the dataclass by a changed copy.
-
-    Megatron-Bridge cannot set such fields.
-    """
+    """If a setting is a field of a frozen dataclass, set it by replacing the dataclass with a changed copy."""
     *path, last = name.split(".")
     owners: list[Any] = [cfg]
     for key in path:
@@ -180,7 +180,7 @@ def _declared_type(cfg: ConfigContainer, name: str) -> Any:
 
 
 def _fits(hint: Any, value: Any) -> bool:
-    """Return True if a value has the declared type. Types that are not simple accept any value."""
+    """Return True if a value has the declared type `hint`, or `hint` is not a simple type."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return any(_fits(one, value) for one in typing.get_args(hint))
     if typing.get_origin(hint) is typing.Literal:
@@ -192,7 +192,7 @@ def _fits(hint: Any, value: Any) -> bool:
 
 
 def _is_declared(hint: Any, value: Any) -> bool:
-    """Return True if the declared type of a setting is a union, and one of its types is the type of the value."""
+    """Return True if the declared type `hint` of a setting is a union with the type of the value."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     return is_union and any((typing.get_origin(one) or one) is type(value) for one in typing.get_args(hint))
 

@@ -1,6 +1,6 @@
 """Names of a run's settings, read from the source files of their classes.
 
-To import the classes takes ten seconds; with their source files, the command rejects a misspelled name at once.
+Importing the classes takes ten seconds. From their source files, the command rejects a misspelled name at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CLASSES = {
 
 
 def flatten_settings(settings: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested dicts by their full names, such as "optimizer.lr"; an empty section is a value."""
+    """Return the values of nested dicts by full name, such as "optimizer.lr". An empty dict counts as a value."""
     if not isinstance(settings, dict) or not settings:
         return {prefix: settings} if prefix else {}
     return {
@@ -42,7 +42,7 @@ def check_names(names: Iterable[str]) -> None:
     """Check names of settings, such as "optimizer.lr"; only the section and the field are compared.
 
     Raises:
-        ValueError: no recipe of this package has the setting. The message lists similar names.
+        ValueError: no recipe of this package has such a setting. The message lists similar names.
     """
     for name in names:
         section, _, rest = name.partition(".")
@@ -78,7 +78,7 @@ def _all_names() -> set[str]:
 
 
 def _section_classes(section: str) -> Iterator[str]:
-    """Yield the dotted names of the classes of a section; nothing if its fields are not known, as for a `dict`."""
+    """Yield the dotted names of the classes of a section; none if the fields of the section are unknown (a `dict`)."""
     if section in _CLASSES:
         yield from _CLASSES[section]
         return

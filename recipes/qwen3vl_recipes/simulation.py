@@ -36,7 +36,7 @@ _LINES = 16  # lines of code in the table of allocated memory
 
 
 def enter(gpu: str, arguments: Sequence[str]) -> None:
-    """Replace this process by one that runs the same command with a fake GPU. In that process, only return.
+    """Restart this process with the same command on a fake GPU. In the restarted process, only return.
 
     Args:
         gpu: kind of GPU.

@@ -26,10 +26,10 @@ SIMULATIONS = Path("benchmarks/results/simulation.csv")
 
 
 def smallest(recipe: Recipe, gpu: str) -> tuple[int, MemoryEstimate] | None:
-    """Return the fewest GPUs on which a recipe fits with its parallel sizes, and the memory estimate; None if too many.
+    """Return the fewest GPUs on which a recipe fits with its parallel sizes, and the memory estimate there.
 
-    The numbers tried are the recipe's own, 1, the GPUs of a node, and their multiples by powers of two. A recipe with
-    separate vision ranks supports only its own number.
+    None if it fits on none of the numbers tried: the recipe's own, 1, and the GPUs of a node times powers of two. A
+    recipe with separate vision ranks supports only its own number.
     """
     from qwen3vl_bridge.planning.hardware import GPUS
 
@@ -82,7 +82,7 @@ def cell(ranks: list[dict[str, str]]) -> str:
 
 
 def main() -> None:
-    """Print the table, or write it into a file between two marks."""
+    """Print the table, or with --write replace the text between the marks `BEGIN` and `END` of a file by it."""
     parser = argparse.ArgumentParser(description="Print the table of recipes and the GPUs on which each fits.")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the table into this file, between the marks")
     file = parser.parse_args().write

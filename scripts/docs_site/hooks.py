@@ -36,7 +36,7 @@ _ITEM = re.compile(r"^(\s*)(?:[-*+]|\d+\.)\s")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages of the root."""
+    """Add the pages at the root of the repository (`ROOT_PAGES`) to the site."""
     from mkdocs.structure.files import File
 
     for path, name in ROOT_PAGES.items():
@@ -45,7 +45,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Return a page in mkdocs' dialect."""
+    """Convert the Markdown of a page from GitHub's dialect, and insert the API reference."""
     name = page.file.src_uri
     path = {site: path for path, site in ROOT_PAGES.items()}.get(name, f"docs/{name}")
     text = _MARK.sub(lambda mark: api(mark[1]), dialect(markdown, path))
@@ -53,13 +53,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
-    """Let long names in tables break after dots, slashes and underscores."""
+    """Let browsers break long names in tables after dots, slashes and underscores."""
     cells = re.compile(r"(?<=<td>).*?(?=</td>)", re.DOTALL)
     return cells.sub(lambda cell: _CODE.sub(lambda code: _BREAK.sub(r"\g<0><wbr>", code[0]), cell[0]), content)
 
 
 def on_post_build(config: Any) -> None:
-    """Raise an error if the site would load something from the network."""
+    """Raise PluginError if a page of the site would load something from the network."""
     from mkdocs.exceptions import PluginError
 
     for page in sorted(Path(config.site_dir).rglob("*.html")):
@@ -68,21 +68,21 @@ def on_post_build(config: Any) -> None:
             r"<link\b(?![^>]*rel=\"canonical\")[^>]*\bhref=\"(?:https?:)?//[^\"]*",
             page.read_text(),
         ):
-            raise PluginError(f"{page} loads {found[0]!r}, expected nothing from the network")
+            raise PluginError(f"{page} loads {found[0]!r}, expected a site that loads nothing from the network")
 
 
 def api(package: str) -> str:
-    """Return mkdocstrings' mark of each public name of a package, for `<!-- api: PACKAGE -->`."""
+    """Return the text that replaces `<!-- api: PACKAGE -->`: mkdocstrings' marker of each public name of a package."""
     return "\n".join(f"::: {name}\n" for name in public_names(ROOT / PUBLIC[package]))
 
 
 def public_names(file: Path) -> list[str]:
-    """Return the public names of a package with their modules, by its `_PUBLIC`, without names of packages."""
+    """Return the dotted public names that `_PUBLIC` of a package lists, except packages."""
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_PUBLIC":
             listed = sorted(ast.literal_eval(node.value).items())
             return [f"{module}.{name}" for name, module in listed if not _is_package(module)]
-    raise ValueError(f"{file} has no _PUBLIC, expected its public names")
+    raise ValueError(f"{file} has no variable _PUBLIC, expected a dict from public names to their modules")
 
 
 def _is_package(module: str) -> bool:
@@ -90,11 +90,13 @@ def _is_package(module: str) -> bool:
 
 
 def dialect(markdown: str, path: str) -> str:
-    """GitHub's Markdown for Python-Markdown: lists and code begin after an empty line, lists nest by four columns.
+    """Convert GitHub's Markdown for Python-Markdown, which needs empty lines before lists and code.
+
+    Nested lists are indented by four columns.
 
     Args:
-        markdown: a page.
-        path: its place in the repository, from which its links are.
+        markdown: text of a page.
+        path: path of the page in the repository, to which its links are relative.
     """
     lines: list[str] = []
     fence, in_list = "", False
@@ -123,7 +125,7 @@ def dialect(markdown: str, path: str) -> str:
 
 
 def _on_site(link: re.Match[str], path: str) -> str:
-    """Return a link as it is on the site; a file that is not on the site becomes a hint."""
+    """Return a link as it is on the site. A link to a file that is not on the site becomes text with a tooltip."""
     image, text, target = link.groups()
     if re.match(r"[a-z]+:|#", target):
         return link[0]

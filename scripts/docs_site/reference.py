@@ -2,7 +2,7 @@
 
     python -m scripts.docs_site.reference    # writes the page
 
-Nothing imports Megatron: settings are read by `ast`, and parsers defer slow imports.
+Megatron is not imported: settings are read with `ast`, and parsers defer slow imports.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Group:
     """A dataclass of settings.
 
     Attributes:
-        prefix: what stands before a field on the command line.
-        file: where it is, below the package.
-        name: of the class.
-        meanings: further classes whose docstrings speak of its fields.
+        prefix: prefix of a field on the command line, such as "guard.".
+        file: file of the class, relative to the package.
+        name: name of the class.
+        meanings: (file, name) of further classes with docstrings that describe fields of this class.
     """
 
     prefix: str
@@ -83,13 +83,13 @@ GROUPS: dict[str, tuple[Group, ...]] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """A field.
+    """A field of a dataclass of settings.
 
     Attributes:
-        name: with the group's prefix.
-        type: as annotated; "" for a field of Megatron-Bridge's that a docstring speaks of.
-        default: as written, or "" where one has to be given.
-        meaning: what the docstring says; "" where it says nothing.
+        name: name with the prefix of the group.
+        type: annotation in the source; "" for an inherited field of Megatron-Bridge.
+        default: default in the source; "" if there is none.
+        meaning: description in the docstring; "" if there is none.
     """
 
     name: str
@@ -135,7 +135,7 @@ def _cell(text: str) -> str:
 
 
 def _text(words: str) -> str:
-    """Return a docstring as Markdown; escapes what would be an HTML tag."""
+    """Return a docstring as Markdown, with HTML escaped outside code."""
     parts = words.split("`")
     return "`".join(part if place % 2 else html.escape(part, quote=False) for place, part in enumerate(parts))
 
@@ -150,7 +150,7 @@ def _class(file: str, name: str) -> ast.ClassDef:
 
 
 def _comment_above(lines: Sequence[str], line: int) -> str:
-    """Return the comment in the lines directly above a line (its index, from 0); "" if there is none."""
+    """Return the comment directly above the line with index `line`; "" if there is none."""
     first = line
     while lines[first - 1].strip().startswith("# "):
         first -= 1
@@ -180,7 +180,7 @@ def _default(value: ast.expr | None) -> str:
 
 
 def _meanings(found: ast.ClassDef) -> dict[str, str]:
-    """Return what the docstring's "Attributes", or the comment in a field's line or above it, says, by name."""
+    """Return descriptions of fields by name, from "Attributes" in the docstring or comments at the fields."""
     names = {name for name, _, _ in _fields(found)}
     lines = (node for node in found.body if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) in names)
     comments = {ast.unparse(node.target): node.type_comment for node in lines if node.type_comment}
@@ -191,15 +191,15 @@ def _meanings(found: ast.ClassDef) -> dict[str, str]:
 
 
 class _Found(Exception):
-    """Raised when a command has made its parser and is about to use it."""
+    """Raised to stop a command when it has made its parser."""
 
 
 def parser_of(target: str, prog: str) -> argparse.ArgumentParser:
-    """The parser that a command's function makes.
+    """Return the argument parser of a command.
 
     Args:
-        target: "module:function", as `qwen3vl_bridge.cli.main.COMMANDS` has it.
-        prog: the command's name.
+        target: function of the command as "module:function", as in `qwen3vl_bridge.cli.main.COMMANDS`.
+        prog: name of the command.
     """
     made: list[argparse.ArgumentParser] = []
 
@@ -215,11 +215,11 @@ def parser_of(target: str, prog: str) -> argparse.ArgumentParser:
             run([], prog=prog)
     except _Found:
         return made[0]
-    raise ValueError(f"{target} has no parser, expected one to be asked for")
+    raise ValueError(f"{target} did not parse its arguments, expected a call of ArgumentParser.parse_args")
 
 
 def commands() -> str:
-    """Every command and its verbs as Markdown, with a row for each option."""
+    """Return all commands and their verbs as Markdown, with a table of options for each."""
     from qwen3vl_bridge.cli.main import COMMANDS
 
     parts = []
@@ -259,7 +259,7 @@ def _meaning(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
 
 
 def fill(page: str) -> str:
-    """Generate the text between each pair of marks, `<!-- generated: NAME -->` and `<!-- end -->`."""
+    """Return the page with generated text between `<!-- generated: NAME -->` and `<!-- end -->`."""
 
     def part(found: re.Match[str]) -> str:
         name = found[2]

@@ -1,7 +1,7 @@
-"""A pytest plugin for Megatron-Bridge's own tests: the names that they import are this project's classes.
+"""A pytest plugin for Megatron-Bridge's own tests that replaces the classes they import by this project's classes.
 
-The package is always imported, because Megatron-Bridge cannot be imported without Transformer Engine otherwise. With
-`--stock` nothing is replaced, and `sitecustomize.py` keeps the package from registering anything.
+This project is always imported, because Megatron-Bridge cannot be imported without Transformer Engine otherwise. With
+`--stock` nothing is replaced, and `sitecustomize.py` prevents this project from registering its bridges.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _ON_CPU = "modelling_qwen3_vl"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options of the runner."""
+    """Add the options that `upstream_tests.py` passes."""
     parser.addoption("--stock", action="store_true", help="replace nothing")
     parser.addoption("--report", type=Path, help="where to write outcomes, as JSON")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Replace the names before any test is imported."""
+    """Replace classes before any test is imported."""
     importlib.import_module("megatron.bridge.models")
     if not config.getoption("--stock"):
         _replace()
@@ -63,14 +63,14 @@ def _replace() -> None:
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Let tests that only name CUDA run on the CPU, as the package does for Megatron's modules."""
+    """Make tests that name CUDA but do not need it run on the CPU."""
     for module in {item.module for item in items if _ON_CPU in item.nodeid}:
         cpu.adopt(module)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: Any, nextitem: Any) -> None:
-    """Destroy groups that a test has left, so that the next file begins without."""
+    """Destroy process groups after the last test of a file."""
     if nextitem is None or nextitem.path != item.path:
         parallel_state.destroy_model_parallel()
         if torch.distributed.is_initialized():
@@ -88,7 +88,7 @@ def _get_rope_index(
     attention_mask: Any = None,
     packed_seq_params: Any = None,
 ) -> tuple[Any, Any]:
-    """Compute upstream's positions [3, B, S] and deltas by our model."""
+    """Compute mRoPE positions [3, rows, tokens] and deltas by our functions, in place of `get_rope_index`."""
     from qwen3vl_bridge.core.vision_inputs import VisionSettings, mrope_positions
     from qwen3vl_bridge.models.inputs.caller_batches import read_arguments
     from qwen3vl_bridge.models.inputs.caller_layout import OutputConversion, detect_layout
@@ -111,19 +111,19 @@ def _get_rope_index(
 
 
 class _Report:
-    """Outcome of each test (passed, failed or skipped), and why."""
+    """Plugin that records the outcome of each test (passed, failed or skipped) and its error."""
 
     def __init__(self, path: Path | None) -> None:
         self.path, self.tests = path, {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """A phase of a test; its first failure is what counts."""
+        """Record a phase of a test. The first failure counts."""
         known = self.tests.get(report.nodeid, {}).get("outcome")
         if known != "failed" and (report.when == "call" or not report.passed):
             self._add(report)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """A file that could not be imported, or that skips itself."""
+        """Record a file that could not be imported or is skipped."""
         if not report.passed:
             self._add(report)
 
@@ -133,6 +133,6 @@ class _Report:
         self.tests[report.nodeid] = {"outcome": report.outcome, "why": why[-2000:]}
 
     def pytest_sessionfinish(self) -> None:
-        """Write them."""
+        """Write all outcomes as JSON."""
         if self.path is not None:
             self.path.write_text(json.dumps(self.tests, indent=1))

@@ -1,4 +1,4 @@
-"""Python runs this when it starts: processes that Megatron-Bridge's tests start have the plugin, as their parent."""
+"""Import the plugin in every Python process that Megatron-Bridge's tests start: Python runs this file at its start."""
 
 import os
 import sys

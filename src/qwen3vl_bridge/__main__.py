@@ -16,7 +16,7 @@ from qwen3vl_bridge.cli import main as program
 
 
 def main() -> None:
-    """Run a command, or run a script as Python would: with its arguments, and its folder first in the search path."""
+    """Run a command of `qwen3vl`, or run a script as Python would: with its arguments, and its folder in `sys.path`."""
     if sys.argv[1:] and (sys.argv[1] in program.COMMANDS or sys.argv[1].startswith("-")):
         sys.exit(program.main())
     if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():

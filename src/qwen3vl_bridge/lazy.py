@@ -10,7 +10,7 @@ from typing import Any
 
 
 def attributes(package: str, public: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return functions `__getattr__` and `__dir__` for a package, which import public names on first use.
+    """Return `__getattr__` and `__dir__` functions for a package that import its public names on first use.
 
     Args:
         package: name of the package.
@@ -26,7 +26,7 @@ def attributes(package: str, public: Mapping[str, str]) -> tuple[Callable[[str],
 
 
 def is_installed(package: str) -> bool:
-    """Return whether a top-level package can be imported, without importing it.
+    """Return True if a top-level package can be imported, without importing it.
 
     A module in `sys.modules` without `__spec__` counts as not installed: it is a stub that a framework has put there.
     """

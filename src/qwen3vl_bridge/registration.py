@@ -33,7 +33,7 @@ def after_import(module: ModuleType) -> None:
     """Replace functions in a module of Megatron or ModelOpt that has just been imported.
 
     Raises:
-        ImportError: The module does not have a name to replace; the message says which module of `upstream/` needs it.
+        ImportError: The module does not have a name to replace, because its release is not supported.
     """
     for step in (cpu.adopt, *_STEPS.get(module.__name__, ())):
         try:
@@ -41,7 +41,7 @@ def after_import(module: ModuleType) -> None:
         except AttributeError as error:
             function = step.func if isinstance(step, partial) else step
             raise ImportError(
-                f"{error}, which {function.__module__} replaces: docs/compatibility.md lists the supported releases"
+                f"{error}, which {function.__module__} replaces; install a release that docs/compatibility.md lists"
             ) from error
 
 

@@ -35,20 +35,19 @@ class Family:
         table: returns the rows of the weight table for a checkpoint with this layout of experts.
         dimensions: returns the dimensions of a configuration that has passed `check`.
         check: raises ValueError for a setting that would otherwise be ignored.
-        fields: returns all fields that determine the tensors of a configuration's model or their meaning, normalized,
-            by names such as "text_config.hidden_size". Two models are the same if these are equal.
-        fields_of_run: (section `model` of a `run_config.yaml`, result of `fields` for a config that may belong to the
-            run) -> the values of these fields in the run, as far as the section has them.
-        bridge: dotted name of the module that needs Megatron. It registers the family with Megatron-Bridge when it is
-            imported, and has a function `provider_from_hf_config(hf_config, **settings)`, which returns the model
-            provider of a configuration with these fields set, not finalized. The `run_config.yaml` of a converted
-            checkpoint calls that function with arguments of these names.
+        fields: returns the fields of a configuration that identify the model, with normalized values, by names such as
+            "text_config.hidden_size". Two configurations describe the same model if these are equal.
+        fields_of_run: (section `model` of a `run_config.yaml`, result of `fields` for the configuration to compare) ->
+            those of these fields that the section has.
+        bridge: dotted name of a module that registers the family with Megatron-Bridge when it is imported. Its function
+            `provider_from_hf_config(hf_config, **settings)` returns the provider of a configuration with these fields
+            set, not finalized. The `run_config.yaml` of a converted checkpoint calls that function.
         presets: module with `PRESETS`, a mapping with sizes as keys, and `config_dict`, (size or hub id) -> config,
             which raises ValueError for an unknown name; optionally `hub_ids`, size -> hub ids. None for no presets.
         released_experts: the layout of experts in released checkpoints, used if nothing else determines it.
-        fp8_experts: the layout of experts in released FP8 checkpoints, if it is another.
-        optional: components that a checkpoint may lack: the condition of their rows, and the field of `text_config`
-            with the number of their layers.
+        fp8_experts: the layout of experts in released FP8 checkpoints; None for `released_experts`.
+        optional: components that a checkpoint may lack: `WeightRow.condition` of the component -> field of
+            `text_config` with its number of layers.
         dist_train: whether the family supports separate vision ranks.
     """
 
@@ -68,7 +67,7 @@ class Family:
 
     @property
     def provider_target(self) -> str:
-        """Dotted name of the function that builds a provider: `_target_` in the files of a converted checkpoint."""
+        """Return the dotted name of the function that builds a provider, the `_target_` in `run_config.yaml`."""
         return f"{self.bridge}.provider_from_hf_config"
 
     def rows(self, experts: ExpertLayout | None = None) -> tuple[WeightRow, ...]:
@@ -78,12 +77,11 @@ class Family:
     def config_of(self, config: Config, names: Collection[str]) -> Config:
         """Return `config` with the layer counts of optional components changed to match the tensors of a checkpoint.
 
-        transformers keeps numbers such as `mtp_num_hidden_layers` in `config.json` when it saves a model without these
-        layers.
-
         Args:
+            config: contents of a `config.json`.
             names: Hugging Face or Megatron names of the checkpoint's tensors.
         """
+        # transformers keeps numbers such as `mtp_num_hidden_layers` when it saves a model without these layers.
         for condition, layers in self.optional.items():
             rows = (row for row in self.rows() if row.condition == condition)
             exists = any(row.megatron in names or row.hf[0] in names for row in rows)
@@ -119,7 +117,10 @@ def register_family(family: Family) -> None:
     for other in known.values():
         taken = [kind for kind in family.architectures if kind in other.architectures]
         if other != family and (taken or other.name == family.name):
-            raise ValueError(f"the family {other.name!r} has {taken or 'this name'} already, expected a new one")
+            raise ValueError(
+                f"the family {other.name!r} already has {f'the model_type {taken[0]!r}' if taken else 'this name'}; "
+                "choose another for the new family"
+            )
     known[family.name] = family
     if _MEGATRON_BRIDGE in sys.modules:
         importlib.import_module(family.bridge)
@@ -167,7 +168,7 @@ def family_of_provider(target: Any) -> Family | None:
 
 
 def dimensions_of(config: Config) -> Dimensions:
-    """Return the dimensions of a model from its `config.json`.
+    """Return the dimensions of a model from the contents of its `config.json`.
 
     Raises:
         ValueError: the family is unknown.
@@ -188,9 +189,9 @@ def preset(name: str) -> dict[str, Any]:
 
 
 def nearest_name(name: str, sizes: Collection[str] = ()) -> str:
-    """Return text to append to an error about an unknown model name: the most similar known name, if there is one.
+    """Return the end of an error message about an unknown model name: the most similar known name; "" if there is none.
 
-    For another model of Qwen, it lists the supported models.
+    For an id such as "Qwen/..." without a similar name, list the supported models.
     """
     with_ids = [presets for presets in _presets() if hasattr(presets, "hub_ids")]
     pairs = [(size, hub_id) for presets in with_ids for size in presets.PRESETS for hub_id in presets.hub_ids(size)]

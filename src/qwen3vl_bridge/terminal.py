@@ -26,9 +26,9 @@ _SHOWN = "\n\t\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"  # some scripts an
 
 
 def escape_unprintable() -> None:
-    """Escape characters that standard output and error cannot encode. Every command calls this first.
+    """Make standard output and standard error escape characters that they cannot encode. Commands call this first.
 
-    When the process ends, `flush_errors` is called.
+    Also call `flush_errors` when the process ends.
     """
     atexit.unregister(flush_errors)
     atexit.register(flush_errors)
@@ -38,7 +38,7 @@ def escape_unprintable() -> None:
 
 
 def run(command: Callable[[], int], *expected: type[Exception]) -> int:
-    """Run a command and return its exit code. For expected exceptions only the message is shown."""
+    """Run a command and return its exit code. For the exception types `expected`, show only the message."""
     escape_unprintable()
     try:
         return command()
@@ -65,7 +65,7 @@ class CommandParser(argparse.ArgumentParser):
     """An argument parser that reports errors in one line, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
-        """Print an error message and exit with `BAD_INPUT`."""
+        """Print an error message and exit with code `BAD_INPUT`."""
         show_error(message)
         self.exit(BAD_INPUT)
 
@@ -82,9 +82,7 @@ def visible(text: str) -> str:
 
 
 def show(text: str, *, error: bool = False) -> None:
-    """Print a line. If the reader of a pipe has exited, such as `head`, the command continues.
-
-    The line may contain text from untrusted files. So characters that would move the cursor or set a title are escaped.
+    """Print a line, with control characters escaped. If the reader of a pipe (such as `head`) has exited, drop it.
 
     Args:
         text: the line.
@@ -93,6 +91,7 @@ def show(text: str, *, error: bool = False) -> None:
     Raises:
         OSError: standard output cannot be written, such as on a full disk. Later output is dropped.
     """
+    # Text from untrusted files could otherwise move the cursor or set a title.
     stream = sys.stderr if error else sys.stdout
     if stream is None:  # closed from the beginning
         return
@@ -105,15 +104,8 @@ def show(text: str, *, error: bool = False) -> None:
 
 
 def show_error(message: str, note: str = "") -> None:
-    """Print the error that ends a command.
-
-    torchrun prints 25 lines of its own after an error. So the message is also written to the file from which
-    `torch.distributed.elastic` reads it, and torchrun repeats it at the end.
-
-    Args:
-        message: the error.
-        note: text to print after it.
-    """
+    """Print the error that ends a command, followed by `note`. Under torchrun, make torchrun repeat the message."""
+    # torchrun prints 25 lines of its own after an error. It reads the message to repeat from a file.
     show(f"error: {message}{note}", error=True)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         reply = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
@@ -122,10 +114,8 @@ def show_error(message: str, note: str = "") -> None:
 
 
 def flush_errors() -> None:
-    """Flush standard error, and drop its buffer if the reader has exited.
-
-    Libraries log to standard error and ignore failures. Python would otherwise end with exit code 120.
-    """
+    """Flush standard error, or drop the buffered text if the reader has exited."""
+    # Libraries log to standard error and ignore failures. Python would end with exit code 120.
     try:
         if sys.stderr is not None:
             sys.stderr.flush()
@@ -134,15 +124,15 @@ def flush_errors() -> None:
 
 
 def _drop(stream: TextIO) -> None:
-    """Redirect a stream to /dev/null: later output, and the buffer that Python flushes again when it exits."""
+    """Redirect a stream to /dev/null, also for the buffered text that Python flushes when it exits."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def show_report(text: str, result: object) -> None:
-    """Print a report about a finished result. A failure to print it does not affect the exit code.
+    """Print a report about a finished result. If that fails, print a note to standard error instead of raising.
 
-    `result` names the result, such as its path, in the note about a failure.
+    `result` is the name of the result in that note, such as its path.
     """
     try:
         show(text)

@@ -1,4 +1,4 @@
-"""Bad models, checkpoints, targets and options get one clear error each and leave nothing behind."""
+"""Bad models, checkpoints, targets and options give one clear error each and leave no files."""
 
 import copy
 import os
@@ -51,7 +51,7 @@ def test_import_hub_unreachable_raises(capsys, tmp_path, monkeypatch):
     expect_error(capsys, importing("Qwen/No-Such", tmp_path), "Qwen/No-Such is neither a folder", "no connection")
 
 
-def test_convert_folder_of_other_kind_raises(capsys, tmp_path, untied_folder, imported):
+def test_convert_source_folder_of_wrong_format_raises(capsys, tmp_path, untied_folder, imported):
     (tmp_path / "file").write_text("x")
     expect_error(capsys, importing(tmp_path / "file", tmp_path), "is a file, expected a folder")
     expect_error(capsys, exporting(tmp_path / "file", tmp_path), "it is a file, not a folder, expected the folder")
@@ -68,12 +68,12 @@ def test_convert_folder_of_other_kind_raises(capsys, tmp_path, untied_folder, im
     ({"model_type": "qwen3_vl_moe"}, ("qwen3_vl_moe", "expected Qwen3VLForConditionalGeneration")),
     (
         {"model_type": "qwen3_vl_moe", "architectures": ["Qwen3VLMoeForConditionalGeneration"]},
-        ("0 layers have experts", "qwen3_vl_moe does not allow"),
+        ("model_type is 'qwen3_vl_moe'", "for a model with 0 layers with experts"),
     ),
     ({"text_config": {}}, ("lacks the field text_config.vocab_size",)),
     ({"vision_config": 3}, ("vision_config is 3, expected an object",)),
 ])  # fmt: skip
-def test_import_invalid_config_raises(capsys, tmp_path, untied_folder, change, parts):
+def test_import_unsupported_or_invalid_model_config_raises(capsys, tmp_path, untied_folder, change, parts):
     folder = model_with_config(tmp_path / "other", untied_folder, change)
     expect_error(capsys, importing(folder, tmp_path), str(folder), *parts)
 
@@ -86,12 +86,12 @@ def test_import_invalid_config_raises(capsys, tmp_path, untied_folder, change, p
     (lambda t: t.update({NORM: t[NORM].to(torch.int32)}), (NORM, "found dtype int32, expected float32")),
     (lambda t: t.update({Q_PROJ: t[Q_PROJ].half()}), (f"{Q_PROJ} float16", "--torch-dtype")),
 ])  # fmt: skip
-def test_import_wrong_tensors_raises(capsys, tmp_path, untied_folder, change, parts):
+def test_import_tensors_of_wrong_name_shape_or_dtype_raise(capsys, tmp_path, untied_folder, change, parts):
     folder = model_with(tmp_path / "model", untied_folder, change)
     expect_error(capsys, importing(folder, tmp_path), str(folder), *parts)
 
 
-def test_import_tied_model_different_output_layer_raises(capsys, tmp_path, tied_folder):
+def test_import_tied_model_with_output_layer_unlike_embedding_raises(capsys, tmp_path, tied_folder):
     def change(tensors):
         tensors["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"].clone()
         tensors["lm_head.weight"][3, 4] += 1
@@ -111,7 +111,7 @@ def test_import_truncated_safetensors_raises(capsys, tmp_path, request, which):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_export_wrong_tensors_raises(capsys, tmp_path, imported, untied_folder):
+def test_export_tensors_of_wrong_name_or_shape_raise(capsys, tmp_path, imported, untied_folder):
     stored = stock_load(imported / "iter_0000000")
     projection = "model.module.language_model.decoder.layers.1.self_attention.linear_proj.weight"
     del stored["model.module.language_model.decoder.final_layernorm.weight"]
@@ -142,7 +142,7 @@ def test_export_damaged_distcp_file_raises(capsys, tmp_path, imported, checkpoin
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1", "9" * 5000, "3"])
-def test_export_invalid_tracker_raises(capsys, tmp_path, checkpoint, text):
+def test_export_invalid_latest_checkpointed_iteration_file_raises(capsys, tmp_path, checkpoint, text):
     (checkpoint / "latest_checkpointed_iteration.txt").write_text(text)
     expect_error(capsys, exporting(checkpoint, tmp_path), "expected an iteration number" if text != "3" else "iter_")
 
@@ -152,12 +152,12 @@ def test_export_invalid_tracker_raises(capsys, tmp_path, checkpoint, text):
     ('{"sharded_backend": "zarr"}', ("metadata.json", "is 'zarr'")),
     ('{"sharded_backend": "torch_dist"}', ("holds no model", "model.module.")),
 ])  # fmt: skip
-def test_export_wrong_format_file_raises(capsys, tmp_path, checkpoint, text, parts):
+def test_export_invalid_metadata_json_raises(capsys, tmp_path, checkpoint, text, parts):
     (checkpoint / "iter_0000000" / "metadata.json").write_text(text)
     expect_error(capsys, exporting(checkpoint, tmp_path), *parts)
 
 
-def test_convert_existing_target_raises(capsys, tmp_path, untied_folder, imported):
+def test_convert_existing_target_with_user_files_raises(capsys, tmp_path, untied_folder, imported):
     for arguments in (importing(untied_folder, tmp_path), exporting(imported, tmp_path)):
         target = Path(arguments[-1])
         target.mkdir(parents=True)
@@ -181,16 +181,16 @@ def test_import_target_inside_source_raises(capsys, tmp_path, untied_folder):
     (["--tp", "0"], ("--tp is 0", "expected 1 or more")),
     (["--make-vocab-size-divisible-by", "0"], ("--make-vocab-size-divisible-by is 0, expected",)),
 ])  # fmt: skip
-def test_import_invalid_parallel_sizes_raises(capsys, tmp_path, untied_folder, options, parts):
+def test_import_invalid_parallel_sizes_or_vocab_divisor_raise(capsys, tmp_path, untied_folder, options, parts):
     expect_error(capsys, importing(untied_folder, tmp_path), *parts, options=options)
 
 
-def test_import_no_disk_space_raises(capsys, tmp_path, untied_folder, monkeypatch):
+def test_import_without_enough_free_disk_space_raises(capsys, tmp_path, untied_folder, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6 - 5, 5))
     expect_error(capsys, importing(untied_folder, tmp_path), "has 5 bytes free, expected")
 
 
-def test_import_disk_full_while_writing_leaves_nothing(capsys, tmp_path, untied_folder):
+def test_import_failing_to_write_leaves_no_files(capsys, tmp_path, untied_folder):
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -213,7 +213,7 @@ def test_verify_lists_differing_tensors(capsys, tmp_path, untied_folder, importe
     assert f"{Q_PROJ}: 1 of 10240 elements differ" in capsys.readouterr().err
 
 
-def test_import_verify_finds_wrong_byte(tmp_path, untied_folder, monkeypatch):
+def test_import_with_verify_raises_if_one_byte_is_written_wrong(tmp_path, untied_folder, monkeypatch):
     from qwen3vl_bridge.checkpoint.formats import tensors
 
     original = tensors.SliceReader._read_exactly
@@ -263,7 +263,7 @@ FIELDS = [(size, *field) for size, fields in (("2B", DENSE), ("30B-A3B", MOE)) f
 
 
 @pytest.mark.parametrize(("size", "name", "value"), FIELDS)
-def test_check_same_model_lists_differing_fields(size, name, value, tmp_path):
+def test_check_same_model_error_lists_differing_config_fields(size, name, value, tmp_path):
     config = presets.config_dict(size)
     one, other = written(tmp_path / "one", changed(config, **{name: value})), written(tmp_path / "other", config)
     with pytest.raises(CheckpointError) as error:
@@ -277,7 +277,7 @@ def test_check_same_model_lists_differing_fields(size, name, value, tmp_path):
 
 
 @pytest.mark.parametrize("size", ["2B", "30B-A3B"])
-def test_check_same_model_accepts_other_formats_of_config(size, tmp_path):
+def test_check_same_model_accepts_equivalent_config_formats(size, tmp_path):
     config = presets.config_dict(size)
     again = changed(config, text_config__attention_dropout=0.1, text_config__max_position_embeddings=9, dtype="float32")
     text = again["text_config"]
@@ -299,7 +299,9 @@ def test_check_same_model_accepts_other_formats_of_config(size, tmp_path):
     ("vision_config", {"num_heads": 2}),  # the same shapes, interleaved in another way
     ("text_config", {"vocab_size": 500}), ("text_config", {"rms_norm_eps": 1e-5}),
 ])  # fmt: skip
-def test_export_config_of_other_model_raises(section, fields, capsys, tmp_path, untied_folder, imported):
+def test_export_hf_model_with_config_unlike_checkpoint_raises(
+    section, fields, capsys, tmp_path, untied_folder, imported
+):
     model = model_with_config(tmp_path / "model", untied_folder, {section: fields})
     before = read_object(untied_folder / "config.json")[section]
     parts = ["describes another model than", *(f"{section}.{n} is {v!r}, expected {before[n]!r}"
@@ -318,7 +320,7 @@ def test_export_config_of_other_model_raises(section, fields, capsys, tmp_path, 
 
 
 @pytest.mark.parametrize("text", [None, "checkpoint: {}", "model: [", "a: 1" + ":1" * 500_000])
-def test_export_without_stored_config_is_noted(text, tmp_path, untied_folder, imported):
+def test_export_of_checkpoint_without_config_notes_that_none_was_compared(text, tmp_path, untied_folder, imported):
     run = shutil.copytree(imported / "iter_0000000", tmp_path / "run")
     shutil.rmtree(run / "hf")
     (run / "run_config.yaml").unlink()
@@ -335,7 +337,7 @@ def test_export_without_stored_config_is_noted(text, tmp_path, untied_folder, im
         assert note.startswith(why)
 
 
-def test_export_run_config_of_conversion_is_compared(tmp_path, untied_folder, imported):
+def test_export_compares_hf_config_with_run_config_yaml(tmp_path, untied_folder, imported):
     """What a trainer of Megatron-Bridge saves after a conversion may lack our folder and name our function."""
     run = shutil.copytree(imported / "iter_0000000", tmp_path / "run")
     shutil.rmtree(run / "hf")
@@ -359,7 +361,7 @@ def split_off(source: Path, folder: Path, prefix: str, file: str) -> Path:
     return folder
 
 
-def test_import_file_not_in_index_raises(capsys, tmp_path, qwen3_5_folder):
+def test_import_weights_file_missing_from_index_raises(capsys, tmp_path, qwen3_5_folder):
     folder = split_off(qwen3_5_folder, tmp_path / "model", "mtp.", "mtp.safetensors")
     parts = (str(folder / "mtp.safetensors"), "tensors that would be lost, such as mtp.", "index.json does not name it")
     expect_error(capsys, importing(folder, tmp_path), *parts)
@@ -368,7 +370,7 @@ def test_import_file_not_in_index_raises(capsys, tmp_path, qwen3_5_folder):
         verify_checkpoint(folder, tmp_path / "megatron")
 
 
-def test_import_unread_file_is_noted(tmp_path, sharded_folder):
+def test_import_notes_adapter_file_that_index_does_not_name(tmp_path, sharded_folder):
     folder = shutil.copytree(sharded_folder, tmp_path / "model")
     save_file({"base_model.model.x.lora_A.weight": torch.zeros(2, 2)}, folder / "adapter_model.safetensors")
     report = import_checkpoint(folder, tmp_path / "megatron")
@@ -378,17 +380,16 @@ def test_import_unread_file_is_noted(tmp_path, sharded_folder):
     assert verify_checkpoint(folder, tmp_path / "megatron").notes == report.notes
 
 
-def test_import_shards_next_to_single_file_noted_or_raises(tmp_path, sharded_folder):
+def test_import_shards_beside_single_file_are_noted_or_raise_if_tensors_are_lost(tmp_path, sharded_folder):
     folder = shutil.copytree(sharded_folder, tmp_path / "model")
     tensors = hf_tensors(folder)
     save_file(tensors, folder / "model.safetensors")
     notes = import_checkpoint(folder, tmp_path / "megatron").notes
     assert len(notes) == len(list(folder.glob("model-*.safetensors")))
-    assert all(
-        note.endswith("is not read: model.safetensors comes before model.safetensors.index.json") for note in notes
-    )
+    said = "is not read: model.safetensors is read instead of model.safetensors.index.json"
+    assert all(note.endswith(said) for note in notes)
     save_file({NORM: tensors[NORM]}, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"would be lost, such as .*model\.safetensors comes before"):
+    with pytest.raises(CheckpointError, match=r"would be lost, such as .*model\.safetensors is read instead"):
         import_checkpoint(folder, tmp_path / "other")
 
 
@@ -404,7 +405,7 @@ def test_import_shards_without_index_raises(capsys, tmp_path, sharded_folder):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_import_value_not_finite_raises(value, dtype, tmp_path, untied_folder, imported):
+def test_import_nan_or_infinite_weight_raises(value, dtype, tmp_path, untied_folder, imported):
     def change(tensors):
         tensors |= {name: tensor.to(dtype) for name, tensor in tensors.items()}
         tensors[Q_PROJ][7, 5] = value

@@ -76,7 +76,7 @@ def rounded(folder, dtype=torch.bfloat16):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("ckpt_format", ["fsdp_dtensor", "torch_dist"])
-def test_import_fp8_values_match_transformers(name, ckpt_format, folders, tmp_path):
+def test_import_fp8_values_match_transformers_dequantization(name, ckpt_format, folders, tmp_path):
     source, expected = folders[name], rounded(folders[name])
     report = import_checkpoint(source, tmp_path / "m", ckpt_format=ckpt_format, verify=True, checksums=True)
     assert verify_checkpoint(source, tmp_path / "m").same
@@ -90,7 +90,7 @@ def test_import_fp8_values_match_transformers(name, ckpt_format, folders, tmp_pa
 
 # transformers 5.12.1 ignores the scales of packed experts and loads e4m3 as it is (huggingface/transformers#44230).
 @pytest.mark.parametrize("name", ["dense", "qwen3_5", "qwen3_5 moe"])
-def test_dequantize_matches_loaded_transformers_model(name, folders, tmp_path):
+def test_import_fp8_matches_model_loaded_by_transformers(name, folders, tmp_path):
     model, report = AutoModelForImageTextToText.from_pretrained(folders[name], output_loading_info=True)
     assert not any(report.values()) and model.dtype == torch.bfloat16
     import_checkpoint(folders[name], tmp_path / "m")
@@ -100,7 +100,7 @@ def test_dequantize_matches_loaded_transformers_model(name, folders, tmp_path):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_autobridge_fp8_loads_and_saves_values(name, folders, tmp_path):
+def test_autobridge_fp8_model_loads_and_saves_dequantized_values(name, folders, tmp_path):
     expected = rounded(folders[name])
     bridge = AutoBridge.from_hf_pretrained(str(folders[name]))
     model = build(bridge.to_megatron_provider(load_weights=False))
@@ -118,7 +118,7 @@ def test_autobridge_fp8_loads_and_saves_values(name, folders, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["moe input-major", "qwen3_5 moe"])
-def test_import_fp8_loads_with_stored_config(name, folders, tmp_path):
+def test_imported_fp8_checkpoint_loads_with_its_stored_hf_config(name, folders, tmp_path):
     import_checkpoint(folders[name], tmp_path / "m")
     model = load_model(tmp_path / "m" / "iter_0000000" / "hf", tmp_path / "m")
     bridge = AutoBridge.from_hf_pretrained(str(folders[name]))
@@ -129,7 +129,7 @@ def test_import_fp8_loads_with_stored_config(name, folders, tmp_path):
 
 @pytest.mark.parametrize("scales", SCALES, ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_import_fp8_rounds_once(scales, dtype, moe_folders, tmp_path):
+def test_import_fp8_rounds_each_dequantized_value_once(scales, dtype, moe_folders, tmp_path):
     source = fp8.in_fp8(moe_folders[ExpertLayout.INPUT_MAJOR], tmp_path / "fp8", scales_in=scales)
     import_checkpoint(source, tmp_path / "m", torch_dtype=dtype)
     assert verify_checkpoint(source, tmp_path / "m").same
@@ -138,7 +138,7 @@ def test_import_fp8_rounds_once(scales, dtype, moe_folders, tmp_path):
     assert_same(hf_tensors(tmp_path / "hf"), expected)
 
 
-def test_import_fp8_byte_scales(untied_folder, tmp_path):
+def test_import_fp8_e8m0_scales_stored_as_uint8_give_same_values(untied_folder, tmp_path):
     source = fp8.in_fp8(untied_folder, tmp_path / "fp8", scales_in=torch.float8_e8m0fnu)
 
     def change(tensors):
@@ -152,7 +152,9 @@ def test_import_fp8_byte_scales(untied_folder, tmp_path):
 
 @pytest.mark.parametrize("block", [(24, 40), (128, 128), (1, 7), (1000, 1)])
 @pytest.mark.parametrize("layout", ["untied", ExpertLayout.INPUT_MAJOR])
-def test_import_fp8_partial_blocks(block, layout, untied_folder, moe_folders, tmp_path):
+def test_import_fp8_blocks_not_dividing_matrix_match_blockwise_dequantization(
+    block, layout, untied_folder, moe_folders, tmp_path
+):
     source = untied_folder if layout == "untied" else moe_folders[layout]
     source = fp8.in_fp8(source, tmp_path / "fp8", block)
     import_checkpoint(source, tmp_path / "m", verify=True)
@@ -163,7 +165,7 @@ def test_import_fp8_partial_blocks(block, layout, untied_folder, moe_folders, tm
 
 
 @pytest.mark.parametrize("buffer", [16, 200, 1 << 12])
-def test_slice_reader_fp8_any_slice(buffer, moe_folders, tmp_path):
+def test_slice_reader_fp8_slice_matches_slice_of_dequantized_tensor(buffer, moe_folders, tmp_path):
     source = fp8.in_fp8(moe_folders[ExpertLayout.INPUT_MAJOR], tmp_path / "fp8", (24, 40))
     weights, expected = HFWeights(source), fp8.read(source, (24, 40))
     with SliceReader(weights, block_bytes=buffer) as reader:
@@ -176,7 +178,7 @@ def test_slice_reader_fp8_any_slice(buffer, moe_folders, tmp_path):
                 assert torch.equal(found, whole[start : start + length])
 
 
-def test_slice_reader_uses_one_torch_thread(folders):
+def test_slice_reader_uses_one_torch_thread_and_restores_thread_count(folders):
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -187,7 +189,7 @@ def test_slice_reader_uses_one_torch_thread(folders):
         torch.set_num_threads(before)
 
 
-def test_import_value_too_large_for_dtype_raises(untied_folder, tmp_path):
+def test_import_fp8_value_too_large_for_float16_raises(untied_folder, tmp_path):
     source = fp8.in_fp8(untied_folder, tmp_path / "fp8", scales_in=torch.float32)
 
     def enlarge(tensors):
@@ -199,8 +201,8 @@ def test_import_value_too_large_for_dtype_raises(untied_folder, tmp_path):
 
 
 @pytest.mark.parametrize("as_number", [True, False])
-def test_import_fp8_one_scale_per_matrix(as_number, moe_folders, tmp_path):
-    """As some models have: a number, or one for each expert of packed ones."""
+def test_import_fp8_one_scale_per_matrix_equals_one_block_per_matrix(as_number, moe_folders, tmp_path):
+    """Some models have one scale per matrix: a number, or one number for each packed expert."""
     source = fp8.in_fp8(moe_folders[ExpertLayout.OUTPUT_MAJOR], tmp_path / "fp8", (10_000, 10_000))
 
     def change(tensors):
@@ -217,7 +219,7 @@ def test_import_fp8_one_scale_per_matrix(as_number, moe_folders, tmp_path):
     assert verify_checkpoint(source, tmp_path / "m").same
 
 
-def test_import_fp8_scales_in_other_file(folders, tmp_path):
+def test_import_fp8_scales_in_separate_file_give_same_values(folders, tmp_path):
     shutil.copytree(folders["dense"], tmp_path / "hf")
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     (tmp_path / "hf" / "model.safetensors").unlink()
@@ -245,7 +247,7 @@ def test_import_fp8_scales_in_other_file(folders, tmp_path):
         (None, r"quantization_config\.quant_method is None, expected 'fp8'"),
     ],
 )
-def test_import_fp8_invalid_tensor_raises(change, message, folders, tmp_path):
+def test_import_fp8_unsupported_quantization_config_raises(change, message, folders, tmp_path):
     source = shutil.copytree(folders["dense"], tmp_path / "hf")
     config = json.loads((source / "config.json").read_text())
     config["quantization_config"] = None if change is None else config["quantization_config"] | change
@@ -255,7 +257,7 @@ def test_import_fp8_invalid_tensor_raises(change, message, folders, tmp_path):
     assert not (tmp_path / "m").exists()
 
 
-def test_import_fp8_missing_scales_or_weight_raises(folders, tmp_path):
+def test_import_fp8_weight_without_scales_or_scales_without_fp8_weight_raise(folders, tmp_path):
     def lose(tensors):
         del tensors[f"{DOWN}_scale_inv"]
 
@@ -278,7 +280,7 @@ def exported(megatron, folder, **options):
 @pytest.mark.parametrize(
     ("name", "scales"), [*((name, torch.bfloat16) for name in MODELS), *(("moe input-major", one) for one in SCALES)]
 )
-def test_export_fp8_unchanged_model_same_bytes(name, scales, models, tmp_path):
+def test_export_fp8_of_unchanged_model_reproduces_source_bytes(name, scales, models, tmp_path):
     also = ("model.visual.blocks.1.attn.proj.weight",)  # as others' models have more in FP8
     source = fp8.in_fp8(models[name], tmp_path / "fp8", scales_in=scales, also=also)
     import_checkpoint(source, tmp_path / "m", ckpt_format="torch_dist")
@@ -293,7 +295,7 @@ def test_export_fp8_unchanged_model_same_bytes(name, scales, models, tmp_path):
     assert_same(exported(tmp_path / "reformatted", tmp_path / "wide hf", torch_dtype="bfloat16"), expected)
 
 
-def test_export_fp8_changed_block_gets_new_scale(folders, tmp_path):
+def test_export_fp8_changes_scale_and_weights_only_of_changed_block(folders, tmp_path):
     source = folders["dense"]
     import_checkpoint(source, tmp_path / "m")
     export_checkpoint(tmp_path / "m", tmp_path / "changed")
@@ -313,7 +315,7 @@ def test_export_fp8_changed_block_gets_new_scale(folders, tmp_path):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_export_fp8_new_model_like_released(name, models, tmp_path):
+def test_export_fp8_of_bf16_model_has_format_of_released_fp8_models(name, models, tmp_path):
     source = in_released_dtypes(models[name], tmp_path / "bf16")
     split = "qwen3_5 moe" if name == "qwen3_5 packed" else name
     expected = fp8.in_fp8(in_released_dtypes(models[split], tmp_path / "split"), tmp_path / "fp8", (128, 128))
@@ -326,8 +328,8 @@ def test_export_fp8_new_model_like_released(name, models, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["dense", "qwen3_5", "qwen3_5 moe"])
-def test_export_fp8_loads_in_transformers(name, models, tmp_path):
-    """In blocks of 16, which divide the sides of these matrices: transformers knows no others."""
+def test_export_fp8_loads_in_transformers_with_same_values(name, models, tmp_path):
+    """In blocks of 16, which divide the sides of these matrices: transformers supports no partial blocks."""
     source = in_released_dtypes(models[name], tmp_path / "bf16")
     config = json.loads((source / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 16]}
@@ -342,7 +344,7 @@ def test_export_fp8_loads_in_transformers(name, models, tmp_path):
     assert_same(model.state_dict(), values.state_dict())
 
 
-def test_export_fp8_excluded_modules_stay(models, tmp_path):
+def test_export_fp8_leaves_modules_to_not_convert_unquantized(models, tmp_path):
     excluded = ["model.language_model.layers.0", "self_attn.k_proj", "up_proj"]
     source = in_released_dtypes(models["dense"], tmp_path / "bf16")
     config = json.loads((source / "config.json").read_text())
@@ -357,7 +359,7 @@ def test_export_fp8_excluded_modules_stay(models, tmp_path):
     assert quantized == expected and {layers.fullmatch(name)[1] for name in expected} == {"1", "2", "3"}
 
 
-def test_quantized_error_near_best_scale():
+def test_quantize_error_is_within_5_percent_of_best_scale():
     """Within 5 %, measured 3 %, of the best of 256 scales from half to twice as large, of normal values."""
     values = torch.randn(128, 512, generator=torch.Generator().manual_seed(1)).mul(0.02).bfloat16().float()
     weights, scales = quantize(values, 128, None, torch.bfloat16)
@@ -375,7 +377,7 @@ def test_quantized_error_near_best_scale():
     assert (found <= 1.05 * best).all() and (found < 0.03 * size).all()
 
 
-def test_import_other_quantization_raises(folders, tmp_path):
+def test_export_unknown_quantize_option_raises(folders, tmp_path):
     import_checkpoint(folders["dense"], tmp_path / "m")
     with pytest.raises(CheckpointError, match="quantize is 'int8', expected 'fp8' or None"):
         export_checkpoint(tmp_path / "m", tmp_path / "hf", quantize="int8")
@@ -386,7 +388,7 @@ BAD_SCALES = {"nan": float("nan"), "inf": float("inf"), "zero": 0.0, "negative":
 
 @pytest.mark.parametrize("value", BAD_SCALES.values(), ids=BAD_SCALES)
 @pytest.mark.parametrize("name", ["dense", "moe input-major"])
-def test_import_bad_scale_raises(name, value, models, tmp_path):
+def test_import_fp8_invalid_scale_raises(name, value, models, tmp_path):
     tensor, index = (DOWN, (1, 2)) if name == "dense" else (GATE_UP, (3, 1, 2))
 
     def change(tensors):
@@ -408,8 +410,8 @@ def test_import_bad_scale_raises(name, value, models, tmp_path):
         verify_checkpoint(source, tmp_path / "m")
 
 
-def test_export_bad_kept_scale_is_replaced(folders, tmp_path):
-    """An export from values takes no scale of the named model that cannot have made them."""
+def test_export_fp8_replaces_invalid_scales_of_hf_model(folders, tmp_path):
+    """The export keeps no NaN, infinite, zero or negative scale of the model that `hf_model` names."""
 
     def change(tensors):
         tensors[f"{DOWN}_scale_inv"][:, 0] = torch.tensor([float("nan"), float("inf"), 0, -1, 1])
@@ -422,28 +424,28 @@ def test_export_bad_kept_scale_is_replaced(folders, tmp_path):
     assert (found - expected).abs().max() <= 2**-4 * expected.abs().max()
 
 
-def test_autobridge_missing_scale_raises(folders, tmp_path):
+def test_autobridge_fp8_weight_without_scale_raises(folders, tmp_path):
     source = model_with(tmp_path / "lost", folders["dense"], lambda tensors: tensors.pop(f"{DOWN}_scale_inv"))
     bridge = AutoBridge.from_hf_pretrained(str(source))
-    with pytest.raises(ValueError, match=rf"tensor {DOWN}: its scales {DOWN}_scale_inv are missing"):
+    with pytest.raises(ValueError, match=rf"tensor {DOWN}: found no scales, expected the tensor {DOWN}_scale_inv"):
         bridge.load_hf_weights(build(bridge.to_megatron_provider(load_weights=False)))
 
 
 @pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("largest", [1e-44, 1e-30, 1e-7])
-def test_quantized_tiny_values_have_finite_scales(scales, largest):
+def test_quantize_tiny_values_gives_positive_scales_and_finite_weights(scales, largest):
     weights, found = quantize(torch.full((4, 32), largest), 16, None, scales)
     assert (found.float() > 0).all() and torch.isfinite(weights.view(torch.float8_e4m3fn).float()).all()
 
 
-def test_quantized_values_beyond_scale_dtype_raise():
+def test_quantize_scale_too_large_for_its_dtype_raises():
     with pytest.raises(ValueError, match=r"the scale of block \[0, 1\] of \[1, 2\] is inf, expected a finite number"):
         quantize(torch.tensor([[1.0] * 16 + [1e9] * 16]), 16, None, torch.float16)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
 @pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu], ids=str)
-def test_export_one_scale_of_any_shape_has_its_bytes(shape, scales, models, tmp_path):
+def test_export_fp8_one_scale_per_matrix_keeps_shape_and_bytes(shape, scales, models, tmp_path):
     source = fp8.in_fp8(models["dense"], tmp_path / "fp8", (10_000, 10_000), scales)
 
     def change(tensors):
@@ -459,8 +461,8 @@ def test_export_one_scale_of_any_shape_has_its_bytes(shape, scales, models, tmp_
 
 
 @pytest.mark.parametrize("name", ["dense", "qwen3_5 moe", "qwen3_5 packed", "moe input-major"])
-def test_export_keeps_unlisted_layers_in_bf16(name, folders, tmp_path):
-    """Of a layer, and of all experts, which config.json does not name as such."""
+def test_export_fp8_leaves_layers_that_are_bf16_in_source_unquantized(name, folders, tmp_path):
+    """Some layers and the experts of a layer are in bf16, and modules_to_not_convert does not name them."""
     wide = r"layers\.[12]\.(self_attn|linear_attn)\.(q_proj|in_proj_z)|layers\.1\.mlp\.(experts|down_proj)"
 
     def widen(tensors):
@@ -473,7 +475,7 @@ def test_export_keeps_unlisted_layers_in_bf16(name, folders, tmp_path):
     assert_same(exported(tmp_path / "m", tmp_path / "hf"), as_bytes(hf_tensors(source)))
 
 
-def test_export_experts_in_another_layout_are_quantized(folders, tmp_path):
+def test_export_fp8_with_different_expert_layout_quantizes_experts(folders, tmp_path):
     import_checkpoint(folders["qwen3_5 packed"], tmp_path / "m")
     found = exported(tmp_path / "m", tmp_path / "hf", expert_layout="per_expert")
     experts = {name for name in found if re.fullmatch(r"model\..*\.experts\.\d+\.\w+_proj\.weight", name)}
@@ -481,7 +483,7 @@ def test_export_experts_in_another_layout_are_quantized(folders, tmp_path):
 
 
 @pytest.mark.parametrize("bits", [0x7F, 0xFF])
-def test_import_nan_in_fp8_raises(bits, untied_folder, tmp_path):
+def test_import_fp8_nan_weight_raises(bits, untied_folder, tmp_path):
     def change(tensors):
         tensors[DOWN].view(torch.uint8)[3, 4] = bits
 

@@ -1,4 +1,4 @@
-"""What could have gone wrong unnoticed: mixed dtypes, a source or a target that changes meanwhile, bombs."""
+"""Errors that could go unnoticed: mixed dtypes, a source or target that changes meanwhile, huge pickles and configs."""
 
 import contextlib
 import json
@@ -38,7 +38,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("gate", DTYPES)
 @pytest.mark.parametrize("up", DTYPES)
 @pytest.mark.parametrize("target", ["float32", "bfloat16"])
-def test_import_mixed_dtypes_cast_before_transpose(gate, up, target, moe_folder, tmp_path):
+def test_export_mixed_dtype_experts_packed_equals_one_tensor_per_expert(gate, up, target, moe_folder, tmp_path):
     import_checkpoint(moe_folder, tmp_path / "m")
     stored = stock_load(tmp_path / "m" / "iter_0000000")
     for name, tensor in stored.items():
@@ -59,8 +59,8 @@ def small_units(monkeypatch):
     monkeypatch.setattr(output_files, "RANGE_BYTES", 1 << 18)
 
 
-def test_write_ranges_two_at_a_time(untied_folder, tmp_path, small_units):
-    """Two are written at a time, and no more files are open than that."""
+def test_import_writes_at_most_two_byte_ranges_at_a_time(untied_folder, tmp_path, small_units):
+    """The limit of two is reached, and never exceeded."""
     running, most = [], []
 
     def wait(file, *_):
@@ -74,7 +74,7 @@ def test_write_ranges_two_at_a_time(untied_folder, tmp_path, small_units):
     assert len(most) > 5 and max(most) == 2
 
 
-def test_resume_other_plan_raises(untied_folder, tmp_path, small_units):
+def test_resume_after_model_config_changed_raises(untied_folder, tmp_path, small_units):
     model = shutil.copytree(untied_folder, tmp_path / "model")
     with broken_disk(5), pytest.raises(CheckpointError, match="stays in"):
         import_checkpoint(model, tmp_path / "m", resume=True)
@@ -89,7 +89,7 @@ def test_resume_other_plan_raises(untied_folder, tmp_path, small_units):
         verify_checkpoint(untied_folder, tmp_path / "m")
 
 
-def test_resume_other_path_to_same_model(untied_folder, tmp_path, small_units):
+def test_resume_with_different_spelling_of_source_path_continues(untied_folder, tmp_path, small_units):
     with broken_disk(5), pytest.raises(CheckpointError, match="stays in"):
         import_checkpoint(str(untied_folder), tmp_path / "m", resume=True)
     assert import_checkpoint(f"{untied_folder}/", tmp_path / "m", resume=True).resumed
@@ -112,7 +112,7 @@ def target(tmp_path, monkeypatch):
     return tmp_path / "target"
 
 
-def test_move_into_place_without_swap_keeps_old_result(target, tmp_path, monkeypatch):
+def test_move_into_place_failing_rename_restores_old_result(target, tmp_path, monkeypatch):
     rename = os.rename
 
     def refuse(one, other):
@@ -146,7 +146,7 @@ def test_move_into_place_without_swap_keeps_old_result(target, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])
-def test_move_into_place_interrupt_keeps_old_result(step, target, tmp_path, monkeypatch):
+def test_move_into_place_interrupted_leaves_complete_old_or_new_result(step, target, tmp_path, monkeypatch):
     rename, steps = os.rename, []
 
     def interrupted(one, other):
@@ -166,14 +166,14 @@ def test_move_into_place_interrupt_keeps_old_result(step, target, tmp_path, monk
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
-def test_import_target_is_link_raises(capsys, tmp_path, untied_folder):
+def test_import_target_that_is_symlink_raises(capsys, tmp_path, untied_folder):
     (tmp_path / "real").mkdir()
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "megatron").symlink_to(tmp_path / "real")
     expect_error(capsys, importing(untied_folder, tmp_path), "is a link, expected a path")
 
 
-def test_dcp_tensors_item_of_two_chunks_raises(untied_folder, imported, tmp_path):
+def test_export_stored_item_used_by_two_tensors_raises(untied_folder, imported, tmp_path):
     folder = shutil.copytree(imported, tmp_path / "m") / "iter_0000000"
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     layers = {i.fqn: i for i in metadata.storage_data if "q_layernorm" in i.fqn or "k_layernorm" in i.fqn}
@@ -194,7 +194,7 @@ def bomb(levels: int) -> bytes:
     b"\x80\x04ccollections\nOrderedDict\n]" + bomb(60)[2:] + b"K\x01\x86a\x85R.",
     b"\x80\x04]" + b"q\x00h\x00h\x00\x86a" * 3 + b".",
 ])  # fmt: skip
-def test_read_metadata_endless_values_raise(data, saved, tmp_path):
+def test_read_metadata_exponentially_nested_pickle_raises_quickly(data, saved, tmp_path):
     folder = shutil.copytree(saved, tmp_path / "copy")
     (folder / ".metadata").write_bytes(data)
     begun = time.process_time()
@@ -207,12 +207,12 @@ def test_read_metadata_endless_values_raise(data, saved, tmp_path):
     ("text_config", "num_hidden_layers", " is 1000000000, expected a whole number from 1 to 10000"),
     ("vision_config", "depth", " is 1000000000"),
 ])  # fmt: skip
-def test_import_huge_config_numbers_raise(capsys, tmp_path, untied_folder, section, field, part):
+def test_import_huge_layer_count_in_config_raises(capsys, tmp_path, untied_folder, section, field, part):
     model = model_with_config(tmp_path / "model", untied_folder, {section: {field: 10**9}})
     expect_error(capsys, importing(model, tmp_path), field + part)
 
 
-def test_import_invalid_json_raises(capsys, tmp_path, untied_folder):
+def test_import_too_deep_or_too_large_config_json_raises(capsys, tmp_path, untied_folder):
     model = shutil.copytree(untied_folder, tmp_path / "model")
     text = (model / "config.json").read_text()
     (model / "config.json").write_text(text.rstrip()[:-1] + ', "x": ' + '{"x": ' * 600 + "1" + "}" * 601)

@@ -1,4 +1,4 @@
-"""Every tensor comes back, in both formats and every expert layout, or is rounded; stock software and docs agree."""
+"""Import and export keep every tensor, in both formats and every expert layout; transformers loads the result."""
 
 import json
 
@@ -36,7 +36,7 @@ def test_roundtrip_keeps_every_tensor(which, naming, request, tmp_path):
 
 # transformers 5.12 has no rule for one tensor per expert in this model.
 @pytest.mark.parametrize("which", [*FOLDERS, ExpertLayout.INPUT_MAJOR, ExpertLayout.OUTPUT_MAJOR])
-def test_export_loads_in_transformers(which, moe_folders, request, tmp_path):
+def test_exported_model_loads_in_transformers_with_same_weights(which, moe_folders, request, tmp_path):
     source = moe_folders[which] if isinstance(which, ExpertLayout) else request.getfixturevalue(which)
     import_checkpoint(source, tmp_path / "megatron", ckpt_format="torch_dist")
     export_checkpoint(tmp_path / "megatron", tmp_path / "hf")
@@ -51,14 +51,14 @@ def test_export_loads_in_transformers(which, moe_folders, request, tmp_path):
     assert one == other != []
 
 
-def test_roundtrip_keeps_side_files(untied_folder, imported, tmp_path):
+def test_roundtrip_keeps_config_and_tokenizer_files(untied_folder, imported, tmp_path):
     export_checkpoint(imported, tmp_path / "hf")
     for path in untied_folder.iterdir():
         if path.suffix != ".safetensors":
             assert (tmp_path / "hf" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
-def test_import_writes_megatron_files(imported, untied_folder):
+def test_import_writes_files_of_megatron_checkpoint(imported, untied_folder):
     folder = imported / "iter_0000000"
     assert (imported / "latest_checkpointed_iteration.txt").read_text() == "0"
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -74,7 +74,7 @@ def test_import_writes_megatron_files(imported, untied_folder):
     assert torch.__version__.startswith(manifest["torch"])
 
 
-def test_import_tied_output_layer_is_dropped(tied_folder, tmp_path):
+def test_import_tied_model_drops_output_layer_that_copies_embedding(tied_folder, tmp_path):
     def change(tensors):
         tensors["lm_head.weight"] = tensors[EMBEDDING].clone()
 
@@ -95,7 +95,7 @@ def test_import_torch_dtype_rounds_like_torch(dtype, untied_folder, tmp_path):
     assert_same(hf_tensors(tmp_path / "hf"), {name: one.to(getattr(torch, dtype)) for name, one in before.items()})
 
 
-def test_roundtrip_float32_and_back_same_bytes(bf16_folder, tmp_path):
+def test_roundtrip_of_bf16_through_float32_keeps_every_value(bf16_folder, tmp_path):
     import_checkpoint(bf16_folder, tmp_path / "megatron", torch_dtype="float32")
     assert verify_checkpoint(bf16_folder, tmp_path / "megatron").same
     export_checkpoint(tmp_path / "megatron", tmp_path / "hf", torch_dtype="bfloat16")
@@ -111,7 +111,7 @@ def test_import_unknown_option_value_raises(options, untied_folder, tmp_path):
         import_checkpoint(untied_folder, tmp_path / "megatron", **options)
 
 
-def test_import_value_too_large_raises(untied_folder, tmp_path):
+def test_import_value_too_large_for_float16_raises(untied_folder, tmp_path):
     def change(tensors):
         tensors[NORM][3] = 1e6
 
@@ -126,7 +126,7 @@ def test_import_value_too_large_raises(untied_folder, tmp_path):
 @pytest.mark.parametrize("naming", ["transformer_engine", "local"])
 @pytest.mark.parametrize("ckpt_format", FORMATS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_roundtrip_keeps_every_expert(layout, ckpt_format, naming, moe_folders, tmp_path):
+def test_roundtrip_keeps_experts_in_every_layout(layout, ckpt_format, naming, moe_folders, tmp_path):
     source = moe_folders[layout]
     how = dict(ckpt_format=ckpt_format, naming=naming, topology=Topology(tp=2, ep=2, etp=1, chunk_bytes=5_000))
     imported = import_checkpoint(source, tmp_path / "m", verify=True, **how)
@@ -140,7 +140,7 @@ def test_roundtrip_keeps_every_expert(layout, ckpt_format, naming, moe_folders, 
 
 @pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_export_expert_layout(layout, moe_folders, moe_folder, tmp_path):
+def test_export_writes_experts_in_requested_or_source_layout(layout, moe_folders, moe_folder, tmp_path):
     import_checkpoint(moe_folders[ExpertLayout.OUTPUT_MAJOR], tmp_path / "m")
     export_checkpoint(tmp_path / "m", tmp_path / "hf", expert_layout=layout.name.lower(), torch_dtype="bfloat16")
     rounded = {name: tensor.bfloat16() for name, tensor in hf_tensors(moe_folder).items()}
@@ -155,7 +155,7 @@ def test_export_expert_layout(layout, moe_folders, moe_folder, tmp_path):
 @pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("which", ["untied_folder", "tied_folder", "moe_folder", "bf16_folder"])
 @pytest.mark.parametrize(("first", "second"), [FORMATS, FORMATS[::-1]])
-def test_reformat_matches_import(first, second, which, request, tmp_path):
+def test_reformatted_checkpoint_matches_direct_import(first, second, which, request, tmp_path):
     source = request.getfixturevalue(which)
     import_checkpoint(source, tmp_path / "a", ckpt_format=first, checksums=True)
     report = reformat_checkpoint(tmp_path / "a", tmp_path / "b", ckpt_format=second, verify=True, checksums=True)
@@ -169,7 +169,7 @@ def test_reformat_matches_import(first, second, which, request, tmp_path):
     assert_same(hf_tensors(source), hf_tensors(tmp_path / "hf"))
 
 
-def test_import_torch_dist_stacks_layers(all_moe_folder, untied_folder, tmp_path):
+def test_import_to_torch_dist_stacks_layers_in_one_tensor(all_moe_folder, untied_folder, tmp_path):
     import_checkpoint(all_moe_folder, tmp_path / "moe", ckpt_format="torch_dist")
     hf, stored = hf_tensors(all_moe_folder), stock_load(tmp_path / "moe" / "iter_0000000")
     experts = stored["language_model.decoder.layers.mlp.experts.experts.linear_fc1.weight"]
@@ -185,7 +185,7 @@ def test_import_torch_dist_stacks_layers(all_moe_folder, untied_folder, tmp_path
 
 
 @pytest.mark.parametrize("ckpt_format", FORMATS)
-def test_import_vocab_divisor_pads_with_zeros(ckpt_format, untied_folder, tmp_path):
+def test_import_vocab_divisor_pads_vocabulary_with_zeros(ckpt_format, untied_folder, tmp_path):
     names = ["language_model.embedding.word_embeddings.weight", "language_model.output_layer.weight"]
     import_checkpoint(
         untied_folder, tmp_path / "m", ckpt_format=ckpt_format, vocab_divisor=100,

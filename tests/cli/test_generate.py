@@ -1,4 +1,4 @@
-"""`qwen3vl generate`: the answer is transformers'."""
+"""Test that `qwen3vl generate` gives the answer of transformers."""
 
 import json
 import shutil
@@ -56,8 +56,8 @@ def test_generate_matches_transformers(folder, picture, capsys):
     assert expected
 
 
-def test_generate_image_is_upright_and_on_white(untied_folder, picture, capsys, tmp_path):
-    """Upright, and on white where it is transparent: what transformers answers about a picture that is so."""
+def test_generate_rotated_transparent_image_answers_as_upright_on_white(untied_folder, picture, capsys, tmp_path):
+    """Compare with the answer of transformers about the same image, upright and on white."""
     upright = tmp_path / "upright.png"
     Image.eval(Image.open(picture).convert("L"), lambda level: 255 - level).save(upright)
     sideways = Image.merge("LA", [Image.new("L", (64, 64)), Image.open(picture).convert("L")]).transpose(
@@ -82,7 +82,7 @@ def test_generate_invalid_image_exits_2(untied_folder, tmp_path, capsys, monkeyp
 
 @pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("said", ["config", "tokenizer_config", "generation_config"])
-def test_generate_stops_at_end_token(folder, picture, capsys, tmp_path, said):
+def test_generate_stops_at_eos_token_of_any_config_file(folder, picture, capsys, tmp_path, said):
     new, tokenizer = reference(folder, picture, 12), AutoProcessor.from_pretrained(folder).tokenizer
     asked = f"user {QUESTION} assistant"  # of which a part would be read as another token, once it ends turns
     later = (token for number, token in enumerate(new) if number > 3 and token not in new[:number])
@@ -103,7 +103,7 @@ def test_generate_stops_at_end_token(folder, picture, capsys, tmp_path, said):
     assert found in ended and found != tokenizer.decode(new, skip_special_tokens=True)
 
 
-def test_generate_missing_checkpoint_exits_2(untied_folder, tmp_path, capsys, monkeypatch):
+def test_generate_missing_megatron_checkpoint_exits_2(untied_folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(weight_loading, "load_model", None)  # no model is built before
     words = ["generate", QUESTION, "--hf-model", str(untied_folder), "--megatron-path", str(tmp_path / "none")]
     assert main(words) == 2

@@ -29,7 +29,7 @@ COMMANDS = [
 HEAVY = ("torch", "megatron", "transformers", "numpy", "datasets", "rich", "packaging")
 
 
-def test_help_is_fast():
+def test_help_of_every_command_takes_under_a_second_without_importing_torch():
     """Each in a process of its own would start Python 17 times; here the first pays for what several import.
 
     Alone each takes 0.04 to 0.12 s of one core, where modules are compiled already.
@@ -96,7 +96,7 @@ MISTYPED = [
     ("--hf-model HF --save run dataset.train_path=x.jsonl", "dataset.train_path is x.jsonl: there is no such file"),
     ("--hf-model HF --data-path folder --save run", "folder: found swift.jsonl, a.png, b.png, c.png, d.png in the "
      "folder, expected train.jsonl, Parquet files or a data set written by save_to_disk; to use folder/swift.jsonl, "
-     "give its own path"),
+     "set its own path instead of the folder's"),
     ("--hf-model HF --save run", "dataset.path is None: give --data-path"),
     ("--hf-model HF --data-path .", "checkpoint.save is None, expected a folder used only by this run: give --save"),
     (f"{RUN} --pretrained-checkpoint none", "--pretrained-checkpoint is none, expected a folder that exists"),
@@ -109,14 +109,14 @@ MISTYPED = [
      "unexpected\n  unexpected: model.language_model.layers.3.input_layernorm.weight: found [80] float32, expected no"),
     (f"{RUN} --pretrained-checkpoint cut", "cut/model.safetensors of 1000 bytes: "),
     ("--hf-model lacking --data-path . --save run", "lacking/model-2.safetensors: found nothing, expected a file"),
-    (f"{RUN} --save other", "--save is other, which has the run of another model than HF: hidden is 80, "
-     "expected 96. Give another folder, or the model of other"),
-    (f"{RUN} --save of_3.5", "--save is of_3.5, which has the run of another model than HF: the family "
-     "is qwen3_vl, expected qwen3_5. Give another folder, or the model of of_3.5/iter_0000007"),
+    (f"{RUN} --save other", "--save is other, which contains a run of another model than --hf-model, HF: hidden is 80, "
+     "expected 96. Give another --save folder, or the model of other"),
+    (f"{RUN} --save of_3.5", "--save is of_3.5, which contains a run of another model than --hf-model, HF: the family "
+     "is qwen3_vl, expected qwen3_5. Give another --save folder, or the model of of_3.5/iter_0000007"),
 ]  # fmt: skip
 
 
-def test_train_mistyped_options_exit_2_before_imports(untied_folder, tmp_path):
+def test_train_invalid_options_exit_2_before_importing_torch(untied_folder, tmp_path):
     """Each in a process of its own would start Python 20 times."""
     (tmp_path / "HF").symlink_to(untied_folder)
     other = json.loads((untied_folder / "config.json").read_text())
@@ -176,7 +176,9 @@ UNREAD = [
 
 
 @pytest.mark.parametrize(("variables", "words", "message"), UNREAD)
-def test_environment_of_other_trainers_warns(variables, words, message, tmp_path, monkeypatch, capsys):
+def test_environment_variable_of_ms_swift_without_effect_warns(
+    variables, words, message, tmp_path, monkeypatch, capsys
+):
     """Both commands end at what is missing here: the warning comes first."""
     for name in {"RANK", "FAKE_GPU_LOG", *(name for one, _, _ in UNREAD for name in one)}:
         monkeypatch.delenv(name, raising=False)
@@ -238,7 +240,9 @@ WANT_MEGATRON = (
     *((words, *kind) for words in WANT_MEGATRON for kind in (MISTAKEN["adapters"], HUGGING_FACE)),
     ("convert inspect --megatron-path", *MISTAKEN["adapters"]),  # which reads a Hugging Face model, too
 ])  # fmt: skip
-def test_folder_of_other_kind_exits_2(words, files, holds, tmp_path, capsys, monkeypatch):
+def test_folder_without_expected_model_or_checkpoint_exits_2_naming_contents(
+    words, files, holds, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)  # a folder is never a hub's name
     for name in files:
         (tmp_path / name).write_text("{}")
@@ -298,14 +302,14 @@ def test_missing_hub_model_is_requested_once(words, tmp_path, capsys, monkeypatc
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl"]
 
 
-def test_train_without_recipes_exits_2(monkeypatch, capsys):
+def test_train_without_recipes_package_exits_2(monkeypatch, capsys):
     assert program.COMMANDS["train"][0] == "qwen3vl_recipes.cli:train"
     monkeypatch.setitem(program.COMMANDS, "train", ("no_such_recipes.cli:train", ""))
     assert main(["train", "--list"]) == 2
     assert "train needs the package no_such_recipes, which is not installed" in capsys.readouterr().err
 
 
-def test_missing_package_is_named(monkeypatch, tmp_path, capsys):
+def test_command_with_missing_package_exits_2_naming_package(monkeypatch, tmp_path, capsys):
     (tmp_path / "needing.py").write_text("def main(*_, **__):\n    import no_such_package.inner\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(program.COMMANDS, "plan", ("needing:main", ""))
@@ -313,13 +317,13 @@ def test_missing_package_is_named(monkeypatch, tmp_path, capsys):
     assert "plan needs the package no_such_package, which is not installed; requ" in capsys.readouterr().err
 
 
-def test_missing_own_module_raises(monkeypatch):
+def test_command_with_missing_module_of_this_package_raises(monkeypatch):
     monkeypatch.setitem(program.COMMANDS, "plan", ("qwen3vl_bridge.cli.no_such:main", ""))
     with pytest.raises(ModuleNotFoundError, match="no_such"):
         main(["plan"])
 
 
-def test_train_list_json(capsys):
+def test_train_list_json_has_gpus_and_summary_of_recipes(capsys):
     assert main(["train", "--list", "--json"]) == 0
     found = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
     assert [name for name, one in found.items() if not one["gpus"]] == list(found)[:2]  # on a CPU
@@ -327,8 +331,8 @@ def test_train_list_json(capsys):
 
 
 @pytest.mark.slow
-def test_torchrun_import_and_verify_json(untied_folder, tmp_path, capsys):
-    """And what one of them has written, `verify --json` compares: equal, and after a change of one element."""
+def test_convert_import_under_torchrun_passes_verify_until_weights_change(untied_folder, tmp_path, capsys):
+    """Compare the written checkpoint by `convert verify --json`: equal, then different in one element."""
     target = tmp_path / "megatron"
     words = ["convert", "import", "--hf-model", str(untied_folder), "--megatron-path", str(target), "--json"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "qwen3vl_bridge", *words]
@@ -354,7 +358,7 @@ def test_torchrun_import_and_verify_json(untied_folder, tmp_path, capsys):
     assert not differs["same"] and [(one["name"], one["elements"]) for one in differs["differences"]] == [(name, 1)]
 
 
-def test_torchrun_repeats_error():
+def test_error_under_torchrun_is_repeated_as_root_cause():
     words = ["train", "--recipe", "qwen3_vl_digits_sft_config", "lr=1e-4"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1", "-m", "qwen3vl_bridge", *words]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -364,7 +368,7 @@ def test_torchrun_repeats_error():
 
 
 @pytest.mark.slow
-def test_escape_sequences_are_escaped(untied_folder, tmp_path, capfd):
+def test_terminal_escape_sequences_in_input_are_printed_escaped(untied_folder, tmp_path, capfd):
     """An escape sequence could move the cursor, and write over what was said of the file."""
     escape, shown = "\x1b]0;title\x07\x9b2J\u202e", r"\x1b]0;title\x07\x9b2J\u202e"
     model = shutil.copytree(untied_folder, tmp_path / "model")
@@ -384,7 +388,7 @@ def test_escape_sequences_are_escaped(untied_folder, tmp_path, capfd):
 
 
 @pytest.mark.parametrize(("begin", "status"), [("", 120), ("terminal.escape_unprintable(); ", 0)])
-def test_closed_stderr_keeps_exit_code(begin, status):
+def test_escape_unprintable_closed_stderr_exits_0_instead_of_120(begin, status):
     """Python's own is 120, if a library has written a part of a line that is still in the buffer."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -410,7 +414,7 @@ def missing(versions: dict | None = None, **changed) -> list[dict]:
     return doctor.list_missing(machine, "==3.12.*")
 
 
-def test_doctor_packages_required_and_optional():
+def test_doctor_packages_says_which_are_required_and_fit():
     found = {one["name"]: one for one in doctor.packages(WANTED, "2.39", (VERSIONS | {"av": "11.0"}).get)}
     assert found.keys() == {"torch", *doctor._OPTIONAL}
     assert found["torch"]["needed"] and found["torch"]["fits"] and found["torch"]["expected"] == ">=2.6"
@@ -429,12 +433,12 @@ def test_doctor_packages_required_and_optional():
     (dict(shared_memory=64 << 20), "/dev/shm has 0.06 GiB free", False),
     (dict(open_files=[1024, 65536]), "1024 open files are allowed", False),
 ])  # fmt: skip
-def test_doctor_list_missing_problem(changed, message, fatal):
+def test_doctor_list_missing_reports_problem_and_whether_fatal(changed, message, fatal):
     (one,) = missing(**changed)
     assert message in one["what"] and one["fatal"] == fatal and one["get"]
 
 
-def test_doctor_list_missing_none():
+def test_doctor_list_missing_without_problems_is_empty():
     assert missing() == missing({"transformer-engine": None, "flash-attn": None}) == []
 
 
@@ -446,12 +450,12 @@ def test_doctor_list_missing_none():
         ("", "this system has another C library"),
     ],
 )
-def test_doctor_nvrx_needs_glibc(glibc, get):
+def test_doctor_nvidia_resiliency_ext_advice_depends_on_glibc(glibc, get):
     (one,) = missing({"nvidia-resiliency-ext": None}, glibc=glibc)
     assert get in one["get"] and not one["fatal"] and ("pip" in one["get"]) == (glibc == "2.40")
 
 
-def test_doctor_this_machine(capsys, tmp_path):
+def test_doctor_json_describes_this_machine(capsys, tmp_path):
     from qwen3vl_bridge.config.fields import default_transformer_impl
 
     import torch
@@ -471,7 +475,7 @@ def test_doctor_this_machine(capsys, tmp_path):
     assert "No such file" in capsys.readouterr().err
 
 
-def test_doctor_describe_replaced_groups_by_condition():
+def test_doctor_replaced_functions_are_grouped_by_condition():
     names = ["megatron.core.a.torch", "megatron.core.b.torch", "torch.Tensor.cuda"]
     replaced = [{"name": name, "when": "without CUDA"} for name in names] + [{"name": "a.b", "when": "always"}]
     assert doctor._describe_replaced(replaced).splitlines() == [
@@ -497,7 +501,7 @@ def test_doctor_import_failure_exits_1(capsys, monkeypatch):
     assert "conversion cannot work; training cannot work" in said and "layer spec" not in said
 
 
-def test_doctor_import_error(tmp_path, monkeypatch):
+def test_doctor_import_error_returns_module_and_message(tmp_path, monkeypatch):
     (tmp_path / "built_for_another.py").write_text("raise OSError('libcudart.so.99: cannot open\\nlong story')")
     monkeypatch.syspath_prepend(tmp_path)
     assert doctor.import_error("json") is None

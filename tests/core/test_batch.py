@@ -11,7 +11,7 @@ from tests.core.support import random_batch
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize(("cp", "sp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)])
-def test_local_gathers_by_token_index(cp, sp, packed):
+def test_token_batch_local_returns_tokens_that_token_index_assigns_to_rank(cp, sp, packed):
     random = np.random.default_rng(10 * cp + sp)
     for _ in range(20):
         batch = random_batch(random, (1 if cp == 1 else 2 * cp) * sp, packed)
@@ -45,14 +45,14 @@ def test_local_gathers_by_token_index(cp, sp, packed):
             assert sorted(used) == list(range(int((batch.vision_slot >= 0).sum())))
 
 
-def test_local_without_images_has_no_vision_rows():
+def test_token_batch_local_of_text_batch_has_no_vision_rows():
     batch = random_batch(np.random.default_rng(0), 4, packed=True, pictures=False)
     share = batch.local(2, 1)
     assert batch.vision is None and share.vision is None
     assert not len(share.fuse.sources) and not len(share.deepstack.sources)
 
 
-def test_to_transfers_nested_tensors():
+def test_token_batch_to_device_moves_nested_tensors():
     batch = random_batch(np.random.default_rng(0), 4, packed=True)
     for moved in (batch.to("meta"), batch.local(2, 0).to("meta")):
         assert moved.input_ids.device.type == moved.layout.cu_seqlens.device.type == "meta"

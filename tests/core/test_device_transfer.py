@@ -89,7 +89,7 @@ def places(requests: list[tuple], stream: str, what: str) -> list[int]:
     return [number for number, (by, done, _) in enumerate(requests) if (by, done) == (stream, what)]
 
 
-def test_copy_to_gpu_overlaps_and_is_awaited(requests):
+def test_copy_to_gpu_uses_copy_stream_and_compute_stream_waits_for_it(requests):
     """Two microbatches in a row, as in a training step."""
     model = torch.nn.Linear(1, 1)
     shares = [random_batch(np.random.default_rng(seed), 1, packed=True).local() for seed in (0, 1)]
@@ -109,7 +109,7 @@ def test_copy_to_gpu_overlaps_and_is_awaited(requests):
         assert used == {one.data_ptr() for one in there} == {made[place][2] for place in copies}
 
 
-def test_copy_to_gpu_uses_one_stream_per_device(requests, monkeypatch):
+def test_copy_to_gpu_twice_reuses_stream_of_device(requests, monkeypatch):
     streams = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: streams.append(device) or Stream("copying", []))
     share = random_batch(np.random.default_rng(0), 1, packed=False).local()
@@ -119,7 +119,7 @@ def test_copy_to_gpu_uses_one_stream_per_device(requests, monkeypatch):
     assert streams == [GPU]
 
 
-def test_to_device_on_cpu_copies_nothing():
+def test_to_device_on_cpu_copies_no_tensor():
     share = random_batch(np.random.default_rng(0), 1, packed=True).local()
     moved = to_device(share, torch.nn.Linear(1, 1))
     assert [one.data_ptr() for one in tensors_of(moved)] == [one.data_ptr() for one in tensors_of(share)]

@@ -46,7 +46,7 @@ def test_read_yaml_invalid_raises(text, message, tmp_path):
     assert time.process_time() - begun < 10  # the longest is 1 s here
 
 
-def test_parse_json_unlimited_model_max_length():
+def test_parse_json_accepts_unlimited_model_max_length_of_transformers():
     """As transformers writes its `VERY_LARGE_INTEGER`."""
     text = '{"model_max_length": 1000000000000000019884624838656}'
     assert parse_json(text) == {"model_max_length": int(1e30)}
@@ -54,7 +54,7 @@ def test_parse_json_unlimited_model_max_length():
         parse_json(text.replace("656}", "657}"))
 
 
-def test_read_yaml_run_config(tmp_path):
+def test_read_yaml_restores_dumped_config_with_aliases(tmp_path):
     betas = [0.9, 0.95]
     value = {"optimizer": {"betas": betas, "again": betas, "threshold": float("inf")}, "a": {"b": None, "c": {1, 2}}}
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(value))
@@ -63,7 +63,7 @@ def test_read_yaml_run_config(tmp_path):
 
 
 @given(st.text("[]{}:,-?&*!|>'\"#%@` ab\n\t<1.", max_size=60))
-def test_read_yaml_random_text(tmp_path_factory, text):
+def test_read_yaml_random_text_raises_nothing_but_value_error(tmp_path_factory, text):
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_text(text)
     with contextlib.suppress(ValueError):
@@ -90,14 +90,14 @@ def test_parse_json_invalid_raises(text, message, tmp_path):
     assert str(path) in str(error.value)
 
 
-def test_parse_record_allows_nan_and_duplicates():
+def test_parse_record_accepts_nan_and_duplicate_keys_but_not_deep_nesting():
     assert parse_record('{"a": NaN, "a": 1, "b": Infinity}') == {"a": 1, "b": float("inf")}
     for text in ("[" * 1_000_000, "[" * 51 + "]" * 51):
         with pytest.raises(ValueError, match="more than 50 deep"):
             parse_record(text)
 
 
-def test_read_huge_file_raises(tmp_path):
+def test_read_json_or_yaml_of_300_gib_file_raises(tmp_path):
     for name, read in (("x.json", read_json), ("x.yaml", read_yaml)):
         with (tmp_path / name).open("wb") as file:
             file.truncate(300 << 30)
@@ -105,7 +105,7 @@ def test_read_huge_file_raises(tmp_path):
             read(tmp_path / name)
 
 
-def test_only_files_module_parses():
+def test_json_and_yaml_are_parsed_in_listed_modules_only():
     found = {
         path.relative_to(SOURCE).as_posix()
         for path in SOURCE.rglob("*.py")
@@ -115,7 +115,7 @@ def test_only_files_module_parses():
     assert found == {"core/files.py", "data/encoding.py", "testing/tiny_processor.py"}
 
 
-def test_parse_long_texts_pass(tmp_path):
+def test_long_strings_and_64_bit_integers_are_parsed(tmp_path):
     value = {"text": "9" * 5_000, "words": "1 " * 5_000, "seed": 2**64 - 1, "less": -(2**63), "pi": 3.14}
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(value))
     assert read_yaml(tmp_path / "x.yaml") == value
@@ -123,7 +123,7 @@ def test_parse_long_texts_pass(tmp_path):
     assert parse_record('{"hash": ' + "9" * 60 + "}") == {"hash": int("9" * 60)}
 
 
-def test_check_plain_names_value():
+def test_check_plain_nan_raises_with_path_of_value():
     check_plain({"a": 1.0, "b": [2.0]})
     with pytest.raises(ValueError, match=r"peft\.alpha is nan, expected a finite number"):
         check_plain({"alpha": float("nan")}, "peft")

@@ -34,7 +34,7 @@ def expected_index(layout: SequenceLayout, cp: int, cp_rank: int, sp: int = 1, s
 
 @given(layouts())
 @settings(max_examples=300, deadline=None)
-def test_token_index_matches_reference(case):
+def test_token_index_matches_numpy_reference(case):
     layout, cp, sp = case
     for cp_rank in range(cp):
         whole = token_index(layout, cp, cp_rank)
@@ -49,7 +49,7 @@ def test_token_index_matches_reference(case):
 
 @given(layouts())
 @settings(max_examples=200, deadline=None)
-def test_inverse_token_index_restores_order(case):
+def test_inverse_token_index_restores_order_of_tokens_gathered_from_ranks(case):
     layout, cp, _ = case
     tokens = torch.randperm(layout.total)
     shares = [tokens[token_index(layout, cp, rank).T.flatten()] for rank in range(cp)]
@@ -62,7 +62,7 @@ def test_inverse_token_index_restores_order(case):
 
 @given(layouts())
 @settings(max_examples=200, deadline=None)
-def test_sequence_layout_offsets_and_padding_mask(case):
+def test_sequence_layout_offsets_and_padding_mask_match_lengths(case):
     layout, _, _ = case
     mask = np.concatenate([np.arange(p) >= n for n, p in zip(layout.lengths, layout.padded_lengths, strict=True)])
     np.testing.assert_array_equal(layout.padding_mask().numpy(), mask)
@@ -72,7 +72,7 @@ def test_sequence_layout_offsets_and_padding_mask(case):
     assert layout.total == int(layout.cu_seqlens_padded[-1])
 
 
-def test_packed_row_pads_segments_and_row():
+def test_packed_row_layout_pads_each_segment_and_end_of_row():
     layout = SequenceLayout.packed_row([3, 4, 5], multiple=4, total=24)
     assert layout.packed and layout.padded_lengths == (4, 4, 8, 8) and layout.lengths == (3, 4, 5, 0)
     assert layout.padding_mask().nonzero().squeeze(-1).tolist() == [3, 13, 14, 15, *range(16, 24)]
@@ -87,25 +87,25 @@ def test_packed_row_pads_segments_and_row():
     (lambda: SequenceLayout.packed_row([3, 0]), "segment 1: 0 tokens do not fit a padded length of 0"),
     (lambda: SequenceLayout.packed_row([3, 4], multiple=4, total=7), "2 segments take 8 tokens, padded to"),
     (lambda: SequenceLayout.packed_row([3], multiple=4, total=10), "has 6 unused tokens after the last segment"),
-    (lambda: token_index(SequenceLayout.padded_rows([8, 8], 10), 2, 0), "segment 0: a padded length of 10 .* 4 chunks"),
-    (lambda: token_index(SequenceLayout.padded_rows([3, 3], 3), 1, 0, 2, 0), "3 tokens a row .* over 2 sequence"),
-    (lambda: token_index(SequenceLayout.padded_rows([8, 8], 8), 2, 2), "context-parallel rank 2 .* group of 2"),
-    (lambda: token_index(SequenceLayout.padded_rows([8, 8], 8), 1, 0, 2, -1), "sequence-parallel rank -1 .* of 2"),
-    (lambda: token_index(SequenceLayout.padded_rows([8, 8], 8), 2, 0, 3, 0), "4 tokens a row .* over 3 sequence"),
+    (lambda: token_index(SequenceLayout.padded_rows([8, 8], 10), 2, 0), "length is 10, expected a multiple of 4"),
+    (lambda: token_index(SequenceLayout.padded_rows([3, 3], 3), 1, 0, 2, 0), "has 3 tokens .* multiple of 2, the"),
+    (lambda: token_index(SequenceLayout.padded_rows([8, 8], 8), 2, 2), "context-parallel rank is 2, .* group of 2"),
+    (lambda: token_index(SequenceLayout.padded_rows([8, 8], 8), 1, 0, 2, -1), "sequence-parallel rank is -1, .* of 2"),
+    (lambda: token_index(SequenceLayout.padded_rows([8, 8], 8), 2, 0, 3, 0), "has 4 tokens .* multiple of 3, the"),
 ])  # fmt: skip
-def test_layout_invalid_lengths_raise(make, message):
+def test_layout_or_token_index_invalid_arguments_raise(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=6))
-def test_segment_ids_and_offsets_count_each_segment(lengths):
+def test_segment_ids_and_segment_offsets_match_lengths(lengths):
     ids = segment_ids(torch.tensor(lengths), sum(lengths))
     assert ids.dtype == torch.int64 and ids.tolist() == [i for i, n in enumerate(lengths) for _ in range(n)]
     assert segment_offsets(torch.tensor(lengths)).tolist() == [place for n in lengths for place in range(n)]
 
 
-def test_place_tokens_fills_padding():
+def test_place_tokens_fills_padding_with_given_value():
     layout = SequenceLayout.packed_row([1, 3], multiple=2, total=8)
     placed = layout.place_tokens([torch.tensor([5]), torch.tensor([6, 7, 8])], 9)
     assert placed.tolist() == [[5, 9, 6, 7, 8, 9, 9, 9]]
@@ -115,7 +115,7 @@ ranks = st.integers(1, 6)
 
 
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=5), cp=ranks, sp=ranks, more=st.integers(0, 3))
-def test_token_index_covers_rows_of_valid_length(lengths, cp, sp, more):
+def test_token_indices_of_all_ranks_cover_row_of_valid_length_once(lengths, cp, sp, more):
     segment, row = segment_multiple(cp), row_length_multiple(cp, sp)
     padded = sum(-(-length // segment) * segment for length in lengths)
     total = -(-(padded + 1) // row) * row + more * row
@@ -125,11 +125,11 @@ def test_token_index_covers_rows_of_valid_length(lengths, cp, sp, more):
 
 
 @given(length=st.integers(1, 200), cp=ranks, sp=ranks)
-def test_token_index_other_row_lengths_raise(length, cp, sp):
-    """`row_multiple` is the smallest possible multiple."""
+def test_token_index_indivisible_row_length_raises(length, cp, sp):
+    """`row_length_multiple` returns the smallest possible multiple."""
     layout = SequenceLayout.padded_rows([length], length)
     if length % row_length_multiple(cp, sp) == 0:
         token_index(layout, cp, cp - 1, sp, sp - 1)
     else:
-        with pytest.raises(ValueError, match=r"divide"):
+        with pytest.raises(ValueError, match=r"expected a multiple"):
             token_index(layout, cp, cp - 1, sp, sp - 1)

@@ -26,7 +26,7 @@ def totals(costs: list[int], shares: list[list[int]]) -> list[int]:
 
 
 @given(costs=COSTS, ranks=RANKS)
-def test_assign_frames_assigns_each_once(costs, ranks):
+def test_assign_frames_assigns_each_frame_to_one_rank(costs, ranks):
     shares = assign_frames(costs, ranks)
     assert len(shares) == ranks
     assert sorted(itertools.chain(*shares)) == list(range(len(costs)))
@@ -35,14 +35,14 @@ def test_assign_frames_assigns_each_once(costs, ranks):
 
 
 @given(costs=COSTS.filter(bool), ranks=RANKS)
-def test_assign_frames_within_graham_1966_bound(costs, ranks):
-    """Graham's bound of 1966."""
+def test_assign_frames_largest_cost_is_within_graham_1966_bound(costs, ranks):
+    """Graham's bound of 1966: the mean cost of a rank, and 1 - 1/ranks of the most expensive frame."""
     heaviest = max(totals(costs, assign_frames(costs, ranks)))
     assert ranks * heaviest <= sum(costs) + (ranks - 1) * max(costs)
 
 
 @given(costs=st.lists(st.integers(1, 30), min_size=1, max_size=6), ranks=st.integers(2, 3))
-def test_assign_frames_within_graham_1969_bound(costs, ranks):
+def test_assign_frames_largest_cost_is_within_graham_1969_bound(costs, ranks):
     """Graham's bound of 1969, 4/3 - 1/(3 ranks), holds only if the most expensive frame is assigned first."""
     best = min(
         max(totals(costs, [[frame for frame, r in enumerate(way) if r == rank] for rank in range(ranks)]))
@@ -52,7 +52,7 @@ def test_assign_frames_within_graham_1969_bound(costs, ranks):
 
 
 @given(kinds=st.lists(st.integers(1, 50), min_size=1, max_size=8), ranks=RANKS, more=st.integers(0, 9))
-def test_assign_frames_many_frames_within_5_percent(kinds, ranks, more):
+def test_assign_frames_many_frames_largest_cost_is_within_5_percent_of_mean(kinds, ranks, more):
     times = -(-20 * max(kinds) * ranks // sum(kinds)) + more
     costs = kinds * times
     assert 20 * max(costs) * ranks <= sum(costs)
@@ -60,11 +60,11 @@ def test_assign_frames_many_frames_within_5_percent(kinds, ranks, more):
 
 
 @given(frames=st.integers(0, 40), ranks=RANKS)
-def test_assign_frames_equal_costs_equal_counts(frames, ranks):
+def test_assign_frames_equal_costs_give_counts_that_differ_by_at_most_1(frames, ranks):
     assert {len(share) for share in assign_frames([3.5] * frames, ranks)} <= {frames // ranks, -(-frames // ranks)}
 
 
-def test_assign_frames_moves_frames_after_greedy():
+def test_assign_frames_improves_greedy_assignment_to_equal_costs():
     for costs in ([3, 3, 2, 2, 2], [5, 5, 4, 4, 3, 3, 3, 3], [7, 6, 5, 4, 3, 3]):  # 7 to 5, 16 to 14, 15 to 13 before
         even = sum(costs) / 2
         assert totals(costs, assign_frames(costs, 2)) == [even, even]
@@ -94,7 +94,7 @@ def encode(vision: VisionInputs | None) -> torch.Tensor:
 
 
 @given(images=st.lists(GRIDS, max_size=6), videos=st.lists(GRIDS, max_size=3), work=WORKS, ranks=st.integers(1, 6))
-def test_assign_vision_shares_restore_full_batch(images, videos, work, ranks):
+def test_assign_vision_encoded_shares_restore_tokens_of_full_batch(images, videos, work, ranks):
     """The encoded tokens of all ranks, reordered, equal the tokens of the full batch."""
     vision = make_vision(images, videos)
     assume(vision is not None)
@@ -108,7 +108,7 @@ def test_assign_vision_shares_restore_full_batch(images, videos, work, ranks):
     assert torch.equal(torch.cat(encoded)[assignment.encoded_index], encode(vision))
 
 
-def test_assign_vision_balances_cost():
+def test_assign_vision_balances_given_cost_of_patches_or_patch_pairs():
     vision = make_vision([(1, 4, 6), (3, 2, 4), (2, 2, 2)], [])  # frames of 24; 8, 8, 8; 4, 4 patches
     by_patches, by_pairs = [(24, 4), (8, 8, 8, 4)], [(24,), (8, 8, 8, 4, 4)]
     for work, expected in ((VisionWork(1, 0, 4), by_patches), (VisionWork(0, 1, 4), by_pairs)):
@@ -116,7 +116,7 @@ def test_assign_vision_balances_cost():
         assert [assignment.select(vision, rank).lengths for rank in range(2)] == expected
 
 
-def test_assign_vision_partial_tokens_raise():
+def test_assign_vision_frame_without_whole_number_of_tokens_raises():
     vision = make_vision([(1, 2, 2), (1, 2, 6)], [])
     with pytest.raises(ValueError, match=r"frames have \(4, 12\) patches, expected multiples of 8"):
         assign_vision(vision, VisionWork(1, 1, 8), 2)
@@ -151,7 +151,7 @@ def batches(draw: st.DrawFn) -> tuple[TokenBatch, int, int]:
 @pytest.mark.parametrize("predicts", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
 @given(case=batches(), work=WORKS)
-def test_vision_exchange_sends_exactly_the_used_tokens(shared, predicts, case, work):
+def test_vision_exchange_sends_exactly_the_tokens_that_receiver_uses(shared, predicts, case, work):
     batch, cp, sp = case
     slots, whole = batch.vision_slot, encode(batch.vision)
     works = work if shared else None
@@ -190,7 +190,7 @@ def test_vision_exchange_sends_exactly_the_used_tokens(shared, predicts, case, w
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_local_single_rank_has_no_vision_exchange(ranks):
+def test_token_batch_local_has_vision_exchange_only_with_several_ranks(ranks):
     vision = make_vision([(1, 2, 2), (1, 2, 4)], [])
     ids = torch.tensor([[IMAGE, IMAGE, IMAGE, 1]])
     more = torch.zeros(1, 4)

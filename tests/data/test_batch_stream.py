@@ -33,7 +33,7 @@ NUMBER = 26  # rows, more than two epochs
 
 @pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("settings", [{}, {"pack": False}, {"seed": None}, {"window_size": 100}])
-def test_batch_stream_resumed_equals_uninterrupted(make_rows, settings):
+def test_batch_stream_resumed_yields_same_batches_as_uninterrupted(make_rows, settings):
     rows = make_rows(**settings)
     whole = take(BatchStream(rows()), NUMBER)
     assert len(set(ids(whole))) >= 10
@@ -46,7 +46,7 @@ def test_batch_stream_resumed_equals_uninterrupted(make_rows, settings):
         assert all(map(same, take(resumed, 4), whole[stop : stop + 4]))
 
 
-def test_batch_stream_resumed_measures_only_new_samples(make_rows):
+def test_batch_stream_resumed_does_not_measure_samples_packed_in_earlier_windows(make_rows):
     rows = make_rows(seed=None)
     stream = BatchStream(rows())
     take(stream, 7)
@@ -60,11 +60,11 @@ def test_batch_stream_resumed_measures_only_new_samples(make_rows):
     assert {*window.carried, *range(window.start, 40)} >= measured >= set(range(window.start, window.start + 8))
 
 
-def test_batch_stream_position_is_plain_numbers(make_rows):
+def test_batch_stream_state_dict_is_json_and_independent_of_num_workers(make_rows):
     rows = make_rows()
     here, ahead = BatchStream(rows()), BatchStream(rows(), num_workers=2)
     assert all(map(same, take(here, 12), take(ahead, 12)))
-    # The other workers are ahead, but the position is that of the batches given out.
+    # Workers have prefetched more rows, but the position is that of the yielded batches.
     assert json.loads(json.dumps(here.state_dict())) == json.loads(json.dumps(ahead.state_dict()))
     ahead.load_state_dict(here.state_dict())
     assert all(map(same, take(here, 4), take(ahead, 4)))
@@ -72,7 +72,7 @@ def test_batch_stream_position_is_plain_numbers(make_rows):
 
 @pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(("dp_size", "micro_batch_size"), [(2, 1), (3, 1), (1, 2), (2, 3)])
-def test_batch_stream_ranks_share_rows(make_rows, dp_size, micro_batch_size):
+def test_batch_stream_dp_ranks_together_read_rows_of_single_rank_in_order(make_rows, dp_size, micro_batch_size):
     rows = make_rows(pack=micro_batch_size == 1)
     single = ids(take(BatchStream(rows()), NUMBER))
     share = {"dp_size": dp_size, "micro_batch_size": micro_batch_size}
@@ -86,7 +86,7 @@ def test_batch_stream_ranks_share_rows(make_rows, dp_size, micro_batch_size):
     assert len({rank.state_dict()["row"] for rank in ranks}) == 1
 
 
-def test_batch_stream_resumes_with_other_number_of_ranks(make_rows):
+def test_batch_stream_saved_by_three_dp_ranks_continues_same_rows_on_two(make_rows):
     rows = make_rows()
     whole = ids(take(BatchStream(rows()), NUMBER))
     ranks = [BatchStream(rows(), dp_rank=rank, dp_size=3) for rank in range(3)]
@@ -110,14 +110,14 @@ def test_batch_stream_keeps_global_rng_state(make_rows):
     ({"seed": None, "pack": False}, "found pack 0, expected 1; seed None, expected 0. Con"),
     ({"window_size": 9}, "found window_size 9, expected 8. Con"),
 ])  # fmt: skip
-def test_batch_stream_position_in_other_rows_raises(make_rows, other, message):
+def test_batch_stream_load_state_dict_with_different_row_settings_raises(make_rows, other, message):
     state = BatchStream(make_rows()()).state_dict()
     with pytest.raises(ValueError, match=message):
         BatchStream(make_rows(**other)()).load_state_dict(state)
 
 
 @pytest.mark.parametrize("share", [{}, {"dp_size": 3}, {"dp_size": 2, "micro_batch_size": 3, "pack": False}])
-def test_one_pass_reads_each_sample_once(make_rows, share):
+def test_one_pass_reads_each_sample_once_over_all_dp_ranks(make_rows, share):
     pack = share.pop("pack", True)
     rows = make_rows(seed=None, pack=pack)
     total = rows().plan.end_of_epoch()
@@ -133,7 +133,7 @@ def test_one_pass_reads_each_sample_once(make_rows, share):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_batch_stream_bad_sample_is_named_from_worker(make_rows, tmp_path, num_workers):
+def test_batch_stream_missing_image_in_worker_or_main_process_error_names_line(make_rows, tmp_path, num_workers):
     message = {"role": "user", "content": [{"type": "image", "image": "gone.png"}]}
     path = write(tmp_path / "bad.jsonl", [{"messages": [message]}])
     with pytest.raises(DataError, match=r"bad.jsonl:1: message 1, part 1: 'gone.png' is .*does not exist"):
@@ -143,7 +143,7 @@ def test_batch_stream_bad_sample_is_named_from_worker(make_rows, tmp_path, num_w
 @pytest.mark.parametrize(
     ("share", "found"), [((2, 2, 1), "rank 2 of 2"), ((-1, 2, 1), "rank -1"), ((0, 1, 0), "0 rows")]
 )
-def test_batch_stream_invalid_dp_rank_raises(make_rows, share, found):
+def test_batch_stream_invalid_dp_rank_or_micro_batch_size_raises(make_rows, share, found):
     rank, size, rows = share
     for use in (lambda **kw: BatchStream(make_rows()(), **kw), lambda **kw: next(one_pass(make_rows()(), **kw))):
         with pytest.raises(ValueError, match=found):
@@ -151,7 +151,7 @@ def test_batch_stream_invalid_dp_rank_raises(make_rows, share, found):
 
 
 @pytest.mark.parametrize("settings", [{}, pytest.param({"pack": False}, marks=pytest.mark.slow)])
-def test_batch_stream_counts_drops_for_any_worker(make_rows, settings):
+def test_batch_stream_dropped_counts_independent_of_ranks_workers_and_resume(make_rows, settings):
     rows = make_rows(seq_length=64, on_long="drop", **settings)
     whole = take(BatchStream(rows()), NUMBER)
     counts = [sum(batch.dropped) for batch in whole]
@@ -190,23 +190,23 @@ def energon(checkpoint, tmp_path_factory):
     return lambda **settings: provider_of(checkpoint, data, pack=False, num_workers=1, **settings)
 
 
-def test_workers_ignore_signal_of_rows(make_rows):
+def test_batch_stream_workers_survive_ignored_signal(make_rows):
     assert signalled(BatchStream(make_rows()(), num_workers=2, ignored_signal=signal.SIGTERM)) == 2
 
 
-def test_workers_ignore_signal_of_webdatasets(energon):
+def test_energon_stream_worker_survives_ignored_signal(energon):
     assert signalled(energon(ignored_signal=signal.SIGTERM).stream("train")) == 1
 
 
 @pytest.mark.slow
-def test_workers_end_by_default_signal(make_rows):
+def test_batch_stream_without_ignored_signal_sigterm_to_worker_raises(make_rows):
     with pytest.raises(RuntimeError, match="DataLoader worker"):
         signalled(BatchStream(make_rows()(), num_workers=1))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cycle", [False, True])
-def test_workers_end_with_stream(make_rows, monkeypatch, cycle):
+def test_batch_stream_deleted_ends_its_workers_without_terminate(make_rows, monkeypatch, cycle):
     terminated = []
     monkeypatch.setattr(BaseProcess, "terminate", terminated.append)
     others = set(multiprocessing.active_children())
@@ -242,7 +242,7 @@ class Owner:
 
 
 @pytest.mark.slow
-def test_workers_keep_garbage_of_parent(tmp_path):
+def test_worker_init_gc_in_worker_does_not_finalize_garbage_of_parent(tmp_path):
     said = tmp_path / "said"
     gc.disable()
     try:
@@ -271,8 +271,10 @@ raise ValueError("as in a step")
 """
 
 
-@pytest.mark.parametrize("whose", [[], pytest.param(["theirs"], marks=pytest.mark.slow)], ids=["ours", "theirs"])
-def test_workers_do_not_delay_exit_after_error(whose):
+@pytest.mark.parametrize(
+    "whose", [[], pytest.param(["theirs"], marks=pytest.mark.slow)], ids=["SIGTERM ignored", "SIGTERM handled"]
+)
+def test_kill_workers_at_exit_lets_process_exit_after_uncaught_error(whose):
     done = subprocess.run([sys.executable, "-c", FAILS, *whose], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "as in a step" in done.stderr and "killed" not in done.stderr
 
@@ -295,7 +297,7 @@ class _Dies(Dataset):
     (signal.SIGKILL, r"was killed by a signal \(Killed\)\. Most likely memory ran out"),
     (signal.SIGBUS, r"was killed by a signal \(Bus error\)\. Shared memory is full"),
 ])  # fmt: skip
-def test_describe_lost_worker_names_cause_and_setting(sent, words):
+def test_describe_lost_worker_killed_by_signal_names_cause_and_setting(sent, words):
     with pytest.raises(RuntimeError) as caught:
         next(iter(DataLoader(_Dies(sent), num_workers=1)))
     said = describe_lost_worker(caught.value)

@@ -121,7 +121,7 @@ def runs(pieces) -> list[tuple[str, bool]]:
 
 @given(cases, st.booleans())
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_template_trains_only_on_answers_in_any_role_mix(encoders, image, case, thinks):
+def test_template_any_sequence_of_roles_trains_only_on_assistant_answers(encoders, image, case, thinks):
     conversation, encoder = made(case, image), encoders[thinks]
     if not thinks and any("reasoning_content" in message for message in conversation.messages):
         with pytest.raises(DataError, match=r"message \d+: found reasoning_content, which the chat template ignores"):
@@ -161,7 +161,9 @@ TURNS = Conversation("train.jsonl:1", (ASK, SEVEN, ASK, EIGHT))
      "<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n[null]\n</parameter>\n<"),
 ])  # fmt: skip
 @pytest.mark.parametrize("arguments", [{"city": None, "a": 1, "b": [None]}, '{"a":1,"b":[null]}'])
-def test_template_tool_calls_are_equal_in_all_formats(processor, read, template, written, arguments):
+def test_template_tool_call_arguments_as_object_or_json_string_render_equally(
+    processor, read, template, written, arguments
+):
     call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
     tool = {"type": "function", "function": {"name": "add", "parameters": {"a": {"enum": ["x", None]}, "city": None}}}
     answer = {"role": "assistant", "content": None, "tool_calls": [call]}
@@ -182,13 +184,13 @@ def changed(processor):
 
 
 @pytest.mark.parametrize("change", [str, without_reading_reasoning])
-def test_template_inline_reasoning_is_trained_on_if_written(processor, changed, change):
+def test_template_inline_reasoning_rendered_only_for_last_answer_is_trained_on(processor, changed, change):
     expected = f"A bar.\n</think>\n\nEight{END}"
     assert trained(processor, changed(change)(TURNS)) == f"Seven{END}{expected}"
     assert trained(processor, changed(change, "last")(TURNS)) == expected
 
 
-def test_template_without_thinking_switch(changed, caplog, monkeypatch):
+def test_template_without_enable_thinking_encodes_without_transformers_warning(changed, caplog, monkeypatch):
     # Whatever the tests before have set.
     for name in ("transformers", "transformers.processing_utils"):
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
@@ -198,31 +200,31 @@ def test_template_without_thinking_switch(changed, caplog, monkeypatch):
     caplog.clear()
     encoder(TURNS)
     assert not caplog.records
-    # What it would have said.
+    # The warning of transformers, which the encoder avoids.
     encoder.processor.apply_chat_template([ASK], tokenize=False, enable_thinking=False)
     assert {record.name for record in caplog.records} == {"transformers.processing_utils"}
 
 
 @pytest.mark.parametrize("answers", ["all", "last"])
-def test_template_that_cannot_be_used_advises_other_template(changed, answers):
+def test_template_whose_generation_prompt_contradicts_answer_advises_other_template(changed, answers):
     encoder = changed(
         lambda text: without_reading_reasoning(text).replace("question.last and (loop.last or thought)", "9999"),
         answers,
     )
     with pytest.raises(
-        DataError, match=r"(?s)message 4: .*on the answer: give the checkpoint another chat templ"
+        DataError, match=r"(?s)message 4: .* in the full conversation; use a checkpoint with another chat"
     ) as caught:
         encoder(TURNS)
     assert "answers=" not in str(caught.value)
 
 
-def test_template_error_has_advice(changed):
+def test_template_calling_raise_exception_raises_data_error_with_advice(changed):
     def raising(when: str):
         return lambda text: f"{{%- if {when} -%}}{{{{- raise_exception('no more') -}}}}{{%- endif -%}}{text}"
 
-    message = "1: the chat template fails: no more; fix the sample, set"
+    message = "1: the chat template fails for this sample: no more; fix the sample, set"
     assert_refused(changed(raising("messages | length > 3")), message, TURNS)
-    with pytest.raises(DataError, match="message 2: add_generation_prompt does not append a prompt"):
+    with pytest.raises(DataError, match="message 2: the chat template appends nothing to a single user message"):
         changed(raising("messages | length < 3"))(TURNS)
 
 
@@ -242,7 +244,7 @@ XML_CALLED = (
     "<tool_call>\n<function=look>\n<parameter=where>\nleft\n</parameter>\n<parameter=times>\n2\n</parameter>\n"
     "</function>\n</tool_call>"
 )
-# Two pairs of frames, the times of their middles, and a picture's tokens for each.
+# Two pairs of frames, the times of their middles, and the tokens of an image for each.
 FRAMES = "".join(f"<{time} seconds><|vision_start|>{'<|video_pad|>' * 4}<|vision_end|>" for time in ("0.2", "1.2"))
 TOOLS = ({"type": "function", "function": {"name": "look", "description": "Looks."}},)
 
@@ -327,7 +329,7 @@ def check_release(processor, image, case, variables: dict, keeps: bool, reads: b
 @pytest.mark.parametrize("name", USED)
 @given(conversations)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_template_trains_on_answers_and_reasoning(processor, image, name, case):
+def test_thinking_template_trains_only_on_answers_and_reasoning(processor, image, name, case):
     template, *usage = USED[name]
     check_release(with_template(processor, template), image, case, *usage)
 
@@ -335,7 +337,7 @@ def test_template_trains_on_answers_and_reasoning(processor, image, name, case):
 @pytest.mark.parametrize("name", USED)
 @given(conversations)
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_template_released_versions_agree(processor, image, name, case):
+def test_released_thinking_template_trains_only_on_answers_and_reasoning(processor, image, name, case):
     if (template := released(name.removesuffix(" low"))) is None:
         pytest.skip("needs the released template, which the package trl 1.16 has")
     check_release(with_template(processor, template), image, case, *USED[name][1:])
@@ -343,14 +345,14 @@ def test_template_released_versions_agree(processor, image, name, case):
 
 @given(conversations)
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_template_empty_thinking_train(thinking, image, case):
+def test_empty_thinking_train_trains_on_think_end_tag_if_answer_has_no_reasoning(thinking, image, case):
     conversation, expected = with_reasoning(case, image)
     sample = Encoder(thinking, "last", empty_thinking="train")(conversation)
     thought, text = expected[-1]
     assert trained(thinking, sample) == block(thought, "\n</think>\n\n") + text + END
 
 
-def test_template_prompt_asks_for_thinking_if_answer_has_reasoning(processor):
+def test_template_prompt_enables_thinking_if_a_trained_answer_has_reasoning(processor):
     release, system = with_template(processor, QWEN3_8), {"role": "system", "content": "Be brief."}
     thought, plain = THOUGHT_SEVEN, SEVEN | {"content": "Eight"}
     begins, said = "<|im_start|>system\n", f"A bar.\n</think>\n\nSeven{END}"
@@ -375,19 +377,19 @@ def test_template_prompt_asks_for_thinking_if_answer_has_reasoning(processor):
         assert "A bar." not in whole and found == f"Seven{END}Eight{END}"
 
 
-def test_template_settings_are_passed_or_raise(processor):
+def test_template_setting_rejected_or_ignored_by_template_raises(processor):
     release = with_template(processor, QWEN3_8)
     with pytest.raises(ValueError, match="the chat template fails with reasoning_effort='high': No effort high"):
         Encoder(release, reasoning_effort="high")
     for name, value in (("reasoning_effort", "low"), ("preserve_thinking", False)):
-        with pytest.raises(ValueError, match=f"{name} is {value!r}, but the chat template ignores it"):
+        with pytest.raises(ValueError, match=f"{name} is {value!r}, expected None: .* template ignores it"):
             Encoder(with_template(processor, QWEN3_5), **{name: value})
         assert Encoder(release, **{name: value}).fingerprint != Encoder(release).fingerprint
 
 
 def test_template_conversation_without_user_message_raises(processor):
     encoder = Encoder(with_template(processor, QWEN3_8))
-    with pytest.raises(DataError, match=r"^x: the chat template fails: No user query found"):
+    with pytest.raises(DataError, match=r"^x: the chat template fails for this sample: No user query found"):
         encoder(Conversation("x", ({"role": "system", "content": "Be brief."}, SEVEN)))
 
 
@@ -398,39 +400,39 @@ CONVERSATION = Conversation("train.jsonl:1", (ASK, THOUGHT_SEVEN, ASK, {**THOUGH
     # Counts the letters of what is before, behind it.
     ("{%- if add_generation", "{{- messages[1].content | length -}}{%- if add_generation", "the text after the answer"),
     # Writes answers twice.
-    ("        {{- text -}}", "        {{- text + text -}}", "writes the answer 2 times, expected once"),
+    ("        {{- text -}}", "        {{- text + text -}}", "writes this answer 2 times, expected once"),
     # Shouts.
-    ("        {{- text -}}", "        {{- text | upper -}}", "writes the answer 0 times, expected once"),
+    ("        {{- text -}}", "        {{- text | upper -}}", "writes this answer 0 times, expected once"),
     ("text = written(m.content) | trim -%}\n    {%- if m.role == 'system'",
      "text = written(m.content) | trim -%}{{- text | length -}}\n    {%- if m.role == 'system'",
      "the text before the answer"),
     # Asks somebody else.
     ("{{- '<|im_start|>assistant\\n<think>\\n' -}}\n    {%- if enable",
      "{{- '<|im_start|>model\\n<think>\\n' -}}\n    {%- if enable",
-     "the prompt to generate it, with enable_thinking True"),
-    ("{%- if add_generation_prompt -%}", "{%- if false -%}", "add_generation_prompt does not append a prompt"),
+     "the generation prompt, with enable_thinking=True"),
+    ("{%- if add_generation_prompt -%}", "{%- if false -%}", "appends nothing to a single user message"),
     ("{{- called(call) -}}\n        {%- endfor -%}\n        {{- '<|im_end|>\\n' -}}",
-     "{%- endfor -%}\n        {{- '\\n' -}}", "expected a token that closes the turn"),
+     "{%- endfor -%}\n        {{- '\\n' -}}", "expected a special token that ends the turn"),
 ])  # fmt: skip
-def test_template_unmappable_raises(thinking, old, new, message):
+def test_template_whose_rendered_answer_cannot_be_located_raises(thinking, old, new, message):
     assert QWEN3_5.count(old) == 1
     with pytest.raises(DataError, match=f"^train.jsonl:1: message [24]: .*{message}"):
         Encoder(with_template(thinking, QWEN3_5.replace(old, new)))(CONVERSATION)
 
 
 @pytest.mark.parametrize("settled", [{"answers": "last"}, {}])
-def test_template_unmappable_earlier_answer_can_be_excluded(thinking, settled):
+def test_template_earlier_answer_that_cannot_be_located_can_be_excluded_from_loss(thinking, settled):
     counting = "{%- if messages[1] -%}{{- messages[1].content | length -}}{%- endif -%}{%- if add_generation"
     other = with_template(thinking, QWEN3_5.replace("{%- if add_generation", counting))
-    with pytest.raises(DataError, match="on the answer: train on only the last answer with answers='last', leave this"):
+    with pytest.raises(DataError, match=r"; set dataset.answers=last to train on only the last answer, exclude"):
         Encoder(other)(CONVERSATION)
     conversation = CONVERSATION if settled else replace(CONVERSATION, losses={1: False})
     assert trained(other, Encoder(other, **settled)(conversation)) == f"A bar.\n</think>\n\nEight{END}"
 
 
-def test_template_empty_thinking_without_thinking_raises(processor, thinking):
+def test_empty_thinking_invalid_or_unsupported_by_template_raises(processor, thinking):
     with pytest.raises(
-        ValueError, match="empty_thinking is 'train', but the chat template does not read 'reasoning_cont"
+        ValueError, match=r"empty_thinking is 'train', expected 'prompt': .* does not read 'reasoning_cont"
     ):
         Encoder(processor, empty_thinking="train")
     with pytest.raises(ValueError, match="empty_thinking"):
@@ -438,7 +440,7 @@ def test_template_empty_thinking_without_thinking_raises(processor, thinking):
     assert Encoder(thinking).fingerprint != Encoder(thinking, empty_thinking="train").fingerprint
 
 
-def test_template_kwargs_of_record_are_passed(processor):
+def test_chat_template_kwargs_of_record_override_encoder_settings(processor):
     turns = (ASK, THOUGHT_SEVEN, ASK, {**THOUGHT_SEVEN, "content": "Eight"})
 
     def ids(own, **settings):
@@ -451,12 +453,12 @@ def test_template_kwargs_of_record_are_passed(processor):
     for own in ({"preserve_thinking": False}, {"reasoning_effort": "low"}):
         assert ids(own) == ids({}, **own) != ids({})
     assert ids({"reasoning_effort": "low"}, reasoning_effort="medium") == ids({}, reasoning_effort="low")
-    with pytest.raises(DataError, match=r"^x: the chat template fails: No effort high"):
+    with pytest.raises(DataError, match=r"^x: the chat template fails for this sample: No effort high"):
         ids({"reasoning_effort": "high"})
 
 
 @pytest.mark.parametrize("name", ["thinking_budget", "messages", "tools", "add_generation_prompt", "m", "range"])
-def test_template_kwargs_not_read_raise(processor, name):
+def test_chat_template_kwargs_unread_by_template_or_reserved_raise(processor, name):
     encoder = Encoder(with_template(processor, QWEN3_6))
     conversation = Conversation("x", (ASK, SEVEN), template_kwargs={name: True})
     message = f"^x: found '{name}' under 'chat_template_kwargs', .* expected some of enable_thinking, preserve_thinking"
@@ -465,7 +467,7 @@ def test_template_kwargs_not_read_raise(processor, name):
             work(conversation)
 
 
-def test_template_kwargs_enable_thinking_sets_prompt(processor):
+def test_chat_template_kwargs_enable_thinking_overrides_empty_thinking_setting(processor):
     plain = Encoder(with_template(processor, QWEN3_5))
     trains = Encoder(with_template(processor, QWEN3_5), empty_thinking="train")
 
@@ -482,7 +484,7 @@ def test_template_kwargs_enable_thinking_sets_prompt(processor):
         sample(plain, THOUGHT_SEVEN, enable_thinking=False)
 
 
-def test_template_kwargs_from_objects_and_json(read):
+def test_chat_template_kwargs_as_object_or_json_string_are_read(read):
     for value in ({"enable_thinking": False, "a": None}, '{"enable_thinking": false, "a": null}'):
         found = read({"messages": [ASK, SEVEN], "chat_template_kwargs": value})
         assert found.template_kwargs == {"enable_thinking": False}

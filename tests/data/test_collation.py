@@ -21,7 +21,7 @@ def groups(samples, size):
 
 @pytest.mark.parametrize("multiple", [1, 8])
 @pytest.mark.parametrize("packed", [True, False])
-def test_collator_batch_equals_single_samples(samples, collator, packed, multiple):
+def test_collator_batch_of_samples_equals_batches_of_single_samples(samples, collator, packed, multiple):
     collator = replace(collator, seq_length=512, multiple=multiple)
     for group in groups(samples, 4):
         batch = collator.collate_packed(group) if packed else collator.collate_padded(group)
@@ -67,19 +67,19 @@ def test_collator_pixels_have_requested_dtype(samples, collator):
 
 def test_collator_too_long_samples_raise(samples, collator):
     long = max(samples, key=len)
-    with pytest.raises(ValueError, match=r"1 segments take \d+ tokens, padded to multiples of 1: expected at most 8"):
+    with pytest.raises(ValueError, match=r"1 segments take \d+ tokens, padded to multiples of 1, expected at most 8"):
         replace(collator, seq_length=8).collate_packed([long])
     with pytest.raises(ValueError, match=rf"segment 0: {len(long)} tokens do not fit a padded length of 8"):
         replace(collator, seq_length=8).collate_padded([long])
 
 
 @pytest.mark.parametrize(("seq_length", "multiple"), [(0, 1), (10, 4), (8, 0)])
-def test_collator_invalid_multiple_raises(collator, seq_length, multiple):
+def test_collator_seq_length_not_multiple_of_padding_multiple_raises(collator, seq_length, multiple):
     with pytest.raises(ValueError, match=f"seq_length is {seq_length}, expected a multiple of {multiple}"):
         replace(collator, seq_length=seq_length, multiple=multiple)
 
 
-def test_pad_token_id_falls_back_to_eos(processor):
+def test_pad_token_id_missing_falls_back_to_eos_token_id(processor):
     assert processor.tokenizer.decode([pad_token_id(processor.tokenizer)]) == "<|endoftext|>"
     assert pad_token_id(SimpleNamespace(pad_token_id=0, eos_token_id=5)) == 0
     assert pad_token_id(SimpleNamespace(pad_token_id=None, eos_token_id=5)) == 5
@@ -96,19 +96,19 @@ def checkpoint(processor, tmp_path):
     return config, tmp_path
 
 
-def test_vision_settings_from_config(processor, checkpoint):
+def test_read_vision_settings_matches_config_and_processor(processor, checkpoint):
     settings = read_vision_settings(checkpoint[1], processor)
     assert settings == VisionSettings(processor.image_token_id, processor.video_token_id, 2, 36)
 
 
 @pytest.mark.parametrize(("part", "name", "message"), [
-    (None, "image_token_id", r"the processor has the image_token_id \d+, but the config 7"),
-    (None, "video_token_id", r"the processor has the video_token_id \d+, but the config 7"),
-    ("vision_config", "spatial_merge_size", "the processor has the merge size 2, but the config 7"),
-    ("vision_config", "patch_size", "the processor has the patch size 16, but the config 7"),
-    ("vision_config", "temporal_patch_size", "the processor has the temporal patch size 2, but the config 7"),
+    (None, "image_token_id", r"found the image_token_id \d+ in the processor and 7 in the config"),
+    (None, "video_token_id", r"found the video_token_id \d+ in the processor and 7 in the config"),
+    ("vision_config", "spatial_merge_size", "found the merge size 2 in the processor and 7 in the config"),
+    ("vision_config", "patch_size", "found the patch size 16 in the processor and 7 in the config"),
+    ("vision_config", "temporal_patch_size", "found the temporal patch size 2 in the processor and 7 in the config"),
 ])  # fmt: skip
-def test_vision_settings_of_other_processor_raises(processor, checkpoint, part, name, message):
+def test_read_vision_settings_config_disagreeing_with_processor_raises(processor, checkpoint, part, name, message):
     config, folder = checkpoint
     setattr(getattr(config, part) if part else config, name, 7)
     config.save_pretrained(folder)
@@ -116,9 +116,9 @@ def test_vision_settings_of_other_processor_raises(processor, checkpoint, part, 
         read_vision_settings(folder, processor)
 
 
-def test_vision_settings_of_other_config_raises(processor, checkpoint, tmp_path):
+def test_read_vision_settings_missing_or_text_only_config_raises(processor, checkpoint, tmp_path):
     with pytest.raises(DataError, match="nowhere: found no config"):
         read_vision_settings(tmp_path / "nowhere", processor)
     checkpoint[0].text_config.save_pretrained(tmp_path / "text")
-    with pytest.raises(DataError, match="text: found the config of a 'qwen3_vl_text', expected one of Qwen3-VL"):
+    with pytest.raises(DataError, match="text: found a config of the model type 'qwen3_vl_text', expected a Qwen3-VL"):
         read_vision_settings(tmp_path / "text", processor)

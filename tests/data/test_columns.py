@@ -36,7 +36,7 @@ def asked(record: dict, **columns):
     return read(record, **columns)[0]["content"]
 
 
-def test_columns_are_renamed():
+def test_columns_renamed_keys_are_read_as_turns_and_images():
     turns = [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "Seven."}]
     question = [IMAGE, {"type": "text", "text": "?"}]
     assert asked({"conversations": turns, "img": b"x"}, image="img") == question
@@ -51,7 +51,7 @@ def test_columns_are_renamed():
     assert read({"question": "Seven.", "answer": "Which?"}, question="answer", answer="question") == [ASK, ANSWER]
 
 
-def test_columns_templates():
+def test_columns_templates_are_filled_with_values_of_record():
     record = {"question": "Which?", "answers": ["Seven.", "7"], "choices": ["six", 7], "at": 1, "n": 0.5}
     keys = {"answer": "{answers[0]}"}
     assert read({**record, "query": "x", "response": "y"}, question="{question}", **keys) == [ASK, ANSWER]
@@ -60,14 +60,14 @@ def test_columns_templates():
     assert asked(record, question="text:Which?", **keys) == "Which?"
     assert read({**record, "answers": [{"answer": "Seven."}]}, answer="{answers[0][answer]}") == [ASK, ANSWER]
     assert read(record, system="text:Be {{}}.", **keys)[0] == {"role": "system", "content": "Be {}."}
-    # What is filled in is no template, and what it names is a picture's place.
+    # A value that is filled in is not a template, and <image> in it is a placeholder.
     assert asked({"problem": "<image> {x}", "image": b"x"}, question="{problem}!", answer="text:a") == [
         *(IMAGE, {"type": "text", "text": " {x}!"})
     ]
     assert asked({"file_name": "1.png", "image": b"x"}, question="{file_name}?", answer="text:a")[0] == IMAGE
 
 
-def test_columns_missing_image_is_allowed_with_placeholders():
+def test_columns_image_column_missing_in_record_with_messages_is_allowed():
     turns = [ASK, ANSWER]
     assert read({"messages": turns}, image="img") == turns
     assert read({"messages": turns, "img": None}, image="img") == turns
@@ -85,9 +85,9 @@ def numbered():
     return {"question": "<image 3><image 1>?", "answer": "Seven.", **pictures, "image_type": "photo", "image_11": None}
 
 
-def test_columns_numbered_images(numbered):
+def test_columns_image_wildcard_reads_numbered_columns_in_numeric_order(numbered):
     expected = [*({"type": "image", "image": name} for name in ("10.png", "1.png")), {"type": "text", "text": "?"}]
-    with pytest.raises(DataError, match="placeholders for the images of the numbers 1, 3, expected each number from 1"):
+    with pytest.raises(DataError, match="placeholders for the images with the numbers 1, 3, expected each number from"):
         read(numbered, image="image_*")
     numbered["question"] = "<image 3><image 1><image 2>?"
     assert asked(numbered, image="image_*")[::3] == expected[::2]
@@ -102,11 +102,11 @@ def test_columns_numbered_images(numbered):
     assert read({"messages": [ASK, ANSWER]}, image="image_*") == [ASK, ANSWER]
     clips = {"question": "<video>?", "answer": "Seven.", "clip_1": "1.mp4"}
     assert asked(clips, video="clip_*")[0] == {"type": "video", "video": "1.mp4"}
-    with pytest.raises(DataError, match=r"found 'image_2', which looks like .*columns.image=image_\*, or another"):
+    with pytest.raises(DataError, match=r"found 'image_2', which looks like .*columns.image=image_\*; to ignore"):
         read({"question": "Which?", "answer": "Seven.", "image_2": "2.png"})
 
 
-def test_columns_options_as_text_and_empty_lines():
+def test_columns_template_parses_options_from_text_and_omits_empty_lines():
     record = {"question": "Which?", "options": "['a', \"it's\", 3]", "none": "[]", "hint": "", "answer": "A"}
     assert asked(record, question=r"{hint}\n{question}\n{options:letters}") == "Which?\nA. a\nB. it's\nC. 3"
     assert asked({**record, "options": '["a", "b"]'}, question="{options:letters}") == "A. a\nB. b"
@@ -114,7 +114,7 @@ def test_columns_options_as_text_and_empty_lines():
     assert asked(record, question="{hint}: {question}") == ": Which?"
 
 
-def test_columns_ignore_and_literal_placeholders():
+def test_columns_ignored_media_is_not_read_and_placeholders_text_is_literal():
     record = {"messages": [ASK, ANSWER], "thumbnail": "1.png", "preview": {"bytes": b"x", "path": None}}
     assert read(record, ignore=("thumbnail", "preview")) == [ASK, ANSWER]
     with pytest.raises(DataError, match="found 'preview', which looks like"):
@@ -123,11 +123,11 @@ def test_columns_ignore_and_literal_placeholders():
     assert read({"messages": html}, placeholders="text") == html
 
 
-def test_columns_second_answer_needs_ignore(tmp_path):
+def test_columns_rejected_answer_of_preference_data_raises_unless_ignored(tmp_path):
     for key, other in (("rejected_response", "Eight."), ("rejected", {"role": "assistant", "content": "Eight."})):
         record = {"messages": [ASK, ANSWER], key: other}
         with pytest.raises(
-            DataError, match=rf"^x: found '{key}', a key of preference data.* set columns.ignore=\[{key}\]$"
+            DataError, match=rf"^x: found '{key}', a key of preference data, .* set columns.ignore=\[{key}\]$"
         ):
             read(record)
         assert read(record, ignore=[key]) == read(record | {key: None}) == [ASK, ANSWER]
@@ -143,8 +143,8 @@ def test_columns_second_answer_needs_ignore(tmp_path):
     ({"q": "b"}, {"question": "q", "answer": "{a}"}, "x: columns.answer: found the keys q, expected 'a', and not"),
     ({"q": "b", "a": [1]}, {"question": "q", "answer": "{a}"}, r"found \[1\], expected a text or a number"),
     ({"q": "b", "a": True}, {"question": "q", "answer": "{a}"}, "found True, expected a text or a number"),
-    ({"q": "b", "a": []}, {"question": "q", "answer": "{a[0]}"}, r"'{a\[0\]}' cannot be filled: list index"),
-    ({"q": "b", "a": {}}, {"question": "q", "answer": "{a[x]}"}, "cannot be filled: 'x'"),
+    ({"q": "b", "a": []}, {"question": "q", "answer": "{a[0]}"}, r"cannot fill the template '{a\[0\]}': list index"),
+    ({"q": "b", "a": {}}, {"question": "q", "answer": "{a[x]}"}, "cannot fill the template .*: 'x'"),
     ({"q": "b", "a": "c"}, {"question": "q", "answer": "{a:letter}"}, "found 'c', expected an integer"),
     ({"q": "b", "a": 26}, {"question": "q", "answer": "{a:letter}"}, "found 26, expected a number from 0 to 25"),
     ({"q": "b", "a": "c"}, {"question": "q", "answer": "{a:letters}"}, "found 'c', expected a list of up to 26"),
@@ -152,10 +152,10 @@ def test_columns_second_answer_needs_ignore(tmp_path):
     ({"q": "b", "a": "[" * 9999}, {"question": "q", "answer": "{a:letters}"}, "expected a list of up to 26"),
     ({"q": "b", "a": "[{}]"}, {"question": "q", "answer": "{a:letters}"}, "found {}, expected a text or a number"),
     ({"question": "q", "answer": "a"}, {"image": "image_*"}, r"expected 'image_\*' \(columns.image\)"),
-    ({"messages": [], "q": "b"}, {"question": "q"}, r"found 'messages' in addition to columns.q.*ignore=\[mess"),
+    ({"messages": [], "q": "b"}, {"question": "q"}, r"found 'messages' although columns.q.*ignore=\[mess"),
     ({"question": "a", "answer": "b", "tools": []}, {"system": "s"}, r"expected 's' \(columns.system\)"),
 ])  # fmt: skip
-def test_columns_missing_key_raises(record, columns, message):
+def test_columns_record_not_matching_settings_raises(record, columns, message):
     with pytest.raises(DataError, match=message):
         read(record, **columns)
 
@@ -163,15 +163,15 @@ def test_columns_missing_key_raises(record, columns, message):
 @pytest.mark.parametrize(("columns", "message"), [
     ({"image": ""}, "columns.image is '', expected the name of a column"),
     ({"image": 7}, "columns.image is 7, expected the name of a column"),
-    ({"question": "{}"}, "columns.question is '{}', expected a template: found {}, a column stands as {NAME}"),
+    ({"question": "{}"}, "columns.question is '{}', expected a template: found {}, expected a column name in braces"),
     ({"question": "{a"}, "columns.question is '{a', expected a template: expected '}'"),
     ({"question": "a}"}, "expected a template: Single '}'"),
-    ({"answer": "{a.__class__}"}, "found {a.__class__}, a column stands as"),
-    ({"answer": "{a!r}"}, "found {a}, a column stands as"), ({"answer": "{a:>9}"}, "found {a}, a column stands as"),
+    ({"answer": "{a.__class__}"}, "found {a.__class__}, expected a column name"),
+    ({"answer": "{a!r}"}, "found {a}, expected a column"), ({"answer": "{a:>9}"}, "found {a}, expected a column"),
     ({"ignore": "thumbnail"}, r"columns.ignore is 'thumbnail', expected a list of columns, such as \[thumbnail\]"),
     ({"ignore": ["img"], "image": "img"}, "columns.ignore has 'img', which columns.image reads"),
-    ({"image": "*"}, r"columns.image is '\*', .*; of image, images, video, videos one '\*' in it may stand for num"),
-    ({"image": "image_**"}, r"columns.image is 'image_\*\*', expected the name of a column; of image"),
+    ({"image": "*"}, r"columns.image is '\*', .*; only in image, images, video, videos may one '\*' stand for num"),
+    ({"image": "image_**"}, r"columns.image is 'image_\*\*', expected the name of a column; only in image"),
     ({"question": "question_*"}, r"columns.question is 'question_\*', expected the name of a column"),
     ({"ignore": ["image_2"], "image": "image_*"}, "columns.ignore has 'image_2', which columns.image reads"),
     ({"placeholders": "none"}, "columns.placeholders is 'none', expected 'media' or 'text'"),
@@ -185,8 +185,8 @@ def test_columns_invalid_settings_raise(columns, message):
             getattr(qwen3vl_bridge, provider)(**settings, columns=Columns(**columns)).finalize()
 
 
-def test_named_schema_with_columns_raises(tmp_path):
-    with pytest.raises(ValueError, match=r"schema_adapter is 'cord_v2', .* schema of columns image='img'; exp"):
+def test_schema_adapter_together_with_columns_raises(tmp_path):
+    with pytest.raises(ValueError, match=r"schema_adapter is 'cord_v2' and columns is {'image': 'img'}, exp"):
         open_source(tmp_path, schema_adapter="cord_v2", columns=Columns(image="img"))
 
 
@@ -208,7 +208,7 @@ def sources(tmp_path):
 COLUMNS = Columns(image="img", question="{q}\nBe brief.", answer="{answers[0]}")
 
 
-def test_columns_equal_in_every_container(sources):
+def test_columns_give_equal_samples_in_every_file_format(sources):
     dataset, contents, paths = sources
     found = [open_source(path, columns=COLUMNS) for path in paths]
     streamed = StreamedDataset(dataset.to_iterable_dataset(), "x", schema=COLUMNS)
@@ -227,7 +227,7 @@ def test_columns_equal_in_every_container(sources):
     assert open_source(plain).fingerprint() == open_source(plain, columns=Columns(ignore=[])).fingerprint()
 
 
-def test_columns_missing_in_table_raise_on_open(sources):
+def test_columns_not_in_table_raise_when_source_is_opened(sources):
     _, _, (saved, parquet, _, _) = sources
     for path in (saved, parquet):
         for setting, column in (("image", "foto"), ("ignore", "foto"), ("answer", "foto")):
@@ -238,11 +238,11 @@ def test_columns_missing_in_table_raise_on_open(sources):
             open_source(path, columns=Columns(question="q", answer="{answers[0]}"))
         ignored = open_source(path, columns=Columns(question="q", answer="{answers[0]}", ignore=("img",)))
         assert ignored[1].images == () and ignored[1].messages[0]["content"] == "1?"
-        with pytest.raises(DataError, match="the columns q, answers, img, note, expected 'messages' or"):
+        with pytest.raises(DataError, match="the columns q, answers, img, note, expected 'messages', 'conv"):
             open_source(path)
 
 
-def test_columns_tables_of_questions_and_paths(tmp_path):
+def test_columns_of_parquet_with_image_paths_and_json_turns_are_read(tmp_path):
     picture(tmp_path / "1.png", 32, 32)
     rows = [{"question": "Which?", "answer": "Seven.", "image": "1.png", "n": 7, "foto": None}]
     rows += [{**rows[0], "foto": "2.png"}]
@@ -256,7 +256,7 @@ def test_columns_tables_of_questions_and_paths(tmp_path):
     assert open_source(tmp_path / "turns.parquet", columns=Columns(messages="dialog"))[0].messages[0] == ASK
 
 
-def test_columns_overrides_and_unknown_keys():
+def test_columns_overrides_are_applied_and_unknown_keys_raise():
     cfg = qwen3_vl_8b_sft_config()
     words = ["dataset.columns.image=img", "dataset.columns.ignore=[thumbnail]"]
     words += [r"dataset.columns.question='{question}\nBe brief.'", "dataset.columns.answer='{answers[0]}'"]
@@ -269,14 +269,14 @@ def test_columns_overrides_and_unknown_keys():
             apply(cfg, [f"dataset.columns.{name}=x"])
 
 
-def test_columns_are_saved_with_configuration(tmp_path):
+def test_columns_survive_yaml_round_trip_of_run_config(tmp_path):
     cfg = apply(qwen3_vl_8b_sft_config(), ["dataset.columns.image=img", "dataset.columns.ignore=[a, b]"])
     cfg.to_yaml(str(tmp_path / "run_config.yaml"))
     again = type(cfg).from_yaml(str(tmp_path / "run_config.yaml"))
     assert again.dataset.columns == Columns(image="img", ignore=["a", "b"])
 
 
-def test_columns_apply_to_streams_and_prompts(sources, checkpoint, monkeypatch):
+def test_columns_apply_to_streamed_data_and_accuracy_questions(sources, checkpoint, monkeypatch):
     dataset, _, (_, parquet, _, _) = sources
     stream = dataset.to_iterable_dataset()
     monkeypatch.setattr(datasets, "load_dataset", lambda name, **how: stream)
@@ -289,7 +289,7 @@ def test_columns_apply_to_streams_and_prompts(sources, checkpoint, monkeypatch):
     assert [question.answer for question in Accuracy(cfg).read_questions()] == ["0", "1", "2"]
 
 
-def test_columns_of_mixture_sets(sources, checkpoint, tmp_path):
+def test_columns_of_data_set_in_mixture_override_common_columns(sources, checkpoint, tmp_path):
     _, _, (_, parquet, lines, _) = sources
     theirs = {"image": "img", "question": "q", "answer": "{answers[1]}"}
     own = write(tmp_path / "own.jsonl", [{"messages": [ASK, ANSWER]}])
@@ -306,16 +306,16 @@ def test_columns_of_mixture_sets(sources, checkpoint, tmp_path):
     source = rows(sets).samples.file
     assert [source[number].messages[1]["content"] for number in range(7)] == ["0", "1", "2", "x", "x", "x", "Seven."]
     for columns, message in (
-        ({"imag": "x"}, r"dataset.mixture\[0\].columns is {'imag': 'x'}, expected {KEY: COLUMN} with keys of messages"),
+        ({"imag": "x"}, r"dataset.mixture\[0\].columns is {'imag': 'x'}, expected {KEY: COLUMN} with KEY one of mess"),
         ({"image": ""}, "columns.image is '', expected the name of a column"),
     ):
         with pytest.raises(ValueError, match=message):
             rows([{"path": str(parquet), "columns": columns}])
-    with pytest.raises(ValueError, match=r"schema_adapter is 'cord_v2', .* expected only one of the two"):
+    with pytest.raises(ValueError, match=r"schema_adapter is 'cord_v2' .*, expected only one of them"):
         rows([{"path": str(parquet), "columns": theirs, "schema_adapter": "cord_v2"}])
 
 
-def test_columns_on_command_line(sources, checkpoint, tmp_path, capsys):
+def test_columns_option_of_inspect_and_pack_commands_is_applied(sources, checkpoint, tmp_path, capsys):
     _, _, (_, parquet, _, _) = sources
     common = ["--data", str(parquet), "--hf-model", str(checkpoint), "--seq-length", "256", "--no-progress"]
     words = ["image=img", r"question={q}\nBe brief.", "answer={answers[0]}"]

@@ -25,7 +25,7 @@ ASK = {"role": "user", "content": "Which?"}
 ANSWER = {"role": "assistant", "content": "Seven."}
 
 
-def test_json_lines_are_found_by_offset(tmp_path):
+def test_json_lines_reads_records_in_any_order_and_skips_blank_lines(tmp_path):
     path = tmp_path / "train.jsonl"
     lines = [json.dumps({"messages": [{"role": "user", "content": text}, ANSWER]}) for text in ("één", "zwei", "3")]
     path.write_bytes(f"{lines[0]}\r\n\n  \n{lines[1]}\n{lines[2]}".encode())
@@ -39,7 +39,7 @@ def test_json_lines_are_found_by_offset(tmp_path):
     assert [file[i].messages[0]["content"] for i in (2, 0, 1)] == ["3", "één", "zwei"]
 
 
-def test_media_paths_are_found_below_root(tmp_path):
+def test_media_paths_are_resolved_relative_to_media_root(tmp_path):
     first, second = picture(tmp_path / "media/a/1.png", 8, 8), picture(tmp_path / "media/2.png", 8, 8)
     parts = [
         {"type": "image", "image": "a/1.png"}, {"type": "text", "text": "and"},
@@ -59,9 +59,9 @@ def user(*parts) -> dict:
     (b"{", r"found no valid JSON \(.*\), expected one conversation"),
     (b"[" * 100_000, r"found no valid JSON \(.*more than 50 deep"),
     (b'{"messages": "\xff"}', r"found bytes that are not valid UTF-8"),
-    ([], r"found \[\], expected an object with a list of messages"), (7, "found 7, expected an object"),
-    ({}, "found None under 'messages', expected an object with a list"),
-    ({"messages": []}, r"found \[\] under 'messages'"), ({"messages": "hi"}, "found a value that does not decode"),
+    ([], r"found \[\], expected an object with a non-empty list"), (7, "found 7, expected an object"),
+    ({}, "found None under 'messages', expected an object with a non-empty list"),
+    ({"messages": []}, r"found \[\] under 'messages'"), ({"messages": "hi"}, "'messages' that is not valid JSON"),
     ({"messages": [ASK, ANSWER], "tools": {"a": 1}}, "found {'a': 1} under 'tools', expected a list of objects"),
     ({"messages": [ASK, "hi"]}, "message 2: found 'hi', expected an object with role and content"),
     ({"messages": [{"role": "user"}]}, "message 1: found the keys role, expected role and content"),
@@ -69,24 +69,24 @@ def user(*parts) -> dict:
     ({"messages": [ASK, {**ANSWER, "reasoning_content": ["a"]}]}, r"found \['a'\] under 'reasoning_content', ex"),
     ({"messages": [ASK, {**ANSWER, "tool_calls": "[]"}]}, r"found '\[\]' under 'tool_calls', expected a list"),
     ({"messages": [ASK, {**ANSWER, "tool_calls": ["look"]}]}, "tool call 1: found 'look', expected an object"),
-    ({"messages": [{**ASK, "reasoning_content": "a"}]}, "'reasoning_content' on a message of the role 'user'"),
-    ({"messages": [{**ASK, "tool_calls": [{}]}]}, "found 'tool_calls' on a message of the role 'user'"),
+    ({"messages": [{**ASK, "reasoning_content": "a"}]}, "'reasoning_content' in a message with the role 'user'"),
+    ({"messages": [{**ASK, "tool_calls": [{}]}]}, "found 'tool_calls' in a message with the role 'user'"),
     (user({"type": "text", "text": "a", "image": "a.png"}), "found the keys type, text, image, expected 'type'"),
     (user({"type": "image", "image": ["a.png"]}), r"found \['a.png'\] under 'image', expected a path"),
     ({"messages": [{"role": "robot", "content": ""}]}, "message 1: found the role 'robot', expected one of system"),
     ({"messages": [{"role": ["user"], "content": ""}]}, r"found the role \['user'\], expected one of system"),
-    ({"messages": [ASK]}, "found the roles user, expected an assistant's message after another one"),
-    ({"messages": [ANSWER, ASK]}, "found the roles assistant, user, expected an assistant's message"),
+    ({"messages": [ASK]}, "found the roles user, expected a first message of another role than 'assistant'"),
+    ({"messages": [ANSWER, ASK]}, "found the roles assistant, user, expected a first message of another role"),
     ({"messages": [{"role": "user", "content": None}]}, "message 1: found the keys role, expected role and content"),
     ({"messages": [{"role": "user", "content": []}]}, r"message 1: found \[\] as content"),
     ({"messages": [{"role": "user", "content": {"a": 1}}]}, "message 1: found {'a': 1} as content"),
-    (user("hi"), "message 1, part 1: found 'hi', expected an object of type 'text', 'image' or 'video'"),
-    (user({"type": "sound", "sound": "x"}), "part 1: found a part of type 'sound', expected"),
+    (user("hi"), "message 1, part 1: found 'hi', expected an object with the type 'text', 'image' or 'video'"),
+    (user({"type": "sound", "sound": "x"}), "part 1: found a part with the type 'sound', expected"),
     (user({"type": "text"}), "part 1: found None under 'text', expected a string"),
     (user({"type": "text", "text": 7}), "part 1: found 7 under 'text', expected a string"),
     (user({"type": "image", "image": ""}), "part 1: found '' under 'image', expected a path or bytes"),
     (user({"type": "image", "image": {"path": None}}), "part 1: found {} under 'image', expected a path or"),
-    (user({"type": "image", "image": "x", "detail": 1}), "found the detail 1, expected 'auto' or 'high'"),
+    (user({"type": "image", "image": "x", "detail": 1}), "found 1 under 'detail', expected 'auto' or 'high'"),
     (user({"type": "image", "image": "x", "size": 1}), "found the keys type, image, size, expected 'type' and"),
     (user({"type": "image", "image": "https://a.b/c.png"}), "the URL 'https://a.b/c.png', and no download"),
     (user({"type": "image", "image": "data:image/png,AA"}), "found 'data:image/png,AA', expected 'data:...;base64"),
@@ -101,7 +101,7 @@ def user(*parts) -> dict:
     (user({"type": "image", "image": "/etc/passwd"}), "'/etc/passwd' is /etc/passwd: expected a path inside"),
     (user({"type": "image", "image": "link.png"}), "'link.png' is .*out.png: expected a path inside the media"),
 ])  # fmt: skip
-def test_parse_conversation_invalid_raises(tmp_path, line, message):
+def test_parse_conversation_invalid_record_raises_error_naming_line(tmp_path, line, message):
     picture(tmp_path / "out.png", 8, 8)
     folder = tmp_path / "root"
     folder.mkdir()
@@ -119,7 +119,7 @@ def test_parse_conversation_invalid_raises(tmp_path, line, message):
     (("empty.jsonl",), "empty.jsonl: found no lines, expected one conversation per line"),
     (("train.jsonl", "nowhere"), "nowhere: there is no such folder, expected the media root"),
 ])  # fmt: skip
-def test_json_lines_missing_file_raises(tmp_path, arguments, message):
+def test_json_lines_missing_or_empty_file_or_missing_media_root_raises(tmp_path, arguments, message):
     (tmp_path / "empty.jsonl").write_text("\n \n")
     write(tmp_path / "train.jsonl", [{"messages": [ASK, ANSWER]}])
     with pytest.raises(DataError, match=message):
@@ -157,12 +157,12 @@ def spelt(content: str | list) -> str:
 
 @pytest.mark.parametrize("first", GIVES_TURNS)
 @pytest.mark.parametrize("second", GIVES_TURNS)
-def test_convert_record_two_turn_keys_raise(first, second):
+def test_convert_record_with_turns_under_two_keys_raises(first, second):
     if first == second:
         assert told(GIVES_TURNS[first]) == [ASK, ANSWER]
         return
     record = {**GIVES_TURNS[first], **GIVES_TURNS[second]}
-    which = r"^x.jsonl:1: found both '.*', which each give the turns, .*columns.ignore=\["
+    which = r"^x.jsonl:1: found both '.*', expected one of them, because .*columns.ignore=\["
     with pytest.raises(DataError, match=which) as caught:
         told(record)
     left_out = re.search(r"ignore=\[(.*)\]", str(caught.value))[1]
@@ -170,28 +170,28 @@ def test_convert_record_two_turn_keys_raise(first, second):
 
 
 @pytest.mark.parametrize("key", GIVES_TURNS)
-def test_convert_record_ignored_prompt_keys_raise(key):
+def test_convert_record_history_or_input_next_to_format_without_it_raises(key):
     history, record = [["a", "b"]], GIVES_TURNS[key]
     if key in ("messages", "conversations", "texts"):
-        with pytest.raises(DataError, match=rf"found 'history' next to '{key}', where .*columns.ignore=\[history"):
+        with pytest.raises(DataError, match=rf"found 'history' in a record with '{key}', .*columns.ignore=\[history"):
             told({**record, "history": history})
     else:
         assert len(told({**record, "history": history})) == 4
     if key == "instruction":
         assert told({**record, "input": "a"})[0]["content"] == "Which?\na"
     else:
-        with pytest.raises(DataError, match=rf"found 'input' next to '{key}', where .*columns.ignore=\[input\]"):
+        with pytest.raises(DataError, match=rf"found 'input' in a record with '{key}', .*columns.ignore=\[input\]"):
             told({**record, "input": "a"})
     assert told({**record, "history": [], "input": ""}) == told({**record, "history": None, "input": None})
 
 
-def test_convert_record_prompt_without_answer_is_ignored():
+def test_convert_record_prompt_or_answer_alone_next_to_turns_is_ignored():
     """HuggingFaceH4/ultrachat_200k has `messages` and repeats the first one as `prompt`."""
     assert told({"prompt": "Which?", "prompt_id": "f0e", "messages": [ASK, ANSWER]}) == [ASK, ANSWER]
     assert told({"conversations": [HUMAN, GPT], "answer": "7"}) == [ASK, ANSWER]
 
 
-def test_tables_and_lines_raise_equally(tmp_path):
+def test_parquet_ambiguous_turn_keys_raise_as_in_json_lines(tmp_path):
     def refused(record: dict, *rows: dict) -> str:
         pq.write_table(pa.Table.from_pylist([record, *rows]), tmp_path / "a.parquet")
         with pytest.raises(DataError) as caught:
@@ -211,7 +211,7 @@ def test_tables_and_lines_raise_equally(tmp_path):
 @pytest.mark.parametrize(
     "place", ["<img>", "<IMG>", "<ImageHere>", "<Image>", "<image_placeholder>", "<|image|>", "<img></img>"]
 )
-def test_placeholders_other_formats_take_next_image(place):
+def test_placeholders_without_number_take_images_in_order_in_any_spelling(place):
     words = f"A {place} and {place}?"
     assert spelt(asked(words, images=["1", "2"])) == "A [1] and [2]?"
     for images in ({}, {"images": ["1"]}, {"images": ["1", "2", "3"]}):
@@ -221,10 +221,10 @@ def test_placeholders_other_formats_take_next_image(place):
 
 
 @pytest.mark.parametrize("form", ["<image {}>", "<image_{}>", "<image{}>", "<Image-{}>", "<|image_{}|>", "<img {}>"])
-def test_placeholders_numbered(form):
+def test_placeholders_with_number_take_image_of_that_number_in_any_spelling(form):
     one, two, three = (form.format(number) for number in (1, 2, 3))
     assert spelt(asked(f"{two} beside {one}?", images=["a", "b"])) == "[b] beside [a]?"
-    # A picture that is named twice is shown twice.
+    # An image that is named twice is shown twice.
     assert spelt(asked(f"{one}: is {one} or {two} it?", images=["a", "b"])) == "[a]: is [a] or [b] it?"
     for words, most, numbers in ((f"{one} {three}", 2, "1, 3"), (f"{one} {one}", 2, "1"), (form.format(0), 1, "0")):
         with pytest.raises(DataError, match=f"numbers {numbers}, expected each number from 1 to {most}"):
@@ -233,7 +233,7 @@ def test_placeholders_numbered(form):
         asked(one)
 
 
-def test_placeholders_with_path():
+def test_placeholders_img_tag_with_path_takes_image_at_that_path():
     words = "Picture 1: <img>a/1.png</img>\nWhich?"
     assert spelt(asked(words)) == "Picture 1: [a/1.png]\nWhich?"
     assert spelt(asked(words, image="")) == "Picture 1: [a/1.png]\nWhich?"
@@ -242,8 +242,8 @@ def test_placeholders_with_path():
 
 
 @pytest.mark.parametrize("words", ["<image><img>", "<img><ImageHere>", "<image><image 1>", "<img>1.png</img><image>"])
-def test_placeholders_of_two_formats_raise(words):
-    with pytest.raises(DataError, match=r"found both '<.*>' and '<.*>', expected placeholders of one format; .*list"):
+def test_placeholders_of_two_spellings_in_one_record_raise(words):
+    with pytest.raises(DataError, match=r"found both '<.*>' and '<.*>', expected only one format of place.*; .*list"):
         asked(words, images=["a", "b"])
     part = [{"role": "user", "content": [{"type": "image"}]}, ANSWER, {"role": "user", "content": "<img>"}, ANSWER]
     with pytest.raises(DataError, match="found both '<image>' and '<img>', expected"):
@@ -251,9 +251,9 @@ def test_placeholders_of_two_formats_raise(words):
 
 
 @pytest.mark.parametrize("place", ["<img>", "<image 1>", "<ImageHere>", "<img>1.png</img>"])
-def test_placeholders_other_format_in_answer_raises(place):
+def test_placeholder_such_as_img_tag_in_answer_raises_unless_literal(place):
     for beside in ({"image": "1"}, {}):
-        with pytest.raises(DataError, match=rf"message 2: found '{place}' in an answer, which may be a placeholder"):
+        with pytest.raises(DataError, match=rf"message 2: found '{place}' in an answer, expected .* if it is a place"):
             asked("Which tag?", f"It is {place}.", **beside)
     text = {"question": "Which tag?", "answer": f"It is {place}.", "image": "1"}
     own = convert_record(text, "x", placeholders="text")["messages"]
@@ -263,13 +263,13 @@ def test_placeholders_other_format_in_answer_raises(place):
 
 
 @pytest.mark.parametrize("words", ["<img src=1.png>", "<imagery>", "<image", "image 1", "<|image_pad|>", "<im>"])
-def test_placeholders_partial_match_is_text(words):
+def test_text_resembling_placeholder_stays_text(words):
     assert asked(words) == words
 
 
 @pytest.mark.parametrize("none", ["", None, [], {}, [""], [None], {"bytes": None, "path": None}, [{}]])
 @pytest.mark.parametrize("key", ["image", "images", "video", "videos"])
-def test_media_key_empty_is_no_image(key, none):
+def test_empty_image_or_video_key_counts_as_missing(key, none):
     assert asked("Which?", **{key: none}) == "Which?"
     kind = key.rstrip("s")
     with pytest.raises(DataError, match=rf"found 1 placeholders for {kind}s .* expected 0"):
@@ -300,15 +300,15 @@ KINDS = [encoded(0, kind) for kind in ("PNG", "JPEG", "GIF", "WEBP", "TIFF", "BM
 
 
 @pytest.mark.parametrize("value", [*KINDS, "AAAAIGZ0eXBpc29tAAACAGlzb21pc28y" * 3])
-def test_base64_under_any_key_is_detected(value):
+def test_base64_image_or_video_under_unknown_key_raises(value):
     for content in (value, [value, value], {"bytes": value, "path": None}):
         with pytest.raises(DataError, match=r"found 'payload', which looks like images .*columns.image=payload"):
             asked("Which?", payload=content)
-        with pytest.raises(DataError, match=r"found 1 placeholders .* payload, id. If one .* \(columns.image=KEY\)"):
+        with pytest.raises(DataError, match=r"found 1 placeholders .* payload, id. If one .* set columns.image=KEY;"):
             asked("<image>Which?", image_source="web", payload=content)
 
 
-# Whatever someone may have meant as a place for a picture; not the code's own pattern.
+# Whatever someone may have meant as a place for an image; not the code's own pattern.
 LETTERS = re.compile(r"<\|?(image|img|Image)[ _-]?(\d|Here|placeholder)*\|?>")
 PLACES = {
     "next": lambda n: "<image>", "img": lambda n: "<img>", "here": lambda n: "<ImageHere>",
@@ -316,7 +316,7 @@ PLACES = {
     "barred": lambda n: f"<|image_{n}|>", "path": lambda n: f"<img>{n}.png</img>", "part": None, "none": None,
 }  # fmt: skip
 TURNS = ("messages", "conversations", "texts", "question", "query", "prompt", "instruction", "history")
-# What people call pictures; the last ones are of no name that anybody could guess.
+# What people call images; the last ones are of no name that anybody could guess.
 KEYS = ("img", "image_path", "Images", "image_name", "image_list", "pictures", "payload", "x")
 
 
@@ -409,7 +409,7 @@ def mutated(record: dict, draw) -> dict:
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(record=records())
-def test_record_is_fully_read_or_raises(encoder, root, record):
+def test_random_record_is_read_with_all_its_images_and_text_or_raises(encoder, root, record):
     try:
         conversation = parse_conversation(convert_record(record, "here"), "here", root)
         sample = encoder(conversation)
@@ -417,7 +417,7 @@ def test_record_is_fully_read_or_raises(encoder, root, record):
         event("refused")
         assert str(error).startswith("here: ")
         return
-    event(f"read, {len(conversation.images)} pictures")
+    event(f"read, {len(conversation.images)} images")
     processor = encoder.processor
     words = processor.tokenizer.decode(sample.input_ids)
     starts = int((sample.input_ids == processor.vision_start_token_id).sum())
@@ -425,7 +425,7 @@ def test_record_is_fully_read_or_raises(encoder, root, record):
     grids = [] if sample.image_grid_thw is None else sample.image_grid_thw.prod(-1).tolist()
     assert starts == len(conversation.images) == len(grids) and tokens == sum(grids) // 4
     assert not LETTERS.search(words), words
-    # Of a record that was not refused, nothing that is a picture is left unread.
+    # Of a record that was not refused, no image is left unread.
     read = {value if isinstance(value, bytes) else value.name for value in conversation.images}
     for key in ("image", "images", *KEYS[:-1]):
         given = record.get(key)
@@ -443,6 +443,6 @@ def test_json_lines_truncated_line_raises(tmp_path, text):
     path = tmp_path / "train.jsonl"
     path.write_text(f"{text}\n")
     with pytest.raises(
-        DataError, match=r"^train.jsonl:1: found no valid JSON .*: this one is truncated, or on several lines"
+        DataError, match=r"^train.jsonl:1: found no valid JSON .*; this conversation is truncated, or on several lines"
     ):
         JsonLines(path)[0]

@@ -72,7 +72,7 @@ def test_download_requests_each_url_once(server, run, tmp_path):
     assert run([*records, asking(f"{server.url}/0.png#top")])[1]["present"] == 50
 
 
-def test_download_runs_in_parallel(server, run):
+def test_download_with_8_workers_requests_8_urls_at_once(server, run):
     together = threading.Barrier(8)
 
     def answer(handler):
@@ -85,7 +85,9 @@ def test_download_runs_in_parallel(server, run):
     assert set(server.asked.values()) == {1} and not together.broken
 
 
-def test_download_then_train(server, run, make_provider, encoder, tmp_path):
+def test_downloaded_images_and_videos_are_read_in_training_without_server(
+    server, run, make_provider, encoder, tmp_path
+):
     server.answers = {"/a.png": png(), "/b.mkv": clip(tmp_path / "b.mkv", 12).read_bytes()}
     url = server.url
     frames = {"type": "video", "video": [f"{url}/a.png", "local.png"], "sample_fps": 2}
@@ -107,7 +109,7 @@ def test_download_then_train(server, run, make_provider, encoder, tmp_path):
     assert next(provider.stream("train")).vision is not None
 
 
-def test_download_writes_manifest_of_failures(server, run, tmp_path):
+def test_download_lists_failed_urls_in_manifest_and_retries_temporary_ones(server, run, tmp_path):
     server.answers = {"/a.png": png(), "/gone.png": 404, "/busy.png": 503, "/page.png": b"<html>"}
     far = "http://far.example/1.png"
     records = [asking(f"{server.url}/{name}") for name in ("a.png", "gone.png", "busy.png", "page.png")]
@@ -115,7 +117,7 @@ def test_download_writes_manifest_of_failures(server, run, tmp_path):
     status, report = run(records)
     assert status == 1 and report["downloaded"] == 1 and report["unread"][0].startswith("train.jsonl:7: found")
     problems = {failure["address"]: failure["problem"] for failure in report["failures"]}
-    assert problems[far].endswith(f"expected one that begins with {server.url}/ (--allowed-urls)")
+    assert problems[far].endswith(f"with {server.url}/; to download it, add its beginning to --allowed-urls")
     failed = {"gone.png": True, "page.png": True, "": True, "busy.png": False, "1.png": False}
     assert manifest(tmp_path) == failed
 
@@ -143,7 +145,7 @@ def test_download_writes_manifest_of_failures(server, run, tmp_path):
     assert not list(tmp_path.rglob("*.unfinished"))
 
 
-def test_download_writes_failures_immediately(server, tmp_path):
+def test_download_killed_leaves_failures_so_far_in_unfinished_manifest(server, tmp_path):
     server.answers = {"/0.png": 404, "/1.png": 404}
     server.first = {"/9.png": [lambda handler: time.sleep(60)]}
     file = write(tmp_path / "train.jsonl", [asking(f"{server.url}/{name}.png") for name in (0, 1, 9)])
@@ -167,7 +169,7 @@ def test_download_writes_failures_immediately(server, tmp_path):
 
 
 @pytest.mark.parametrize("sent", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
-def test_download_resumes_after_stop(server, run, tmp_path, sent):
+def test_download_after_interrupt_or_kill_requests_only_missing_urls(server, run, tmp_path, sent):
     several = [f"/{number}.png" for number in range(12)]
     server.answers = {name: png() for name in several}
 
@@ -193,7 +195,7 @@ def test_download_resumes_after_stop(server, run, tmp_path, sent):
     assert (server.asked - before).total() == 12 - len(whole)
 
 
-def test_download_unwritable_folder_raises(server, download, tmp_path, capsys):
+def test_download_unwritable_cache_or_invalid_allowed_url_exits_2(server, download, tmp_path, capsys):
     server.answers["/a.png"] = png()
     (tmp_path / "cache").write_text("a file")
     file = write(tmp_path / "train.jsonl", [asking(f"{server.url}/a.png")])
@@ -226,7 +228,9 @@ def captions(server, tmp_path) -> Path:
     return file
 
 
-def test_download_reads_renamed_columns(server, download, captions, encoder, tmp_path, capsys):
+def test_download_with_columns_option_requests_urls_of_that_column(
+    server, download, captions, encoder, tmp_path, capsys
+):
     assert download("--data", captions) == 2 and not server.asked
     assert "found the columns image_url, caption, transcripts, expected" in capsys.readouterr().err
     assert download("--data", captions, "--columns", *(f"{key}={column}" for key, column in CAPTIONS.items())) == 1
@@ -241,7 +245,7 @@ def test_download_reads_renamed_columns(server, download, captions, encoder, tmp
     assert not isinstance(caught.value, DataUnavailable)
 
 
-def test_download_with_other_columns_raises_in_training(download, captions, tmp_path):
+def test_training_with_columns_not_given_to_download_raises(download, captions, tmp_path):
     rows = [{**row, "large_url": f"{row['image_url']}?large"} for row in pq.read_table(captions).to_pylist()]
     pq.write_table(pa.Table.from_pylist(rows), captions)
     options = ["question=text:Describe this image.", "answer=caption", "ignore=large_url"]
@@ -255,7 +259,7 @@ def test_download_with_other_columns_raises_in_training(download, captions, tmp_
     )
 
 
-def test_download_reads_named_schema(server, download, tmp_path):
+def test_download_with_schema_adapter_requests_its_image_urls(server, download, tmp_path):
     server.answers = {"/0.png": png()}
     truth = json.dumps({"gt_parse": {"menu": [{"nm": "Tea"}]}})
     file = write(tmp_path / "train.jsonl", [{"image": f"{server.url}/0.png", "ground_truth": truth}])
@@ -289,7 +293,7 @@ def samples_of(provider, number: int = 1) -> list[list[str]]:
     return [sorted(next(stream).sample_ids) for _ in range(number)]
 
 
-def test_download_record_must_match_resumed_run(server, download, training, file, tmp_path, checkpoint):
+def test_resume_after_download_changed_available_urls_raises(server, download, training, file, tmp_path, checkpoint):
     assert download("--data", file) == 1
     stream = training(file).stream("train")
     next(stream)
@@ -314,7 +318,9 @@ def test_download_record_must_match_resumed_run(server, download, training, file
         provider.rows("train")
 
 
-def test_download_record_applies_to_stream(server, download, training, file, monkeypatch):
+def test_resume_of_streamed_data_after_download_changed_available_urls_raises(
+    server, download, training, file, monkeypatch
+):
     records = [json.loads(line) for line in file.read_text().splitlines()]
     for record in records:  # contents of one type, as tables need it
         record["messages"][1]["content"] = [{"type": "text", "text": "Seven."}]
@@ -339,7 +345,7 @@ def test_download_record_applies_to_stream(server, download, training, file, mon
         training("hf://me/digits#train", streaming=True).stream("train").load_state_dict(state)
 
 
-def test_download_complete_keeps_fingerprint(server, download, training, file, tmp_path):
+def test_download_without_failures_does_not_change_data_fingerprint(server, download, training, file, tmp_path):
     server.answers |= {"/2.png": png(), "/5.png": png()}
     assert download("--data", file) == 0
     with_record = open_source(file, url_cache=UrlCache(tmp_path / "cache")).fingerprint()
@@ -349,31 +355,31 @@ def test_download_complete_keeps_fingerprint(server, download, training, file, t
     assert len(samples_of(training(file))[0]) > 1
 
 
-def test_download_of_other_data_is_detected(server, download, training, file, tmp_path):
+def test_training_raises_if_cache_was_changed_by_download_for_other_data(server, download, training, file, tmp_path):
     download("--data", file)
     before = samples_of(training(file), 4)
 
-    # One that is tried anew for others is there by now.
+    # A URL that failed for these data is downloaded later for other data.
     server.answers["/2.png"] = png()
     other = write(tmp_path / "other/train.jsonl", [asking(f"{server.url}/2.png"), asking(f"{server.url}/x.png")])
     download("--data", other, "--retry")
-    with pytest.raises(DataUnavailable, match=r"2.png', which exists now, but its download failed .* again$"):
+    with pytest.raises(DataUnavailable, match=r"2.png', whose file exists now, although its download failed .* again$"):
         samples_of(training(file), 4)
     (found,) = (path for path in (tmp_path / "cache").rglob("*2.png") if path.is_file())
     found.unlink()
     assert samples_of(training(file), 4) == before
 
-    # One that is gone, and given up for others alone.
+    # A URL that failed permanently, but only in the record of other data.
     third = write(tmp_path / "third/train.jsonl", [asking(f"{server.url}/x.png"), asking(f"{server.url}/0.png")])
     with pytest.raises(
-        DataUnavailable, match=r"x.png', which could not be downloaded \(.*404.*\), and no record of that"
+        DataUnavailable, match=r"x.png', which could not be downloaded \(.*404.*\) for other data; these"
     ):
         samples_of(training(third))
     assert download("--data", third) == 1
     assert len(samples_of(training(third))[0]) == 1
 
 
-def test_on_bad_drop_leaves_out_urls_whose_host_did_not_answer(server, download, training, file, tmp_path):
+def test_on_bad_drop_up_to_5_percent_temporarily_failed_urls_are_dropped(server, download, training, file, tmp_path):
     server.answers |= {f"/{number}.png": png() for number in range(8, 20)} | {"/5.png": 503}
     write(file, [asking(f"{server.url}/{number}.png") for number in range(20)])
     assert download("--data", file) == 1  # one of twenty may be requested again: not more than 5 %
@@ -390,7 +396,7 @@ def test_on_bad_drop_leaves_out_urls_whose_host_did_not_answer(server, download,
     assert "without 1 of 20 addresses" in training(file).rows("train").fingerprint()["data"]
 
 
-def test_on_bad_drop_many_unanswered_urls_raises(server, download, training, file, capsys):
+def test_on_bad_drop_over_5_percent_temporarily_failed_urls_raises(server, download, training, file, capsys):
     server.answers |= {"/2.png": 503, "/5.png": 404}
     assert download("--data", file) == 1
     assert "more than 5% of the URLs of a data set, training stops, unless --give-up" in capsys.readouterr().out
@@ -404,7 +410,9 @@ def test_on_bad_drop_many_unanswered_urls_raises(server, download, training, fil
 
 
 @pytest.mark.parametrize("options", [(), ("--give-up",)])
-def test_download_host_without_connection_retried_at_end(server, download, training, tmp_path, monkeypatch, options):
+def test_download_retries_unreachable_host_after_all_urls_were_tried(
+    server, download, training, tmp_path, monkeypatch, options
+):
     """The name server answers nothing until all URLs have been tried; one URL is in both data sets."""
     server.answers = {f"/{number}.png": png() for number in range(12)}
     addresses = [f"{server.url}/{number}.png" for number in range(12)]
@@ -431,13 +439,13 @@ def test_download_host_without_connection_retried_at_end(server, download, train
         )
 
 
-def test_url_without_download_raises_with_on_bad_drop(training, file):
+def test_undownloaded_url_raises_even_if_on_bad_is_drop(training, file):
     message = r"train data: 8 of 8 records cannot be used:\n.*1: .* no download of it .*\n  the same in 7 more"
     with pytest.raises(DataError, match=message):
         training(file).check_samples()
 
 
-def test_download_gives_a_dead_host_up_once_for_all_sets(server, download, tmp_path, monkeypatch, capsys):
+def test_download_mixture_waits_for_unreachable_host_only_once(server, download, tmp_path, monkeypatch, capsys):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         dead = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -462,7 +470,7 @@ def test_download_gives_a_dead_host_up_once_for_all_sets(server, download, tmp_p
 
 
 @pytest.mark.parametrize("kind", ["json", "parquet"])
-def test_every_kind_of_source_has_a_record_and_each_set_of_a_mixture(server, download, file, tmp_path, kind):
+def test_download_writes_record_of_failures_for_each_data_set_of_mixture(server, download, file, tmp_path, kind):
     records = [json.loads(line) for line in file.read_text().splitlines()]
     other = tmp_path / f"other.{kind}"
     if kind == "json":
@@ -480,7 +488,7 @@ def test_every_kind_of_source_has_a_record_and_each_set_of_a_mixture(server, dow
     assert server.asked["/0.png"] == server.asked["/7.png"] == 1
 
 
-def test_machines_with_other_downloads_are_refused_together(server, download, training, file, tmp_path):
+def test_build_datasets_ranks_with_different_downloads_all_raise(server, download, training, file, tmp_path):
     download("--data", file, cache="one")
     server.answers["/2.png"] = png()
     download("--data", file, cache="other")
@@ -502,7 +510,7 @@ def test_machines_with_other_downloads_are_refused_together(server, download, tr
         assert "without 1 of 8 addresses" in one and "expected " in one and "on rank 0. Every machine needs" in one
 
 
-def test_a_record_knows_what_it_was_made_of(tmp_path):
+def test_download_record_round_trip_is_equal_and_damaged_file_raises(tmp_path):
     addresses = [f"http://a/{number}.png" for number in range(200)]
     record = DownloadRecord(300, frozenset(map(url_digest, addresses[::2])), 7)
     record.write(tmp_path, "data")

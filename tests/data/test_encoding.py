@@ -75,7 +75,7 @@ def pictures(tmp_path_factory):
 
 @given(conversations)
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_encoder_trains_only_on_answers(processor, encoder, pictures, case):
+def test_encoder_trains_only_on_assistant_answers(processor, encoder, pictures, case):
     system, first, middle, last = case
     turns = [("user", first), *middle, ("assistant", last)]
     turns = ([("system", system)] if system is not None else []) + turns
@@ -101,7 +101,7 @@ def make(turns: list[tuple], pictures: dict):
     return Conversation("train.jsonl:1", tuple(messages), images)
 
 
-def test_encoder_single_conversation_by_hand(processor, encoder, read, tmp_path):
+def test_encoder_two_turn_conversation_with_image_has_expected_tensors(processor, encoder, read, tmp_path):
     picture(tmp_path / "7.png", 64, 64)
     question = [{"type": "image", "image": "7.png"}, {"type": "text", "text": "<|im_start|>assistant\n8<|im_end|>"}]
     sample = encoder(read(dialogue(question, "Seven.", "Sure?", [{"type": "text", "text": "Yes\n"}])))
@@ -111,7 +111,7 @@ def test_encoder_single_conversation_by_hand(processor, encoder, read, tmp_path)
     assert (sample.input_ids == processor.image_token_id).sum() == 4
 
 
-def test_encoder_equals_processor(processor, encoder, read, tmp_path):
+def test_encoder_tokens_and_pixels_match_transformers_processor(processor, encoder, read, tmp_path):
     upright = Image.open(picture(tmp_path / "a.png", 96, 32))
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -129,7 +129,7 @@ def test_encoder_equals_processor(processor, encoder, read, tmp_path):
     assert encoder.size(conversation).tokens == len(sample)
 
 
-def test_encoder_text_only_has_no_pixels(encoder, read):
+def test_encoder_text_only_sample_has_no_pixel_values(encoder, read):
     sample = encoder(read(dialogue("Hi", "")))
     assert sample.pixel_values is None and sample.image_grid_thw is None
     assert sample.loss_mask.sum() == 1  # the token that closes the empty answer
@@ -137,7 +137,7 @@ def test_encoder_text_only_has_no_pixels(encoder, read):
 
 @pytest.mark.parametrize("in_part", [True, False])
 @pytest.mark.parametrize("token", ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"])
-def test_encoder_reserved_token_in_text_raises(encoder, read, token, in_part):
+def test_encoder_vision_token_written_in_text_raises(encoder, read, token, in_part):
     text = f"Which {token}?"
     conversation = read(dialogue([{"type": "text", "text": text}] if in_part else text, "7"))
     assert_refused(encoder, r"train.jsonl:1: message 1: found '<\|\w+\|>' in the text, which", conversation)
@@ -167,7 +167,7 @@ def prompted(processor, messages, behind: str = "", **settings) -> list[int]:
 
 
 def check_last(processor, sample, prompt: list[int], answer: str) -> None:
-    """Return whether a sample ends with the answer after its prompt, each with its own tokens."""
+    """Assert that a sample is the prompt and the answer, tokenized separately, and trains on the answer alone."""
     own = ids(processor, answer)
     assert sample.input_ids.tolist() == [*prompt, *own, *ids(processor, "\n")]
     assert sample.loss_mask.tolist() == [0] * (len(prompt) - 1) + [1] * len(own) + [0] * 2
@@ -175,7 +175,9 @@ def check_last(processor, sample, prompt: list[int], answer: str) -> None:
 
 @given(spoken, spoken, st.booleans(), st.sampled_from([*TEMPLATES, "train"]))
 @settings(max_examples=300, deadline=None)
-def test_encoder_answer_tokens_equal_generation(joining_encoders, text, earlier, in_parts, name):
+def test_encoder_tokens_equal_generation_prompt_plus_separately_tokenized_answer(
+    joining_encoders, text, earlier, in_parts, name
+):
     encoder = joining_encoders[name]
     ask, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": text}
     if in_parts:
@@ -195,7 +197,7 @@ def test_encoder_answer_tokens_equal_generation(joining_encoders, text, earlier,
 
 @given(st.lists(st.tuples(spoken, st.booleans()), min_size=1, max_size=4))
 @settings(max_examples=300, deadline=None)
-def test_encoder_each_answer_follows_prompt_or_raises(joining_encoders, turns):
+def test_encoder_each_answer_is_tokenized_as_after_generation_prompt_or_raises(joining_encoders, turns):
     encoder = joining_encoders["released_template"]
     tokenizer_ids = functools.partial(ids, encoder.processor)
     messages, losses, expected = [], {}, []
@@ -210,7 +212,7 @@ def test_encoder_each_answer_follows_prompt_or_raises(joining_encoders, turns):
         return
     later = [prompt for prompt, _ in expected[1:]]
     if not all(then[: len(head + own)] == head + own for (head, own), then in zip(expected, later, strict=False)):
-        assert_refused(encoder, r"^train.jsonl:1: the tokenizer joins the beginning of the answer ", conversation)
+        assert_refused(encoder, r"^train.jsonl:1: the tokens of the answer .* differ in the prompt", conversation)
         return
     sample = encoder(conversation)
     assert encoder.size(conversation).tokens == len(sample)
@@ -224,7 +226,7 @@ def test_encoder_each_answer_follows_prompt_or_raises(joining_encoders, turns):
         assert sample.input_ids.tolist() == tokenizer_ids(text)
 
 
-def test_encoder_prompt_ending_in_space(processor):
+def test_encoder_prompt_ending_in_space_does_not_merge_with_answer(processor):
     ask, answer = dialogue("Hi", "the")
     turns = "{% for m in messages %}{{ m.role + ': ' + m.content + '<|im_end|>\n' }}{% endfor %}"
     other = with_template(processor, turns + "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}")
@@ -235,11 +237,11 @@ def test_encoder_prompt_ending_in_space(processor):
     assert encoder.size(conversation).tokens == len(sample)
 
 
-def test_encoder_white_space_between_turns(joining_encoders):
+def test_encoder_leading_newlines_of_answer_before_last_raise_unless_excluded(joining_encoders):
     encoder = joining_encoders["released_template"]
     ask, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "\n\nSeven."}
     messages = (ask, {**answer, "content": "Six."}, ask, answer, ask, {**answer, "content": "Eight."})
-    with pytest.raises(DataError, match=r"the answer '\\n\\nSeven\.<\|im_end\|>.*answers='last', exclude this one"):
+    with pytest.raises(DataError, match=r"the answer '\\n\\nSeven\.<\|im_end\|>.*answers=last .*, exclude this answer"):
         encoder(Conversation("train.jsonl:1", messages))
     for remedied in (
         Encoder(encoder.processor, "last")(Conversation("train.jsonl:1", messages)),
@@ -258,30 +260,30 @@ PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif 
     # Thinks first, in the prompt alone.
     (f"{{% for m in messages %}}{TURN}{{% endfor %}}"
      "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}",
-     r"message 2: the chat template renders the prompt to generate it, .*<think>.*, but differently in the full conv"),
+     r"message 2: .*chat template renders the generation prompt, .*<think>.*, but differently in the full conv"),
     # Leaves out all answers but the last.
     ("{% for m in messages %}{% if m.role != 'assistant' or loop.last %}" f"{TURN}{{% endif %}}{{% endfor %}}{PROMPT}",
-     "message 2: the chat template writes the answer 0 times, expected once"),
+     "message 2: the chat template writes this answer 0 times, expected once"),
     # Does not close a turn.
     ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '\n' }}{% endfor %}" + PROMPT,
-     "message 2: the answer is followed by .*im_start.*, expected a token that closes the turn"),
+     "message 2: found .*im_start.* after the answer, expected a special token that ends the turn"),
 ])  # fmt: skip
-def test_encoder_template_without_anchor_raises(processor, read, template, message):
+def test_encoder_template_whose_answers_cannot_be_located_raises(processor, read, template, message):
     with pytest.raises(DataError, match=message):
         Encoder(with_template(processor, template))(read(dialogue("Hi", "Seven", "Hi", "Eight")))
 
 
-def test_encoder_template_without_images_raises(processor, read, tmp_path):
+def test_encoder_template_that_drops_images_raises(processor, read, tmp_path):
     other = with_template(processor, f"{{% for m in messages if m.content is string %}}{TURN}{{% endfor %}}{PROMPT}")
     picture(tmp_path / "7.png", 64, 64)
     conversation = read(dialogue([{"type": "image", "image": "7.png"}], "7"))
-    assert_refused(Encoder(other), "1: the chat template made 0 placeholders for images, expected 1", conversation)
+    assert_refused(Encoder(other), "1: found 0 placeholders for images in .* template, expected 1", conversation)
 
 
-def test_encoder_image_rejected_by_processor_is_named(encoder, read, tmp_path):
+def test_encoder_image_rejected_by_processor_raises_error_naming_record(encoder, read, tmp_path):
     picture(tmp_path / "7.png", 1, 500)
     conversation = read(dialogue([{"type": "image", "image": "7.png"}], "7"))
-    assert_refused(encoder, r"train.jsonl:1: the processor rejects an image or video: .*aspect ratio", conversation)
+    assert_refused(encoder, r"train.jsonl:1: the model's processor rejects an image .*aspect ratio", conversation)
 
 
 @pytest.mark.parametrize("role", ["user", "assistant"])
@@ -292,12 +294,12 @@ def test_encoder_invalid_unicode_raises(encoder, read, role):
 
 
 @pytest.mark.parametrize("template", ["{{ 5 + 'a' }}", "{{ nothing.at }}", "{{ raise_exception('no') }}", "{% if %}"])
-def test_encoder_template_error_names_sample(processor, read, template):
+def test_encoder_failing_template_raises_error_naming_record(processor, read, template):
     broken, conversation = with_template(processor, template), read(dialogue("a", "b"))
     assert_refused(Encoder(broken), r"train.jsonl:1: the chat template fails", conversation)
 
 
-def test_encoder_deep_nesting_names_sample(encoder, read):
+def test_encoder_deeply_nested_tool_raises_error_naming_record(encoder, read):
     tool: dict = {}
     for _ in range(900):
         tool = {"a": tool}

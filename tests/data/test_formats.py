@@ -225,12 +225,12 @@ def compare_formats(seeds, size: int, folder: Path, media: Path, encoder: Encode
     return good, bad
 
 
-def test_record_in_every_format_gives_the_same(tmp_path, media, thinker):
+def test_random_record_gives_same_sample_or_error_in_every_file_format(tmp_path, media, thinker):
     good, bad = compare_formats(range(6), 12, tmp_path, media, thinker)
     assert good > 10 and bad > 10
 
 
 @pytest.mark.slow
-def test_ten_thousand_records_in_every_format(tmp_path, media, thinker):
+def test_ten_thousand_random_records_give_same_sample_or_error_in_every_format(tmp_path, media, thinker):
     good, bad = compare_formats(range(1000, 1100), 100, tmp_path, media, thinker)
     assert good + bad == 10_000 and min(good, bad) > 2000

@@ -60,7 +60,7 @@ def epoch_of(source: StreamedDataset, epoch: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["parquet", "json", "memory", "generator"])
-def test_streamed_conversations_equal_other_sources(folder, kind):
+def test_streamed_conversations_equal_those_read_from_json_lines(folder, kind):
     expected = JsonLines(folder / "train.jsonl")
     if kind == "memory":
         dataset = datasets.load_from_disk(folder / "saved").to_iterable_dataset(num_shards=3)
@@ -75,7 +75,7 @@ def test_streamed_conversations_equal_other_sources(folder, kind):
     assert source[7].sample_id == source.sample_id(7) == "x[7]"
 
 
-def test_streamed_sample_numbers_are_epoch_and_index(rows_stream):
+def test_streamed_sample_numbers_encode_epoch_and_index(rows_stream):
     source = StreamedDataset(rows_stream, "x")
     assert list(source.sample_numbers(0, 0, 3)) == [0, 1, 2]
     assert list(source.sample_numbers(0, ROWS - 2, 5)) == [ROWS - 2, ROWS - 1]
@@ -86,14 +86,14 @@ def test_streamed_sample_numbers_are_epoch_and_index(rows_stream):
     )
     assert list(source.sample_numbers(3, 5, 2)) == [3 * EPOCH_STRIDE + 5, 3 * EPOCH_STRIDE + 6]
     assert epoch_of(source, 0) == epoch_of(source, 3) == list(range(ROWS))
-    # It knows, and need not read.
+    # The length of an epoch that was read is known without reading it again.
     assert len(source.sample_numbers(0, 90, 99)) == ROWS - 90 and source._readings[os.getpid()].epoch == 3
     for number in (-1, ROWS, EPOCH_STRIDE - 1, 3 * EPOCH_STRIDE + ROWS):
         with pytest.raises(IndexError):
             source[number]
 
 
-def test_streamed_epochs_have_own_order(rows_stream):
+def test_streamed_epochs_are_shuffled_differently_and_reproducibly(rows_stream):
     source = StreamedDataset(rows_stream, "x", seed=5, buffer_size=16)
     orders = [epoch_of(source, epoch) for epoch in range(3)]
     assert all(sorted(order) == list(range(ROWS)) for order in orders)
@@ -104,7 +104,7 @@ def test_streamed_epochs_have_own_order(rows_stream):
 
 
 @pytest.mark.slow
-def test_streamed_order_equal_in_new_process(rows_stream, tmp_path):
+def test_streamed_shuffled_order_is_equal_in_new_process(rows_stream, tmp_path):
     source = StreamedDataset(rows_stream, "x", seed=5, buffer_size=16)
     (tmp_path / "source").write_bytes(pickle.dumps(source))
     script = (
@@ -122,7 +122,7 @@ def test_streamed_order_equal_in_new_process(rows_stream, tmp_path):
     places=st.lists(st.tuples(st.integers(0, 2), st.integers(0, ROWS - 1)), min_size=1, max_size=12),
     keep=st.sampled_from([1, 20, 500]),
 )
-def test_streamed_reads_in_any_order_are_equal(rows_stream, seed, places, keep):
+def test_streamed_samples_read_in_random_order_equal_sequential_read(rows_stream, seed, places, keep):
     truth = StreamedDataset(rows_stream, "x", seed=seed, buffer_size=16, keep=1000)
     source = StreamedDataset(rows_stream, "x", seed=seed, buffer_size=16, keep=keep)
     expected = {epoch: epoch_of(truth, epoch) for epoch in {epoch for epoch, _ in places}}
@@ -142,7 +142,7 @@ class Asked(Dataset):
 
 
 @pytest.mark.parametrize("kind", ["parquet", "memory"])
-def test_streamed_worker_reads_full_stream(rows_stream, kind):
+def test_streamed_dataloader_workers_read_same_samples_as_main_process(rows_stream, kind):
     if kind == "memory":
         rows = datasets.Dataset.from_list([record(n) for n in range(ROWS)])
         rows_stream = rows.to_iterable_dataset(num_shards=SHARDS)
@@ -154,7 +154,7 @@ def test_streamed_worker_reads_full_stream(rows_stream, kind):
         Asked(source), sampler=numbers, num_workers=2, timeout=120, worker_init_fn=make_worker_init(None)
     )
     assert [(int(number), int(length)) for number, length in loader] == expected
-    assert epoch_of(source, 0)[:30] == [number for number, _ in expected[::2]]  # the parent's own goes on
+    assert epoch_of(source, 0)[:30] == [number for number, _ in expected[::2]]  # the parent's reading continues
 
 
 def pictures(count: int, size: int) -> list[dict]:
@@ -164,7 +164,7 @@ def pictures(count: int, size: int) -> list[dict]:
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_streamed_images_stay_bytes(ahead):
+def test_streamed_images_stay_encoded_bytes(ahead):
     rows = pictures(7, 100)
     dataset = datasets.Dataset.from_list(rows).cast_column("image", datasets.Image()).to_iterable_dataset(2)
     source = StreamedDataset(dataset.decode(num_threads=ahead), "x", seed=0)
@@ -174,7 +174,7 @@ def test_streamed_images_stay_bytes(ahead):
 
 
 @pytest.mark.parametrize("seed", [None, 0])
-def test_streamed_cache_is_bounded(seed):
+def test_streamed_cache_of_rows_has_bounded_memory(seed):
     """Read 32 MB of images; only the latest rows and the shuffle buffer stay in memory.
 
     Not from Parquet files, because Arrow's scanner reads any number of rows ahead.
@@ -195,13 +195,14 @@ def test_streamed_cache_is_bounded(seed):
     assert not state["_kept"] and not state["_readings"]
 
 
-def test_streamed_resume_far_ahead(rows_stream, caplog):
+def test_streamed_read_far_ahead_equals_sequential_read_and_warns(rows_stream, caplog):
     begun = StreamedDataset(rows_stream, "x", seed=5, buffer_size=16)
     expected = epoch_of(begun, 4)
     source = StreamedDataset(rows_stream, "x", seed=5, buffer_size=16, keep=20)
     with caplog.at_level(logging.WARNING, "qwen3vl_bridge.data.hub"):
         numbers = source.sample_numbers(4, 66, 10)
-        assert caplog.messages == ["x: epoch 4 is read from its beginning to reach sample 75; the latest 20 are kept"]
+        beginning = "x: epoch 4 is read from its beginning to reach sample 75; "
+        assert caplog.messages == [f"{beginning}only the latest 20 samples are cached"]
         assert [asked(source, number) for number in range(numbers[0] - 10, numbers[-1] + 1)] == expected[56:76]
         assert len(caplog.messages) == 1
         assert asked(source, 4 * EPOCH_STRIDE + 30) == expected[30] and len(caplog.messages) == 2
@@ -219,13 +220,13 @@ def broken_at(place: int, state: dict):
     return rows
 
 
-def test_streamed_interruption_raises_and_can_continue():
+def test_streamed_connection_error_raises_data_unavailable_and_reading_can_continue():
     state = {"broken": True}
     source = StreamedDataset(datasets.IterableDataset.from_generator(broken_at(7, state)), "owner/name#train")
     assert [asked(source, number) for number in source.sample_numbers(0, 0, 7)] == list(range(7))
     for read in (lambda: source.sample_numbers(0, 0, 8), lambda: source[12]):
         with pytest.raises(
-            DataUnavailable, match=r"^owner/name#train\[7\]: .* \(ConnectionError: no route to host\), exp"
+            DataUnavailable, match=r"^owner/name#train\[7\]: .* \(ConnectionError: no route to host\); start"
         ):
             read()
     with pytest.raises(DataUnavailable) as caught:
@@ -239,15 +240,15 @@ def test_streamed_interruption_raises_and_can_continue():
     assert [asked(source, number) for number in source.sample_numbers(0, 0, 99)] == list(range(20))
 
 
-def test_streamed_mixed_types_raise_at_first_row():
+def test_streamed_row_of_different_type_raises_error_naming_row():
     rows = [record(0), {"messages": [{"role": "user", "content": ["a", {"b": 1}]}, ANSWER]}, record(2)]
     source = StreamedDataset(datasets.IterableDataset.from_generator(rows.__iter__), "x")
     assert asked(source, 0) == 0
-    with pytest.raises(DataError, match=r"^x\[1\]: .*ArrowInvalid.* expected rows of one type \(pass features"):
+    with pytest.raises(DataError, match=r"^x\[1\]: .*ArrowInvalid.* have values of several types, pass features"):
         source[1]
 
 
-def test_streamed_bad_rows_are_named(rows_stream):
+def test_streamed_invalid_rows_raise_errors_naming_row(rows_stream):
     bad = [{"messages": [{"role": "user", "content": "?"}]}, {"messages": None}, {"words": "hi"}, record(3)]
     source = StreamedDataset(datasets.IterableDataset.from_generator(bad.__iter__), "x")
     assert len(source.sample_numbers(0, 0, 9)) == 4
@@ -258,7 +259,7 @@ def test_streamed_bad_rows_are_named(rows_stream):
     assert asked(source, 3) == 3
 
 
-def test_streamed_fingerprint_has_order_settings(rows_stream):
+def test_streamed_fingerprint_changes_with_name_seed_and_buffer_size(rows_stream):
     settings = [{}, {"seed": 1}, {"seed": 2}, {"seed": 1, "buffer_size": 9}]
     prints = [StreamedDataset(rows_stream, "x", **one).fingerprint() for one in settings]
     prints += [StreamedDataset(rows_stream, "y").fingerprint()]
@@ -309,7 +310,7 @@ def places(batch) -> list[int]:
     return [int(name.partition("[")[2].partition("]")[0].split()[0]) for name in batch.sample_ids]
 
 
-def test_streamed_rows_in_order_equal_file(make, make_rows, even_file):
+def test_streamed_rows_without_shuffling_equal_rows_of_json_lines(make, make_rows, even_file):
     streamed, numbered = list(one_pass(make(seed=None)())), list(one_pass(make_rows(seed=None, path=even_file)()))
     assert [places(batch) for batch in streamed] == [
         [int(name.partition(":")[2]) - 1 for name in batch.sample_ids] for batch in numbered
@@ -337,7 +338,7 @@ def read_an_epoch(rows, rank: int, ranks: int, workers: int, queue) -> None:
 
 @pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(("ranks", "workers"), [(ranks, workers) for ranks in (1, 2, 4) for workers in (0, 2)])
-def test_streamed_parts_read_each_sample_once(make, divided, ranks, workers):
+def test_streamed_parts_of_ranks_and_workers_read_each_sample_once(make, divided, ranks, workers):
     dataset, log = divided
     rows = StreamedRows(make(dataset=dataset)(), ranks * max(1, workers))
     fork = multiprocessing.get_context("fork")
@@ -359,7 +360,7 @@ def test_streamed_parts_read_each_sample_once(make, divided, ranks, workers):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("done", [1, 9])
-def test_streamed_position_resumes_with_same_parts(make, divided, done):
+def test_streamed_position_resumes_only_with_same_number_of_parts(make, divided, done):
     rows = StreamedRows(make(dataset=divided[0])(), 4)
 
     def streams(ranks: int, workers: int) -> list[BatchStream]:
@@ -378,16 +379,16 @@ def test_streamed_position_resumes_with_same_parts(make, divided, done):
             stream.load_state_dict(state)
         assert all(map(same, batches(resumed, 12), expected[4 * done :]))
     other = BatchStream(StreamedRows(make(dataset=divided[0])(), 2))
-    with pytest.raises(ValueError, match=r"read in 4 parts, but this run reads 2.* dataset.stream_parts=4 "):
+    with pytest.raises(ValueError, match=r"read in 4 parts, but this run reads it in 2.* dataset.stream_parts=4,"):
         other.load_state_dict(state)
 
 
 @pytest.mark.slow
-def test_streamed_part_restarts_at_own_end(make, divided, caplog):
+def test_streamed_part_begins_next_epoch_when_its_samples_are_used_up(make, divided, caplog):
     rows = StreamedRows(make(dataset=divided[0])(), 3)
     assert caplog.messages == [
-        "train: 8 files or row groups in 3 parts; samples of parts with 2 are read more often than samples of parts "
-        "with 3"
+        "train: 8 files or row groups are divided into 3 parts of the stream (dataset.stream_parts); samples of parts "
+        "with 2 files are read more often than samples of parts with 3"
     ]
     shares = [BatchStream(rows, dp_rank=rank, dp_size=3) for rank in range(3)]
     names = [[name for batch in take(share, 30) for name in batch.sample_ids] for share in shares]
@@ -400,7 +401,7 @@ def test_streamed_fewer_files_than_parts_raises(make, divided, stream):
         StreamedRows(make(dataset=divided[0])(), 9)
 
 
-def test_streamed_parts_divide_row_groups(make, even_file, tmp_path):
+def test_streamed_single_parquet_file_is_divided_by_row_groups(make, even_file, tmp_path):
     path, cache = tmp_path / "train.parquet", str(tmp_path / "cache")
     datasets.Dataset.from_json(str(even_file), cache_dir=cache).to_parquet(path, batch_size=10)
     dataset = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
@@ -412,7 +413,7 @@ def test_streamed_parts_divide_row_groups(make, even_file, tmp_path):
     assert len(set(names)) == len(names) == 40 and {part_and_epoch(name)[0] for name in names} == {0, 1, 2, 3}
 
 
-def test_streamed_drops_are_summed_over_parts(make, divided, tmp_path, caplog):
+def test_streamed_dropped_samples_are_counted_once_over_all_parts(make, divided, tmp_path, caplog):
     for number in range(FILES):
         with (tmp_path / f"{number}.jsonl").open("a") as file:
             answer = [{"type": "text", "text": "99"}]
@@ -431,7 +432,7 @@ def test_streamed_drops_are_summed_over_parts(make, divided, tmp_path, caplog):
     assert said[:5] == [1, 2, 3, 4, 8] and len(said) < 8  # the first of all parts together
 
 
-def test_streamed_evaluation_repeats_first_rows(make, divided):
+def test_streamed_evaluation_reads_each_sample_once_then_repeats_rows(make, divided):
     rows = StreamedRows(make(dataset=divided[0], seed=None, repeat=40)(), 4)
     batches = [rows.collate_fn([rows[number]]) for number in range(40)]
     trained = Counter(name for batch in batches if batch.loss_mask.any() for name in batch.sample_ids)
@@ -447,14 +448,14 @@ class Breaks(JsonLines):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_streamed_unavailable_media_raises(make, train_file, workers):
+def test_batch_stream_unavailable_media_raises_even_if_on_bad_is_drop(make, train_file, workers):
     stream = BatchStream(make(seed=None, on_bad="drop", source=Breaks(train_file))(), num_workers=workers)
     with pytest.raises(DataUnavailable, match=r"^train.jsonl:3: found no answer$"):
         take(stream, 8)
 
 
-def test_streamed_offline_packing_raises(make, tmp_path):
-    with pytest.raises(ValueError, match="found a stream, expected samples by number"):
+def test_offline_packing_of_streamed_data_raises(make, tmp_path):
+    with pytest.raises(ValueError, match="streaming is on, expected it off to pack in advance"):
         pack(make()(), tmp_path / "rows")
 
 
@@ -471,7 +472,7 @@ def provider(make_provider, train_file, divided, monkeypatch):
     return lambda **changes: make_provider(**{**paths, "window_size": 8, "streaming": True, **changes})
 
 
-def test_streamed_provider_reads_hub(provider):
+def test_streamed_provider_reads_hub_data_set_for_training_and_validation(provider):
     seen = sorted(place for batch in provider().evaluation("valid") for place in places(batch))
     assert seen == list(range(40))
     first, again = (take(provider().stream("train"), 5) for _ in range(2))
@@ -479,7 +480,7 @@ def test_streamed_provider_reads_hub(provider):
     assert all("of epoch 0]" in name for batch in first for name in batch.sample_ids)
 
 
-def test_streamed_build_datasets_divides_parts(provider):
+def test_streamed_build_datasets_equals_streams_of_ranks_and_resumes(provider):
 
     def names(rows, numbers):
         return [[sample.sample_id for sample in rows[number].samples] for number in numbers]
@@ -498,7 +499,7 @@ def test_streamed_build_datasets_divides_parts(provider):
     later = provider(num_workers=1)
     later.expect_position(one.position, 12)
     with pytest.raises(
-        ValueError, match=r"read in 4 parts, but this run reads 2\. Use as many data-parallel ranks x data-"
+        ValueError, match=r"read in 4 parts, but this run reads it in 2\. Set dataset.stream_parts=4, with"
     ):
         built(later, 40, dp=2)
     again = provider(num_workers=1, stream_parts=4, pad_to_multiple_of=4)
@@ -506,11 +507,11 @@ def test_streamed_build_datasets_divides_parts(provider):
     assert names(built(again, 40, dp=2)[0], range(12)) == expected
 
 
-def test_streamed_invalid_settings_raise(provider):
+def test_streamed_provider_invalid_settings_raise(provider):
     for changes, message in (
         ({"streaming": False, "stream_parts": 4}, "stream_parts is 4, but streaming is off"),
         ({"stream_parts": 0}, "stream_parts is 0, expected at least 1"),
-        ({"balance_over": 4}, "balance_over is 4, but streaming is on; it needs a data set with random access"),
+        ({"balance_over": 4}, "balance_over is 4, but streaming is on, and it needs a data set with random access"),
         ({"train_packing": "rows"}, "train_packing is 'rows', but streaming is on"),
         ({"train_path": "train.jsonl"}, "streaming is on, but train.jsonl is not on the hub, expected hf://owner/name"),
     ):

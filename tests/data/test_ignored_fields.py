@@ -54,7 +54,7 @@ def having(what: str) -> Conversation:
     ("released_thinking_template.jinja", {"a system prompt after the first message"}),
     ("{{ tools | tojson if tools else '' }}" + PLAIN, {"reasoning_content", "tool_calls"}),
 ])  # fmt: skip
-def test_check_fields_ignored_field_raises(encoder_with, template, left_out):
+def test_check_fields_field_not_rendered_by_template_raises(encoder_with, template, left_out):
     encoder = encoder_with(template)
     for what in HAVE:
         for work in (encoder, encoder.size, pickle.loads(pickle.dumps(encoder)).size):
@@ -69,21 +69,21 @@ def test_check_fields_ignored_field_raises(encoder_with, template, left_out):
         encoder(Conversation("train.jsonl:1", messages, tools=()))
 
 
-def test_check_fields_template_error_is_shown(encoder_with):
+def test_check_fields_error_raised_by_template_is_shown(encoder_with):
     picky = PLAIN.replace(TURN, "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + TURN)
-    with pytest.raises(DataError, match="the chat template fails: no tools"):
+    with pytest.raises(DataError, match="the chat template fails for this sample: no tools"):
         encoder_with(picky)(having("a tool's answer"))
 
 
-def test_check_fields_advice_for_tools_works(tmp_path, encoder_with):
+def test_check_fields_ignoring_tools_as_error_advises_resolves_it(tmp_path, encoder_with):
     path = write(tmp_path / "train.jsonl", [{"messages": [ASK, ANSWER], "tools": [TOOL]}])
     encoder = encoder_with(PLAIN)
-    with pytest.raises(DataError, match=r"found tools, .* leave them out \(columns.ignore=\[tools\]\), or give the"):
+    with pytest.raises(DataError, match=r"found tools, .* set columns.ignore=\[tools\] to train without tools, or use"):
         encoder(open_source(path)[0])
     assert encoder(open_source(path, columns=Columns(ignore=("tools",)))[0]).loss_mask.any()
 
 
-def test_check_fields_renders_once_per_field(encoder_with, monkeypatch):
+def test_check_fields_probes_template_only_once_per_field(encoder_with, monkeypatch):
     encoder, rendered = encoder_with("released_template.jinja"), []
     work = type(encoder.processor).apply_chat_template
 
@@ -125,7 +125,7 @@ def trained(encoder: Encoder, conversation: Conversation) -> str:
 @pytest.mark.parametrize(
     ("text", "at"), [*((text, 3) for text in STRAY), *((text, 1) for text in STRAY if " <think> in" not in text)]
 )
-def test_answer_text_dropped_at_think_tags_raises(encoder_with, template, text, at):
+def test_answer_text_dropped_by_template_at_think_tags_raises(encoder_with, template, text, at):
     encoder, problem = (
         encoder_with(template),
         rf"^train.jsonl:1: message {at + 1}: .* writes only .*; put reasoning",
@@ -143,7 +143,7 @@ def test_answer_text_dropped_at_think_tags_raises(encoder_with, template, text, 
 
 
 @pytest.mark.parametrize("text", [*STRAY, "<think>\nTwo.\n</think>\n\n4"])
-def test_think_tags_are_text_without_thinking_template(encoder_with, text):
+def test_think_tags_stay_text_with_template_without_thinking(encoder_with, text):
     for at in (1, 3):
         assert trained(encoder_with("released_template.jinja"), said({**ANSWER, "content": text}, at)) == text + END
 
@@ -152,7 +152,7 @@ def test_think_tags_are_text_without_thinking_template(encoder_with, text):
 @pytest.mark.parametrize("text", [
     "<think>\nTwo.\n</think>\n\n4", "<think>Two.</think>4", "\n<think>\n\nTwo.\n\n</think>\n4", "Two.\n</think>\n\n4",
 ])  # fmt: skip
-def test_inline_thinking_equals_reasoning_content(encoder_with, template, text):
+def test_inline_thinking_is_encoded_like_reasoning_content(encoder_with, template, text):
     encoder, opened = encoder_with(template), "<think>" in text
     assert trained(encoder, said({**ANSWER, "content": text})) == f"Two.\n</think>\n\n4{END}"
     if opened:
@@ -164,7 +164,7 @@ def test_inline_thinking_equals_reasoning_content(encoder_with, template, text):
 
 
 @pytest.mark.parametrize("template", SPLITTING)
-def test_inline_thinking_around_images(encoder_with, tmp_path, template):
+def test_inline_thinking_in_answer_with_image_is_trained_on_or_raises(encoder_with, tmp_path, template):
     image, seen = picture(tmp_path / "7.png", 32, 32), {"type": "image", "image": ""}
     for dropped in (False, True):
         first = {"type": "text", "text": "<think>\nTwo.\n</think>\n\n" + "No </think> here. " * dropped + "See "}
@@ -177,7 +177,7 @@ def test_inline_thinking_around_images(encoder_with, tmp_path, template):
             assert trained(encoder_with(template), conversation) == f"Two.\n</think>\n\nSee  there.{END}"
 
 
-def test_inline_thinking_raises_if_read_as_text(encoder_with):
+def test_inline_thinking_raises_if_template_reads_it_as_text(encoder_with):
     for empty, before in (("prompt", ""), ("train", "\n</think>\n\n")):
         encoder = encoder_with(QWEN3_8, empty_thinking=empty)
         for at in (1, 3):
@@ -208,7 +208,7 @@ def bare(text: str) -> str:
 
 @given(pieces.map("".join), st.sampled_from(["released_template.jinja", *SPLITTING, QWEN3_8]), st.sampled_from([1, 3]))
 @settings(deadline=None, max_examples=300)
-def test_answer_is_complete_or_raises(encoder_with, text, template, at):
+def test_answer_with_random_think_tags_is_trained_on_completely_or_raises(encoder_with, text, template, at):
     encoder, conversation = encoder_with(template), said({**ANSWER, "content": text}, at)
     try:
         found = trained(encoder, conversation)

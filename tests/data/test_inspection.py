@@ -50,7 +50,7 @@ def trained_text(view):
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(answers=st.lists(TEXT, min_size=1, max_size=3), question=TEXT)
-def test_inspection_trained_text_is_answers(tmp_path, inspect, answers, question):
+def test_inspection_marks_exactly_the_answers_as_trained(tmp_path, inspect, answers, question):
     file = write(tmp_path / "train.jsonl", [conversation(*answers, question=question)])
     (view,) = inspect(file).samples
     # The tokenizer itself writes characters in one of their equal forms.
@@ -69,13 +69,13 @@ def test_inspection_shows_all_tokens_in_order(train_file, encoder, processor):
         assert words == processor.tokenizer.decode(ids)
 
 
-def test_inspection_long_run_without_characters_is_shown(tmp_path, inspect):
+def test_inspection_long_answer_of_replacement_characters_is_shown(tmp_path, inspect):
     answer = "\ufffd" * 500
     (view,) = inspect(write(tmp_path / "train.jsonl", [conversation(answer)])).samples
     assert trained_text(view) == answer + END
 
 
-def test_inspection_text_has_brackets_and_short_runs(tmp_path, inspect):
+def test_inspection_text_brackets_trained_tokens_and_shortens_image_tokens(tmp_path, inspect):
     picture(tmp_path / "a.png", 64, 96)
     record = conversation("a fox", question=[{"type": "image", "image": "a.png"}])
     text = as_text(inspect(write(tmp_path / "train.jsonl", [record])), brackets=True).plain
@@ -90,7 +90,7 @@ def inlined(page):
     return [np.asarray(Image.open(io.BytesIO(base64.b64decode(data)))).astype(int) for data in found]
 
 
-def test_inspection_images_are_resized(tmp_path, inspect, processor):
+def test_inspection_html_shows_images_as_resized_by_processor(tmp_path, inspect, processor):
     picture(tmp_path / "whole.png", 64, 96, seed=1)
     picture(tmp_path / "odd.png", 77, 50, seed=2)
     parts = [{"type": "image", "image": name} for name in ("whole.png", "odd.png")]
@@ -108,7 +108,7 @@ def test_inspection_images_are_resized(tmp_path, inspect, processor):
     assert np.abs(odd - resized.permute(1, 2, 0).numpy().astype(int)).max() <= 1  # measured: 0
 
 
-def test_inspection_large_images_are_jpeg(tmp_path, inspect, monkeypatch):
+def test_inspection_html_large_images_are_stored_as_jpeg(tmp_path, inspect, monkeypatch):
     Image.new("RGB", (96, 64), (200, 30, 90)).save(tmp_path / "a.png")
     record = conversation("yes", question=[{"type": "image", "image": "a.png"}])
     monkeypatch.setattr("qwen3vl_bridge.data.inspection._MOST_PNG_PIXELS", 0)
@@ -118,7 +118,7 @@ def test_inspection_large_images_are_jpeg(tmp_path, inspect, monkeypatch):
     assert np.abs(found - [200, 30, 90]).max() <= 3  # measured: 1
 
 
-def test_inspection_videos_have_frames(tmp_path, inspect):
+def test_inspection_html_shows_all_frames_of_video(tmp_path, inspect):
     frames = [picture(tmp_path / f"{number}.png", 64, 96, seed=number).name for number in range(4)]
     record = conversation("yes", question=[{"type": "video", "video": frames, "sample_fps": 2}])
     found = inspect(write(tmp_path / "train.jsonl", [record]), images=True)
@@ -130,7 +130,7 @@ def test_inspection_videos_have_frames(tmp_path, inspect):
     assert "<|video_pad|> x 6" in as_text(found).plain
 
 
-def test_inspection_bad_samples_are_named(tmp_path, inspect):
+def test_inspection_lists_invalid_records_as_errors(tmp_path, inspect):
     records = [conversation("one"), {"messages": []}, conversation("two"), {"wrong": 1}]
     found = inspect(write(tmp_path / "train.jsonl", records), show=4)
     assert [sample_id for sample_id, *_ in found.errors] == ["train.jsonl:2", "train.jsonl:4"]
@@ -139,7 +139,7 @@ def test_inspection_bad_samples_are_named(tmp_path, inspect):
     assert "found [] under 'messages'" in as_text(found).plain
 
 
-def test_inspection_empty_answers_are_named(tmp_path, inspect, encoder):
+def test_inspection_lists_samples_with_empty_answers(tmp_path, inspect, encoder):
     records = [conversation("yes"), conversation(""), conversation("yes", " \n"), conversation("", "no")]
     records[3]["messages"][1]["loss"] = False
     found = inspect(write(tmp_path / "train.jsonl", records))
@@ -150,7 +150,7 @@ def test_inspection_empty_answers_are_named(tmp_path, inspect, encoder):
     assert "empty answers" not in as_text(inspect(write(tmp_path / "sound.jsonl", records[:1]))).plain
 
 
-def test_inspection_equal_errors_are_grouped(tmp_path, inspect):
+def test_inspection_text_groups_errors_that_differ_only_in_names(tmp_path, inspect):
     (tmp_path / "elsewhere").mkdir()
     for number in range(9):
         picture(tmp_path / f"elsewhere/{number}.png", 64, 64)
@@ -198,7 +198,7 @@ def test_inspection_reports_all_errors_in_one_pass(tmp_path, inspect):
     assert "\nerrors         1 (--lengths 9 looks at all samples)\n" in as_text(inspect(file, show=2, lengths=1)).plain
 
 
-def test_inspection_all_samples_bad(tmp_path, inspect):
+def test_inspection_all_samples_invalid_reports_none_measured(tmp_path, inspect):
     file = write(tmp_path / "train.jsonl", [{"messages": "none"}] * 3)
     found = inspect(file)
     write_html(found, tmp_path / "report.html", "train.jsonl", "model")
@@ -207,7 +207,7 @@ def test_inspection_all_samples_bad(tmp_path, inspect):
     assert json.loads(as_json(found))["length"] is None
 
 
-def test_inspection_internal_error_names_sample(train_file, inspect, monkeypatch):
+def test_inspection_unexpected_exception_gets_note_naming_sample(train_file, inspect, monkeypatch):
     def fail(*_, **__):
         raise TypeError("no such thing")
 
@@ -217,7 +217,7 @@ def test_inspection_internal_error_names_sample(train_file, inspect, monkeypatch
     assert caught.value.__notes__ == ["while looking at sample 3, counted from 0"]
 
 
-def test_inspection_lengths_and_rows(train_file, inspect, make_rows):
+def test_inspection_lengths_and_row_fill_match_row_plan(train_file, inspect, make_rows):
     rows = make_rows(window_size=512)()
     found = inspect(train_file, seq_length=256)
     assert found.lengths == tuple(rows.samples.size(index).tokens for index in range(40))
@@ -232,7 +232,7 @@ def test_inspection_lengths_and_rows(train_file, inspect, make_rows):
     assert inspect(train_file, seq_length=1).row_fills == ()
 
 
-def test_inspection_selects_samples(train_file, inspect):
+def test_inspection_start_seed_show_and_lengths_select_samples(train_file, inspect):
     def lines(**how):
         return [int(view.sample_id.rpartition(":")[2]) for view in inspect(train_file, lengths=1, **how).samples]
 
@@ -254,7 +254,7 @@ def test_inspection_escapes_untrusted_text(tmp_path, inspect):
     assert "\x1b" not in text and "\\x1b[31m" in text
 
 
-def test_inspection_json_has_everything_but_pixels(train_file, inspect):
+def test_inspection_json_lists_every_sample_and_token(train_file, inspect):
     found = json.loads(as_json(inspect(train_file, show=40, images=True)))
     assert found["num_samples"] == len(found["samples"]) == len(found["lengths"]) == 40
     for sample in found["samples"]:
@@ -263,7 +263,7 @@ def test_inspection_json_has_everything_but_pixels(train_file, inspect):
     assert empty["length"] is None and empty["row_fills"] == []
 
 
-def test_inspection_report_names_data_and_model(tmp_path, inspect):
+def test_inspection_html_names_data_and_model_and_shows_images_and_frames(tmp_path, inspect):
     picture(tmp_path / "wide.png", 64, 640, seed=1)
     frames = [picture(tmp_path / f"{number}.png", 64, 96, seed=number).name for number in range(12)]
     records = [
@@ -282,7 +282,7 @@ def test_inspection_report_names_data_and_model(tmp_path, inspect):
     assert len(re.findall(r"does not fit into a row: [\d,]+ tokens, and a row has 700", page)) == 1
 
 
-def test_inspection_long_sample_is_folded(tmp_path, inspect):
+def test_inspection_html_long_sample_is_collapsed(tmp_path, inspect):
     records = [conversation("7 " * 200), conversation("7 " * 1000)]
     found = inspect(write(tmp_path / "train.jsonl", records), images=True, seq_length=20_000)
     assert len(found.samples[0].pieces) <= inspection._MOST_OPEN < len(found.samples[1].pieces)
@@ -294,7 +294,7 @@ def test_inspection_long_sample_is_folded(tmp_path, inspect):
     ([48] * 3, {"48": 3}), ([48, 49, 49], {"48": 1, "49": 2}), ([0, 1, 24], {"0 to 8": 2, "9 to 17": 0, "18 to 24": 1}),
     ([*range(1000)], {f"{low} to {min(low + 41, 999)}": min(42, 1000 - low) for low in range(0, 1000, 42)}),
 ])  # fmt: skip
-def test_inspection_histogram_bins(values, rows):
+def test_inspection_histogram_bins_have_expected_edges_and_counts(values, rows):
     found = re.findall(r"<td>([^<]+)</td><td>(\d+)</td>", inspection._histogram("tokens", "samples", values))
     assert {edges: int(number) for edges, number in found} == rows
 
@@ -305,7 +305,7 @@ def run(checkpoint):
     return lambda file, *how: main(["inspect", "--data", str(file), "--hf-model", str(checkpoint), *map(str, how)])
 
 
-def test_inspect_command_prints_and_writes(run, train_file, tmp_path, capsys):
+def test_inspect_command_writes_report_and_overwrites_only_if_asked(run, train_file, tmp_path, capsys):
     report = tmp_path / "report.html"
     command = (train_file, "--samples", "2", "--output", report)
     assert run(*command) == 0
@@ -323,7 +323,7 @@ def test_inspect_command_prints_and_writes(run, train_file, tmp_path, capsys):
     assert report.read_text() == page
 
 
-def test_inspect_command_without_valid_records_writes_nothing(run, tmp_path, capsys):
+def test_inspect_command_without_valid_records_writes_no_report(run, tmp_path, capsys):
     file, report = write(tmp_path / "train.jsonl", [{"messages": []}] * 3), tmp_path / "report.html"
     command = (file, "--output", report)
     assert run(*command) == 1 and not report.exists()
@@ -334,7 +334,7 @@ def test_inspect_command_without_valid_records_writes_nothing(run, tmp_path, cap
     assert run(*command) == 1 and "train.jsonl:2" in report.read_text()
 
 
-def test_inspect_command_several_media_roots(run, train_file, tmp_path, capsys):
+def test_inspect_command_images_outside_media_root_need_second_media_root(run, train_file, tmp_path, capsys):
     (tmp_path / "images").symlink_to(train_file.parent / "images")
     (tmp_path / "train.jsonl").write_bytes(train_file.read_bytes())
     command = (tmp_path / "train.jsonl", "--samples", "0")
@@ -343,13 +343,13 @@ def test_inspect_command_several_media_roots(run, train_file, tmp_path, capsys):
     assert run(*command, "--media-root", tmp_path, "--media-root", train_file.parent) == 0
 
 
-def test_inspect_command_answers_last(run, tmp_path, capsys):
+def test_inspect_command_answers_last_marks_only_last_answer_as_trained(run, tmp_path, capsys):
     file = write(tmp_path / "train.jsonl", [conversation("one", "two")])
     assert run(file, "--answers", "last") == 0
     assert re.findall(r"\[\[.*\]\]", capsys.readouterr().out) == [f"[[two{END}]]"]
 
 
-def test_inspect_command_exit_status(run, tmp_path, capsys):
+def test_inspect_command_exits_1_for_bad_samples_and_2_for_wrong_usage(run, tmp_path, capsys):
     file = write(tmp_path / "train.jsonl", [conversation("one"), {"messages": []}])
     assert run(file) == 1
     assert "train.jsonl:2" in capsys.readouterr().out

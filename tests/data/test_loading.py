@@ -18,7 +18,7 @@ def first(rows, number: int = 20) -> list:
     return [rows.collate_fn([rows[row]]) for row in range(number)]
 
 
-def test_rows_longest_sample_fills_row(make_rows, encoder, train_file):
+def test_rows_sample_of_exactly_seq_length_fits_and_longer_raises(make_rows, encoder, train_file):
     file = JsonLines(train_file)
     longest = max(encoder.size(file[index]).tokens for index in range(40))
     first(make_rows(seq_length=longest)())
@@ -26,7 +26,7 @@ def test_rows_longest_sample_fills_row(make_rows, encoder, train_file):
         first(make_rows(seq_length=longest - 1)())
 
 
-def test_rows_long_sample_raises_or_is_dropped(make_rows, caplog):
+def test_rows_sample_over_seq_length_raises_or_is_dropped(make_rows, caplog):
     rows = make_rows(seq_length=64, seed=None)
     with pytest.raises(
         DataError, match=r"train.jsonl:\d+: found a sample of \d+ tokens, expected at most 64 \(dataset.seq_length"
@@ -43,7 +43,7 @@ def test_rows_long_sample_raises_or_is_dropped(make_rows, caplog):
         make_rows(seq_length=8, on_long="drop")()[0]
 
 
-def test_rows_several_packed_rows_in_microbatch_raise(make_rows):
+def test_rows_microbatch_of_two_packed_rows_raises(make_rows):
     rows = make_rows()()
     with pytest.raises(ValueError, match="micro_batch_size is 2, expected 1 with packing"):
         rows.collate_fn([rows[0], rows[1]])
@@ -74,7 +74,7 @@ def waits(costs, order, ranks) -> tuple[float, float]:
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.randoms(use_true_random=False))
-def test_assign_rows_reads_each_row_once_and_balances(ranks, turns, random):
+def test_assign_rows_assigns_each_row_once_and_balances_costs_of_ranks(ranks, turns, random):
     costs = [random.uniform(0, 3) ** 2 + 0.1 for _ in range(ranks * turns)]
     order = assign_rows(costs, ranks)
     assert sorted(order) == list(range(len(costs)))
@@ -85,7 +85,7 @@ def test_assign_rows_reads_each_row_once_and_balances(ranks, turns, random):
     assert waits(costs, order, ranks)[1] == pytest.approx(best / (sum(costs) / ranks))
 
 
-def test_assign_rows_in_order_is_unbalanced():
+def test_assign_rows_has_shorter_waits_than_rows_in_order():
     """64 full rows with a varying share of images, for 8 ranks. Measured: the longest wait at the end of a step is 1.04
     times the mean (1.19 in order); summed over turns 1.11 (1.58).
     """
@@ -98,10 +98,10 @@ def test_assign_rows_in_order_is_unbalanced():
     assert step < 1.05 < 1.15 < plain_step and turn < 1.2 < 1.5 < plain_turn
 
 
-def test_assign_rows_not_divisible_raises(make_rows):
-    with pytest.raises(ValueError, match="found 7 rows to assign to 2 ranks"):
+def test_assign_rows_count_not_divisible_by_ranks_raises(make_rows):
+    with pytest.raises(ValueError, match="found 7 rows for 2 ranks"):
         assign_rows([1.0] * 7, 2)
-    with pytest.raises(ValueError, match="4 rows are assigned to 3 data-parallel ranks, expected a multiple"):
+    with pytest.raises(ValueError, match="balance_over is 4, expected a multiple of 3, the number of data-parallel"):
         make_rows(balance=Balance(4, COSTS))(ranks=3)
 
 
@@ -116,13 +116,13 @@ def steps(ranks: list[BatchStream], count: int) -> list[list[tuple[str, ...]]]:
     ]
 
 
-def test_balanced_rows_of_batch_independent_of_ranks(make_rows):
+def test_balanced_global_batch_has_same_rows_for_any_number_of_ranks(make_rows):
     alone = steps(streams(make_rows, 1), 12)  # three epochs
     assert steps(streams(make_rows, 2), 12) == alone == steps(streams(make_rows, 4), 12)
 
 
 @pytest.mark.parametrize("done", [0, 4, 12])
-def test_balanced_position_between_batches_resumes_on_other_ranks(make_rows, done):
+def test_balanced_stream_resumes_between_global_batches_with_different_dp_size(make_rows, done):
     whole = steps(streams(make_rows, 1), 8)
     before = streams(make_rows, 2)
     assert steps(before, done // 4) == whole[: done // 4]
@@ -132,7 +132,7 @@ def test_balanced_position_between_batches_resumes_on_other_ranks(make_rows, don
     assert steps(after, 5) == whole[done // 4 :][:5]
 
 
-def test_balanced_position_inside_batch_needs_same_ranks(make_rows):
+def test_balanced_stream_resumes_inside_global_batch_only_with_same_dp_size(make_rows):
     one, other = streams(make_rows, 2)
     expected = [batch.sample_ids for batch in islice(one, 12)]
     for _ in range(3):
@@ -141,13 +141,13 @@ def test_balanced_position_inside_batch_needs_same_ranks(make_rows):
     again.load_state_dict(state)
     assert [batch.sample_ids for batch in islice(again, 9)] == expected[3:]
     with pytest.raises(
-        ValueError, match=r"row 6, .* 4 rows that were assigned to 2 ranks, but this run assigns 4 rows to 4"
+        ValueError, match=r"row 6, .* 4 rows that were assigned to 2 data-parallel ranks, but this run assigns 4 rows"
     ):
         streams(make_rows, 4)[0].load_state_dict(state)
 
 
 @pytest.mark.parametrize("done", [1, 5, 8, 13])
-def test_balanced_single_rank_resumes_anywhere(make_rows, done):
+def test_balanced_stream_of_one_rank_resumes_unbalanced_stream_at_any_row(make_rows, done):
     before = BatchStream(make_rows()())
     for _ in range(done):
         next(before)
@@ -157,7 +157,7 @@ def test_balanced_single_rank_resumes_anywhere(make_rows, done):
 
 
 @pytest.mark.parametrize(("over", "batch", "ramp"), [(8, 4, None), (3, 4, None), (4, 4, [2, 2, 8])])
-def test_balance_over_equals_global_batch(over, batch, ramp):
+def test_balance_over_different_from_global_batch_size_raises(over, batch, ramp):
     train = SimpleNamespace(global_batch_size=batch, rampup_batch_size=ramp)
     state = SimpleNamespace(cfg=SimpleNamespace(dataset=SimpleNamespace(balance_over=over), train=train))
     with pytest.raises(ValueError, match=f"dataset.balance_over is {over} with train.global_batch_size {batch}"):

@@ -54,7 +54,7 @@ EPOCHS = {"letters": {"epochs": 0.25}, "charts": {}, "talk": {"epochs": 3}}
 
 
 @pytest.mark.parametrize("pack", [True, False])
-def test_mixture_epoch_has_given_counts_and_names(make, sets, pack):
+def test_mixture_epoch_reads_samples_as_often_as_epochs_setting_says(make, sets, pack):
     rows = make(sets(**EPOCHS), pack=pack).rows("train")
     seen = Counter(name for batch in one_pass(rows) for name in batch.sample_ids)
     found = {name: sorted(times for sample, times in seen.items() if sample.startswith(f"{name}/")) for name in SIZES}
@@ -62,7 +62,7 @@ def test_mixture_epoch_has_given_counts_and_names(make, sets, pack):
     assert "talk/train.jsonl:1" in seen and "charts/charts.json[0]" in seen
 
 
-def test_mixture_weights_are_sample_shares(make, sets):
+def test_mixture_weights_are_shares_of_samples_in_each_epoch(make, sets):
     weights = {"letters": {"weight": 1}, "charts": {"weight": 0.5}, "talk": {"weight": 0.5}}
     rows = make(sets(**weights), pack=False).rows("train")
     for first in (0, 57, 114):  # 57 samples an epoch, as many as there are
@@ -87,7 +87,7 @@ def test_mixture_rows_independent_of_ranks_workers_and_resume(make, sets, settin
         assert same(next(resumed), whole[stop]) and same(next(stream), whole[stop])
 
 
-def test_mixture_build_datasets_equals_stream_under_cp(make, sets):
+def test_mixture_build_datasets_with_cp_and_balancing_has_same_rows_per_batch(make, sets):
     provider = make(sets(**EPOCHS), balance_over=4)
     train, valid, test = built(provider, 16, 2, dp=2, cp=2)
     expected = make(sets(**EPOCHS), pad_to_multiple_of=4).rows("train")
@@ -100,7 +100,7 @@ def test_mixture_build_datasets_equals_stream_under_cp(make, sets):
     assert test is None and provider.position["data"]["samples"] == sum(SIZES.values())
 
 
-def test_mixture_position_raises_for_other_data_not_moved_data(make, sets, folders, tmp_path):
+def test_mixture_resume_raises_for_changed_epochs_but_not_for_moved_files(make, sets, folders, tmp_path):
     state = make(sets(**EPOCHS)).stream("train").state_dict()
     with pytest.raises(ValueError, match=r"other data: found data .*\(20 an epoch\)"):
         make(sets(**{**EPOCHS, "letters": {"epochs": 0.5}})).stream("train").load_state_dict(state)
@@ -109,7 +109,7 @@ def test_mixture_position_raises_for_other_data_not_moved_data(make, sets, folde
     make(moved).stream("train").load_state_dict(state)
 
 
-def test_mixture_logs_shares_once(make, sets, caplog):
+def test_mixture_opened_twice_logs_sample_shares_once(make, sets, caplog):
     caplog.set_level("INFO", "qwen3vl_bridge")
     mixed = [{**one, "name": f"{one['name']}_opened_twice"} for one in sets(**EPOCHS)]
     for _ in range(2):
@@ -137,7 +137,7 @@ def test_mixture_rows_can_be_packed_offline(make, sets, checkpoint, tmp_path, ca
     assert "--mixture: dataset.mixture is" in capsys.readouterr().err
 
 
-def test_mixture_error_names_data_set(make, folders, tmp_path):
+def test_mixture_bad_record_error_names_its_data_set(make, folders, tmp_path):
     write(tmp_path / "bad.jsonl", [{"messages": [{"role": "user", "content": [{"type": "image", "image": "no.png"}]}]}])
     provider = make([{"path": str(tmp_path / "bad.jsonl")}, {"path": str(folders / "talk"), "epochs": 0.2}])
     with pytest.raises(DataError, match=r"^bad/bad.jsonl:1: message 1, part 1: 'no.png' .*does not exist"):
@@ -145,7 +145,7 @@ def test_mixture_error_names_data_set(make, folders, tmp_path):
             pass
 
 
-def test_mixture_sets_have_own_media_root_and_schema(tmp_path):
+def test_mixture_data_set_overrides_common_media_root_and_schema(tmp_path):
     setting = [{"path": "a", "media_root": "/pictures", "schema_adapter": "cord_v2"}, {"path": "b"}]
     first, second = read_mixture(setting, media_root="/other")
     assert (first.media_root, first.schema_adapter) == ("/pictures", "cord_v2")
@@ -156,7 +156,7 @@ def test_mixture_sets_have_own_media_root_and_schema(tmp_path):
     ("/data/llava/train.jsonl", "llava"), ("/data/llava", "llava"), ("charts.json", "charts"),
     ("/data/docs/data/train-*.parquet", "docs"), ("hf://me/digits#train", "me/digits#train"),
 ])  # fmt: skip
-def test_mixture_default_name_is_path(path, name):
+def test_mixture_data_set_without_name_is_named_after_its_path(path, name):
     assert read_mixture([{"path": path}])[0].name == name
 
 
@@ -168,7 +168,7 @@ def test_mixture_default_name_is_path(path, name):
     ([{"path": "a", "weight": 1, "epochs": 1}], "has weight 1 and epochs 1, expected one of them"),
     ([{"path": "a", "weight": 1}, {"path": "b"}], "has weights, but none for b; expected `weight` for all data sets"),
     ([{"path": "a", "ratio": 1}], r"has 'ratio', which is not a setting of a data set; expected any of path"),
-    ([{"path": "/x/a"}, {"path": "/y/a"}], "has 2 data sets named 'a'; give each a `name`"),
+    ([{"path": "/x/a"}, {"path": "/y/a"}], "has 2 data sets named 'a'; set another `name`"),
     ([{"weight": 1}], "expected a `path`"), ([{"path": "a", "schema_adapter": "cord"}], "cord"),
     ([], r"has \[\], expected a list of data sets"),
     ("/nowhere/mix.yaml", "is '/nowhere/mix.yaml', which cannot be read .* expected a YAML file"),
@@ -182,14 +182,14 @@ def test_mixture_invalid_settings_raise(make, mixture, message):
     ({"path": "x"}, "found data for train in 'x' by dataset.path and .* by dataset.mixture, expected one of these"),
     ({"train_path": "x"}, "found data for train in 'x' by dataset.train_path and .*talk'.* by dataset.mixture"),
     ({"valid_path": "x"}, "found data for valid in 'x' by dataset.valid_path and .*talk'.* by dataset.mixture"),
-    ({"streaming": True}, "mixture is .*, but streaming is on; it needs a data set with random access"),
+    ({"streaming": True}, "mixture is .*, but streaming is on, and it needs a data set with random access"),
 ])  # fmt: skip
-def test_mixture_with_path_raises(make, sets, changes, message):
+def test_mixture_together_with_data_path_or_streaming_raises(make, sets, changes, message):
     with pytest.raises(ValueError, match=message):
         make(sets(talk={}), **changes)
 
 
-def test_mixture_empty_set_raises(make, sets, tmp_path):
+def test_mixture_empty_data_set_or_epoch_without_samples_raises(make, sets, tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(DataError, match=re.escape("empty.jsonl: found no lines")):
         make([*sets(talk={}), {"path": str(tmp_path / "empty.jsonl")}]).rows("train")
@@ -199,7 +199,7 @@ def test_mixture_empty_set_raises(make, sets, tmp_path):
         make(sets(talk={"epochs": 0.01})).rows("train")
 
 
-def test_mixture_from_command_line_and_yaml(sets, tmp_path):
+def test_mixture_is_set_by_command_line_override_or_yaml_file(sets, tmp_path):
     cfg = qwen3_vl_8b_sft_config()
     overrides.apply(cfg, ["dataset.mixture=[{path: /a, weight: 2}, {path: /b, weight: 0.5, name: c}]"])
     assert cfg.dataset.mixture == [{"path": "/a", "weight": 2}, {"path": "/b", "weight": 0.5, "name": "c"}]
@@ -208,7 +208,7 @@ def test_mixture_from_command_line_and_yaml(sets, tmp_path):
     assert [one.epochs for one in cfg.dataset.mixture_sets("train")] == [2]
 
 
-def test_mixture_drops_are_counted_per_set(make, sets, tmp_path):
+def test_mixture_dropped_samples_are_counted_per_data_set(make, sets, tmp_path):
     broken = picture(tmp_path / "broken.jpg", 64, 64)
     broken.write_bytes(broken.read_bytes()[:-400])
     parts = [{"type": "image", "image": "broken.jpg"}]

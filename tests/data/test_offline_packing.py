@@ -36,7 +36,7 @@ def samples_of(batch) -> dict[str, tuple]:
     }
 
 
-def test_offline_rows_read_each_sample_once(packed, make_rows):
+def test_offline_packed_rows_contain_each_sample_once(packed, make_rows):
     expected = {
         name: tokens for batch in one_pass(make_rows(seed=None)()) for name, tokens in samples_of(batch).items()
     }
@@ -49,7 +49,7 @@ def test_offline_rows_read_each_sample_once(packed, make_rows):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_offline_sizes_equal_measured_sizes(tmp_path, make_rows, packed, workers):
+def test_offline_packing_stores_sizes_equal_to_measured_sizes(tmp_path, make_rows, packed, workers):
     rows = make_rows()()
     report = pack(rows, tmp_path / "rows", workers=workers)
     again = PackedRows(tmp_path / "rows")
@@ -64,13 +64,13 @@ def test_offline_sizes_equal_measured_sizes(tmp_path, make_rows, packed, workers
     assert PackedRows(tmp_path / "other").digest != packed.digest
 
 
-def test_offline_training_measures_nothing(packed, make_rows, monkeypatch):
+def test_offline_packed_rows_are_read_without_measuring_samples(packed, make_rows, monkeypatch):
     rows = make_rows(packed=packed)()
     monkeypatch.setattr(SampleFilter, "measure", lambda *_: pytest.fail("measured"))
     assert len([rows[number] for number in range(10)]) == 10
 
 
-def test_offline_epochs_are_shuffled_and_resume(packed, make_rows):
+def test_offline_packed_rows_are_shuffled_each_epoch_and_resume(packed, make_rows):
     make = make_rows(packed=packed)
     whole, per_epoch = BatchStream(make()), len(packed)
     seen = [next(whole).sample_ids for _ in range(3 * per_epoch)]
@@ -87,22 +87,22 @@ def test_offline_epochs_are_shuffled_and_resume(packed, make_rows):
         assert rest == seen[done : done + 8]
 
 
-def test_offline_rows_with_other_rules_raise(packed, make_rows, train_file, tmp_path):
+def test_offline_packed_rows_with_different_settings_or_data_raise(packed, make_rows, train_file, tmp_path):
     for settings, message in (
-        ({"seq_length": 512}, r"seq_length 512 \(packed with 256\). Pack again$"),
+        ({"seq_length": 512}, r"seq_length 512 \(packed with 256\). Pack again with this"),
         ({"multiple": 8}, r" 8 \(packed with 1\). Pack again with --pad-to-multiple-of 8"),
-        ({"most_patches": 900}, r"most_patches 900 \(packed with None\). Pack again$"),
+        ({"most_patches": 900}, r"most_patches 900 \(packed with None\). Pack again with this"),
     ):
         with pytest.raises(ValueError, match=f"was packed for another run: .*{message}"):
             make_rows(packed=packed, **settings)()
     other = write(tmp_path / "train.jsonl", [json.loads(line) for line in train_file.read_text().splitlines()[1:]])
-    with pytest.raises(ValueError, match=r"samples 39 \(packed with 40\), data .*\. Pack again$"):
+    with pytest.raises(ValueError, match=r"samples 39 \(packed with 40\), data .*\. Pack again with this"):
         make_rows(packed=packed, path=other)()
     with pytest.raises(ValueError, match="the rows are packed already"):
         pack(make_rows(packed=packed)(), tmp_path / "again")
 
 
-def test_offline_rows_packed_under_error_fit_drop(packed, make_rows, tmp_path):
+def test_offline_rows_packed_with_policy_error_are_valid_with_drop_not_vice_versa(packed, make_rows, tmp_path):
     for settings in ({"on_long": "drop", "on_bad": "drop"}, {"on_long": "truncate"}):
         found = [batch.sample_ids for batch in one_pass(make_rows(packed=packed, **settings)())]
         assert found == [batch.sample_ids for batch in one_pass(make_rows(packed=packed)())]
@@ -111,7 +111,7 @@ def test_offline_rows_packed_under_error_fit_drop(packed, make_rows, tmp_path):
         make_rows(packed=PackedRows(tmp_path / "dropping"))()
 
 
-def test_offline_rows_with_other_template_raise(packed, make_rows, processor, collator, train_file):
+def test_offline_packed_rows_with_different_chat_template_raise(packed, make_rows, processor, collator, train_file):
     other = copy.deepcopy(processor)
     other.chat_template = other.chat_template.replace("<|im_start|>", "<|im_start|>Look! ")
     samples = Samples(JsonLines(train_file), SampleFilter(Encoder(other), limit=256), Sizes(known=packed.size))
@@ -122,13 +122,13 @@ def test_offline_rows_with_other_template_raise(packed, make_rows, processor, co
         stream.load_state_dict(BatchStream(make_rows()()).state_dict())
 
 
-def test_offline_position_of_other_rows_raises(packed, make_rows):
+def test_offline_packed_stream_load_state_dict_of_online_packing_raises(packed, make_rows):
     state = BatchStream(make_rows()()).state_dict()
     with pytest.raises(ValueError, match=f"found window_size None, expected 8; packed {packed.digest}, expected None"):
         BatchStream(make_rows(packed=packed)()).load_state_dict(state)
 
 
-def test_offline_damaged_folder_raises(packed, tmp_path):
+def test_packed_rows_damaged_folder_raises(packed, tmp_path):
     def damaged(name: str, contents: bytes | None):
         folder = tmp_path / "damaged"
         folder.mkdir(exist_ok=True)
@@ -153,12 +153,12 @@ def test_offline_damaged_folder_raises(packed, tmp_path):
     assert "cannot read the packed rows" in damaged("packing.json", b"[]")
 
 
-def test_offline_rows_pickle_as_folder(packed):
+def test_packed_rows_pickle_is_small_and_reads_same_rows(packed):
     assert len(pickle.dumps(packed)) < 500
     assert pickle.loads(pickle.dumps(packed))[0] == packed[0]
 
 
-def test_offline_report_counts_dropped_and_truncated(make_rows, tmp_path):
+def test_offline_packing_report_counts_dropped_and_truncated_samples(make_rows, tmp_path):
     lengths = sorted(make_rows()().samples.size(sample).tokens for sample in range(40))
     limit = lengths[30]
     for policy in ("drop", "truncate"):
@@ -185,7 +185,7 @@ def test_offline_report_counts_dropped_and_truncated(make_rows, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 3])
-def test_offline_drops_are_logged_once_for_all_workers(make_rows, tmp_path, monkeypatch, workers):
+def test_offline_packing_dropped_samples_are_logged_once_over_all_workers(make_rows, tmp_path, monkeypatch, workers):
     monkeypatch.setattr(offline_packing, "_CHUNK", 2)  # so that every process drops some
     said = tmp_path / "said"
     handler = logging.FileHandler(said)  # appends, from any process
@@ -205,7 +205,7 @@ def test_offline_drops_are_logged_once_for_all_workers(make_rows, tmp_path, monk
 
 
 @pytest.mark.parametrize("on_bad", ["error", "drop"])
-def test_offline_changed_image_raises(make_rows, tmp_path, on_bad):
+def test_offline_packed_row_with_image_of_changed_size_raises(make_rows, tmp_path, on_bad):
     path = picture(tmp_path / "a.png", 32, 32)
     asked = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}, {"role": "assistant", "content": "7"}]
     file = write(tmp_path / "train.jsonl", [{"messages": asked}])
@@ -218,7 +218,7 @@ def test_offline_changed_image_raises(make_rows, tmp_path, on_bad):
         make()[0]
 
 
-def test_offline_rows_respect_limits(make_rows, tmp_path):
+def test_offline_packed_rows_respect_padded_length_and_max_patches(make_rows, tmp_path):
     most = max(make_rows()().samples.size(sample).patches for sample in range(40))
     make = make_rows(most_patches=most, multiple=16)
     report = pack(make(), tmp_path / "rows")
@@ -276,20 +276,20 @@ def test_pack_command_writes_rows_for_training(command, checkpoint, tmp_path, ca
         provider.check_samples(cp_size=2)
     for changes, message in (
         ({"pack": False, "train_packing": None}, "balance_over is 2, but pack is off"),
-        ({"window_size": 8}, "window_size is 8, but train_packing sets the rows"),
+        ({"window_size": 8}, "window_size is 8, but train_packing is set"),
     ):
         with pytest.raises(ValueError, match=message):
             replace(provider, **changes).finalize()
 
 
-def test_pack_command_invalid_options_raise(command, tmp_path, capsys):
+def test_pack_command_invalid_options_exit_2_and_keep_other_files(command, tmp_path, capsys):
     output = ["--output", str(tmp_path / "out")]
     assert main([*command, *output, "--image-min-pixels", "900000", "--image-max-pixels", "100"]) == 2
-    assert "expected image_min_pixels up to image_max_pixels" in capsys.readouterr().err
+    assert "image_min_pixels is 900000, expected at most image_max_pixels, 100" in capsys.readouterr().err
     assert main([*command, *output, "--pad-to-multiple-of", "7"]) == 2
     assert "seq_length is 256, expected a multiple of 7" in capsys.readouterr().err
     assert main([*command, *output, "--no-preserve-thinking"]) == 2
-    assert "preserve_thinking is False, but the chat template ignores it" in capsys.readouterr().err
+    assert "preserve_thinking is False, expected None: the checkpoint's chat template" in capsys.readouterr().err
     assert main([*command, *output, "--seed", str(2**70)]) == 0  # as good as any
     shutil.rmtree(tmp_path / "out")
     (tmp_path / "out").mkdir()

@@ -49,7 +49,7 @@ def test_best_fit_respects_max_patches(case, data):
         assert best_fit(lengths, capacity, small, most) == best_fit(lengths, capacity)
 
 
-def test_best_fit_takes_tightest_row():
+def test_best_fit_puts_sample_into_fullest_row_with_room():
     assert best_fit([6, 5, 4, 3], 9) == [[0, 3], [1, 2]]
     assert best_fit([5, 5, 4, 6], 10) == [[0, 1], [2, 3]]
     assert best_fit([7, 5, 3], 10) == [[0, 2], [1]]
@@ -65,7 +65,7 @@ def test_best_fit_too_large_sample_raises(length, patches, found):
         best_fit([10, length], 10, [3, patches], 10)
 
 
-def test_best_fit_many_patches_is_fast():
+def test_best_fit_patch_limited_rows_take_few_comparisons_per_sample():
     looks = 0
 
     class Counted(int):
@@ -123,7 +123,7 @@ def plans(draw: st.DrawFn):
 
 
 @given(plans())
-def test_plan_rows_follow_order_counts(case):
+def test_row_plan_epoch_contains_samples_as_often_as_order(case):
     lengths, order, options, make = case
     plan, first, before = make(), 0, list[int]()
     for epoch in range(3):
@@ -144,7 +144,7 @@ def test_plan_rows_follow_order_counts(case):
 
 
 @given(plans(), st.integers(0, 60), st.randoms(use_true_random=False))
-def test_plan_resumes_from_any_row(case, start, random):
+def test_row_plan_resumed_from_window_of_any_row_gives_same_rows(case, start, random):
     *_, make = case
     whole = make()
     expected = {number: (whole.row(number), whole.window(number)) for number in range(start, start + 30)}
@@ -157,7 +157,7 @@ def test_plan_resumes_from_any_row(case, start, random):
             later.row(later.window(start).first_row - 1)
 
 
-def test_numbered_order_differs_by_epoch_and_seed():
+def test_shuffled_row_order_differs_by_epoch_and_seed():
     def order(seed: int, epoch: int) -> list[int]:
         plan = plan_of(lambda _: CAPACITY, 50, seed=seed)
         return [plan.row(number)[0] for number in range(50 * epoch, 50 * epoch + 50)]
@@ -166,7 +166,7 @@ def test_numbered_order_differs_by_epoch_and_seed():
     assert len(set(orders)) == 9 and tuple(range(50)) not in orders
 
 
-def test_plan_measures_only_needed_samples():
+def test_row_plan_first_row_measures_only_samples_of_first_window():
     asked = []
 
     def length(sample: int) -> int:
@@ -178,14 +178,14 @@ def test_plan_measures_only_needed_samples():
     assert set(asked) == set(range(10))
 
 
-def test_plan_carries_emptiest_row():
+def test_row_plan_emptiest_row_of_window_is_repacked_in_next_window():
     lengths = [20, 20, 20, 11, 5, 12]
     plan = plan_of(lengths, 6, window_size=4)
     assert [plan.row(number) for number in range(4)] == [(0, 3), (1,), (2, 5), (4,)]
     assert plan.window(2) == Window(0, 4, (2,), 2) and plan.end_of_epoch() == 4
 
 
-def test_plan_rows_are_98_percent_full():
+def test_row_plan_rows_of_typical_lengths_are_98_percent_full():
     """Pack lengths like those of instruction data with images: most samples short, a long tail.
 
     Measured: 99.8 % (median 400, mean 599 tokens; rows of 4,096; windows of 512 samples).
@@ -200,13 +200,13 @@ def test_plan_rows_are_98_percent_full():
     (lambda: plan_of([1], 1, window_size=0), "window_size is 0"),
     (lambda: plan_of(lambda _: 0, 3).row(0), "epoch 0: all samples are bad or too long"),
 ])  # fmt: skip
-def test_plan_invalid_settings_raise(make, message):
+def test_row_plan_invalid_settings_or_no_valid_samples_raises(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
 @given(mixtures())
-def test_mixed_order_counts_after_any_epochs(case):
+def test_mixed_order_sample_counts_follow_shares_after_any_number_of_epochs(case):
     lengths, taken, _ = case
     order, seen = MixedOrder(*case), Counter[int]()
     for epoch in range(5):
@@ -224,13 +224,13 @@ def test_mixed_order_counts_after_any_epochs(case):
 
 
 @given(mixtures(), st.integers(0, 3), st.integers(0, 60), st.integers(1, 30))
-def test_mixed_order_random_access(case, epoch, start, count):
+def test_mixed_order_slice_equals_slice_of_whole_epoch(case, epoch, start, count):
     whole = MixedOrder(*case).sample_numbers(epoch, 0, ALL)
     assert MixedOrder(*case).sample_numbers(epoch, start, count) == whole[start : start + count]
 
 
 @given(mixtures(), st.integers(0, 3))
-def test_mixed_order_shares_hold_within_epoch(case, epoch):
+def test_mixed_order_shares_of_data_sets_hold_at_every_point_of_epoch(case, epoch):
     lengths, _, _ = case
     found = MixedOrder(*case).sample_numbers(epoch, 0, ALL)
     sets = [number for number, length in enumerate(lengths) for _ in range(length)]
@@ -241,7 +241,7 @@ def test_mixed_order_shares_hold_within_epoch(case, epoch):
             assert abs(so_far[number] - place * whole[number] / len(found)) <= len(lengths) + 1
 
 
-def test_mixed_order_differs_by_seed_epoch_and_set():
+def test_mixed_order_shuffling_differs_by_seed_epoch_and_data_set():
     order = MixedOrder([20, 20], [Fraction(20), Fraction(20)], seed=3)
     first, second = order.sample_numbers(0, 0, ALL), order.sample_numbers(1, 0, ALL)
     assert sorted(first) == sorted(second) == list(range(40)) and first != second
@@ -254,6 +254,6 @@ def test_mixed_order_differs_by_seed_epoch_and_set():
 
 
 @pytest.mark.parametrize("taken", [[Fraction(0), Fraction(2)], [Fraction(-1), Fraction(2)], [Fraction(1, 2)] * 2])
-def test_mixed_order_invalid_raises(taken):
+def test_mixed_order_share_that_gives_no_samples_raises(taken):
     with pytest.raises(ValueError, match="expected more than 0 from each data set"):
         MixedOrder([4, 4], taken)

@@ -33,7 +33,7 @@ def loader(provider, rows, consumed=0, rank=0, size=1, micro_batch_size=1):
     )  # fmt: skip
 
 
-def test_provider_stream_equals_build_datasets(make):
+def test_provider_stream_yields_same_batches_as_build_datasets(make):
     provider = make()
     train, valid, test = get_dataset_provider(provider)((30, 4, 4), provider)
     assert (len(train), len(valid), test) == (30, 4, None)
@@ -74,7 +74,7 @@ def test_check_samples_all_dropped_raises(make, tmp_path, train_file):
         check(window_size=512, media_root=str(train_file.parent), **changes)
 
 
-def test_check_samples_names_all_bad_records_of_all_splits(make, tmp_path, train_file, caplog):
+def test_check_samples_error_lists_all_bad_records_of_train_or_valid_split(make, tmp_path, train_file, caplog):
     lines, images = train_file.read_text().splitlines(), str(train_file.parent)
     question = {"role": "user", "content": [{"type": "image", "image": "broken.png"}]}
     for number in (3, 17, 31):
@@ -99,7 +99,7 @@ def test_check_samples_names_all_bad_records_of_all_splits(make, tmp_path, train
         check_data(run_of(make(valid_path=str(tmp_path / "valid.jsonl"), media_root=paths["media_root"])))
 
 
-def test_check_samples_reads_only_what_evaluation_reads(make, tmp_path, train_file):
+def test_check_samples_reads_only_records_that_evaluation_will_read(make, tmp_path, train_file):
     url = {"type": "image", "image": "http://images.example/1.png"}
     record = {"messages": [{"role": "user", "content": [url]}, {"role": "assistant", "content": "no"}]}
     lines = train_file.read_text().splitlines()
@@ -122,7 +122,7 @@ def test_check_samples_reads_only_what_evaluation_reads(make, tmp_path, train_fi
             check_data(run)
 
 
-def test_check_samples_reads_blocks_on_rank_0_only(make, tmp_path, monkeypatch):
+def test_check_samples_reads_blocks_of_large_file_on_rank_0_only(make, tmp_path, monkeypatch):
     question, answer = {"role": "user", "content": "What?"}, {"role": "assistant", "content": "no"}
     good, bad = (json.dumps({"messages": messages}) for messages in ([question, answer], []))
     lines = [good] * 10_000
@@ -141,7 +141,7 @@ def test_check_samples_reads_blocks_on_rank_0_only(make, tmp_path, monkeypatch):
     assert not read
 
 
-def test_bad_record_in_training_names_on_bad_and_inspect(make, tmp_path):
+def test_bad_record_in_training_error_advises_on_bad_and_inspect_command(make, tmp_path):
     (tmp_path / "train.jsonl").write_text('{"messages": []}')
     for workers in (0, 1):
         stream = make(train_path=str(tmp_path / "train.jsonl"), num_workers=workers).stream("train")
@@ -149,15 +149,15 @@ def test_bad_record_in_training_names_on_bad_and_inspect(make, tmp_path):
             next(stream)
 
 
-def test_provider_folder_without_data_raises_early(make, tmp_path):
+def test_provider_folder_without_train_file_raises_before_training(make, tmp_path):
     (tmp_path / "images").mkdir()
     (tmp_path / "llava.json").write_text("[]")
     for changes in ({"train_path": str(tmp_path)}, {"train_path": None, "mixture": [{"path": str(tmp_path)}]}):
-        with pytest.raises(DataError, match=r"found llava.json, images in the folder.*give its own path"):
+        with pytest.raises(DataError, match=r"found llava.json, images in the folder.*set its own path"):
             check_data(run_of(make(**changes)))
 
 
-def test_provider_padded_rows_in_microbatches(make):
+def test_provider_without_packing_yields_microbatches_of_padded_rows(make):
     provider = make(pack=False)
     train, _, _ = built(provider, 12)
     (first, *_) = loader(provider, train, micro_batch_size=3)
@@ -175,7 +175,7 @@ def test_provider_shuffles_only_training(make):
     assert next(make(pack=False, seed=5).stream("train")).sample_ids != shuffled[0]
 
 
-def test_provider_settings_reach_rows(make):
+def test_provider_padding_dtype_and_length_settings_are_applied_to_batches(make):
     batch = next(make(pad_to_multiple_of=16, pixel_dtype=torch.bfloat16).stream("train"))
     assert all(length % 16 == 0 for length in batch.layout.padded_lengths)
     assert batch.vision.pixel_values.dtype == torch.bfloat16 and batch.input_ids.shape == (1, 256)
@@ -183,14 +183,14 @@ def test_provider_settings_reach_rows(make):
         next(make(seq_length=32).stream("train"))
     assert next(make(seq_length=80, on_long="drop").stream("train")).input_ids.shape == (1, 80)
     for name, value in (("reasoning_effort", "low"), ("preserve_thinking", False)):
-        with pytest.raises(ValueError, match=f"{name} is {value!r}, but the chat template ignores it"):
+        with pytest.raises(ValueError, match=f"{name} is {value!r}, expected None: .* template ignores it"):
             make(**{name: value}).stream("train")
 
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"pack": False, "pad_to_multiple_of": 8}, "pad_to_multiple_of is 8, but pack is off"),
     ({"media_root": [7]}, "media_root has 7, expected a folder, or a list of folders"),
-    ({"drop_last": False}, "drop_last is False, expected True: .* ignores this setting"),
+    ({"drop_last": False}, "drop_last is False, expected its default, True: .* does not use this"),
     ({"num_workers": -1}, "num_workers is -1, expected at least 0"), ({"max_patches": 0}, "max_patches is 0, expected"),
     ({"schema_adapter": "cord"}, "schema_adapter is 'cord', expected one of cord_v2, rdr, .*, or none"),
     ({"dataloader_type": "cyclic"}, "dataloader_type is 'cyclic', expected 'single'"),
@@ -202,14 +202,14 @@ def test_provider_invalid_settings_raise(make, changes, message):
         make(**changes)
 
 
-def test_provider_missing_files_are_named(make, tmp_path):
-    with pytest.raises(ValueError, match="the split 'test' has no test_path; splits are train, valid, test"):
+def test_provider_missing_split_or_processor_raises(make, tmp_path):
+    with pytest.raises(ValueError, match=r"the split 'test' has no test_path, expected .* Splits are train, valid"):
         make().stream("test")
     with pytest.raises(DataError, match="nowhere: found no processor"):
         make(hf_processor_path=str(tmp_path / "nowhere")).stream("train")
 
 
-def test_provider_several_media_roots(make, train_file, tmp_path):
+def test_provider_images_below_second_media_root_are_read(make, train_file, tmp_path):
     (tmp_path / "elsewhere").symlink_to(train_file.parent / "images")
     (tmp_path / "train.jsonl").write_text(train_file.read_text().replace("images/", "elsewhere/"))
     path = str(tmp_path / "train.jsonl")
@@ -225,7 +225,7 @@ def test_provider_several_media_roots(make, train_file, tmp_path):
 @pytest.mark.parametrize(
     "changes", [{"vision": VisionLimits(image_max_pixels=2048)}, {"answers": "last"}, {"max_patches": 200}]
 )
-def test_provider_position_of_other_samples_raises(make, changes):
+def test_provider_load_state_dict_with_different_sample_settings_raises(make, changes):
     stream = make().stream("train")
     next(stream)
     with pytest.raises(ValueError, match="position belongs to other data"):
@@ -233,7 +233,7 @@ def test_provider_position_of_other_samples_raises(make, changes):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_provider_build_datasets_balances_global_batch(make, ranks):
+def test_provider_balance_over_reorders_rows_by_cost_within_global_batch(make, ranks):
     provider = make(balance_over=4)
     rows, _, _ = built(provider, 40, dp=ranks)
     plain = ids(take(make().stream("train"), 12))

@@ -46,20 +46,20 @@ def asked(words: str, **beside) -> list:
     return messages["messages"][0]["content"]
 
 
-def test_roles_of_other_formats():
+def test_convert_record_speakers_such_as_human_and_gpt_become_roles():
     turns = [{"from": speaker, "value": speaker} for speaker in (*ROLES, *SPEAKERS)]
     roles = [message["role"] for message in told({"conversations": turns})["messages"]]
     assert roles == [*ROLES, "user", "assistant", "assistant", "system"]
 
 
 @pytest.mark.parametrize("record", [7, None, [], {}, {"messages": 7}, {"messages": [7, {"content": 7}], "images": []}])
-def test_records_invalid_are_returned_for_later_checks(record):
+def test_convert_record_leaves_invalid_record_for_parse_conversation_to_reject(record):
     told(record)
     with pytest.raises(DataError, match=r"^x.jsonl:1"):
         parse_conversation(convert_record(record, "x.jsonl:1"), "x.jsonl:1", Path())
 
 
-def test_placeholders_become_media_of_record():
+def test_placeholders_are_replaced_by_images_and_videos_of_record():
     assert asked("<image>\nWhich?", image="1.png") == [image("1.png"), text("\nWhich?")]
     assert asked("<image>", image={"bytes": b"one", "path": "1.png"}) == [image(b"one")]
     assert asked("<image>", image={"bytes": None, "path": "1.png"}) == [image("1.png")]
@@ -72,7 +72,7 @@ def test_placeholders_become_media_of_record():
     assert own["id"] == 7 and "image" not in own
 
 
-def test_parts_without_media_take_media_of_record():
+def test_image_parts_without_path_take_images_of_record_in_order():
     parts = [{"type": "image"}, text("<image>"), {"type": "image", "image": "own.png"}, {"type": "image", "text": None}]
     own = told({"messages": [{"role": "user", "content": parts}, ANSWER], "images": ["1", "2"]})
     # In a list of parts a text is text.
@@ -80,7 +80,7 @@ def test_parts_without_media_take_media_of_record():
     assert found == ["1", "<image>", "own.png", "2"]
 
 
-def test_placeholders_literal_without_media():
+def test_placeholders_text_setting_keeps_image_tags_as_text():
     words = "Write <image> or <video>."
     for record in ({"conversations": [{**HUMAN, "value": words}, GPT]}, {"question": words, "answer": "Seven."}):
         own = convert_record(record, "x", placeholders="text")
@@ -93,7 +93,7 @@ def test_placeholders_literal_without_media():
     assert told(parts) == parts
 
 
-def test_system_and_tools_next_to_turns():
+def test_system_and_tools_keys_next_to_turns_are_read():
     own = told({"conversations": [HUMAN, GPT], "system": "Be brief.", "tools": '[{"name": "look"}]'})
     assert own["messages"] == [{"role": "system", "content": "Be brief."}, ASK, ANSWER]
     assert own["tools"] == [{"name": "look"}]
@@ -103,7 +103,7 @@ def test_system_and_tools_next_to_turns():
     assert told({"conversations": [HUMAN, GPT], "system": "", "tools": " "}) == {"messages": [ASK, ANSWER]}
 
 
-def test_prompt_and_completion_lists():
+def test_trl_prompt_and_completion_lists_train_only_on_completion():
     """In TRL's format only the completion is trained on; an image without a placeholder comes before the prompt."""
     prompt = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     record = {"prompt": prompt, "completion": [ANSWER], "image": "1.png"}
@@ -113,11 +113,11 @@ def test_prompt_and_completion_lists():
     nulls = [prompt[0], {**prompt[1], "loss": None, "weight": None}, prompt[2]]  # of a table
     assert convert_record({**record, "prompt": nulls}, "x")["messages"][1]["loss"] is False
     for wrong in ({"prompt": [7]}, {"completion": "d"}, {"prompt": prompt[1:2]}, {"prompt": []}):
-        with pytest.raises(DataError, match="expected two texts, or two lists of messages with role and content"):
+        with pytest.raises(DataError, match="expected two strings, or two lists of messages, with a message of the"):
             convert_record({**record, **wrong}, "x")
 
 
-def test_parts_with_index_take_that_image():
+def test_image_parts_with_index_take_image_of_that_index():
     parts = [{"type": "image", "index": 1, "text": None}, {"type": "image", "index": 0}, {"type": "image", "index": 1}]
     messages = [{"role": "user", "content": parts}, ANSWER]
     found = convert_record({"messages": messages, "images": ["1.png", "2.png"]}, "x")["messages"][0]["content"]
@@ -132,12 +132,12 @@ def test_parts_with_index_take_that_image():
 
 
 @pytest.mark.parametrize(("record", "message"), [
-    ({"conversations": []}, r"found \[\] under 'messages', expected an object with a list"),
+    ({"conversations": []}, r"found \[\] under 'messages', expected an object with a non-empty list"),
     ({"texts": [{"user": "a", "answer": "b"}]}, "found .* under 'texts', expected a list of objects with user"),
     ({"texts": [{"user": "a", "assistant": "b", "c": 1}]}, "under 'texts', expected a list of objects with user"),
     ({"texts": "a"}, "found 'a' under 'texts', expected a list"),
     ({"query": "a", "response": 7}, r"'response': found 7, expected a string; .* columns.answer='{response\[0\]}'"),
-    ({"query": "a", "label": "b"}, "found the keys query, label, expected 'messages' or .* the setting columns"),
+    ({"query": "a", "label": "b"}, "found the keys query, label, expected 'messages', .* other names, set columns"),
     ({"query": "a", "response": "b", "history": [["c"]]}, r"found \[\['c'\]\] under 'history', expected a list"),
     ({"query": "a", "response": "b", "history": [["c", 7]]}, "message 2: found 7 as content, expected a string"),
     ({"conversations": ["hi"]}, "message 1: found 'hi', expected an object with role and content"),
@@ -146,19 +146,19 @@ def test_parts_with_index_take_that_image():
     ({"conversations": [{"from": ["gpt"], "value": ""}]}, r"found the role \['gpt'\], expected one of"),
     ({"conversations": [{"from": "human", "value": None}]}, "message 1: found the keys role, expected role and cont"),
     ({"conversations": [HUMAN], "system": 7}, "found 7 under 'system', expected a string"),
-    ({"conversations": [{"from": "system", "value": ""}], "system": "x"}, "found both 'system' and a turn of it"),
-    ({"messages": [{"role": "system", "content": ""}], "system": "x"}, "found both 'system' and a turn of it"),
+    ({"conversations": [{"from": "system", "value": ""}], "system": "x"}, "found both the key 'system' and a message"),
+    ({"messages": [{"role": "system", "content": ""}], "system": "x"}, "found both the key 'system' and a message"),
     ({"messages": [ASK], "tools": "{"}, r"'tools': found a string that is not valid JSON \(.*\), expected"),
     ({"messages": [ASK], "tools": "[" * 100_000}, "'tools': found a string that is not valid JSON .*more than 50"),
     ({"messages": [{"role": "user", "content": "<image>Find <ref-object>"}, {"role": "assistant", "content": "<bbox>"}],
       "images": ["1"], "objects": {"ref": ["the circle"], "bbox": [[20, 15, 60, 55]]}},
-     "found <ref-object> and <bbox> in a text next to 'objects', expected texts without: .* from 0 to 1000 of the"),
+     "found <ref-object> and <bbox> in a text next to the key 'objects'; .* from 0 to 1000 of the"),
     ({"messages": [ASK], "image": "1", "images": ["1"]}, "found both 'image' and 'images', expected one"),
     ({"question": "a", "answer": "b", "images": [b"1", 7]}, "part 2: found 7 under 'image', expected a path or"),
     ({"question": "a", "answer": "b", "image": {"url": "1"}}, "part 1: found {'url': '1'} under 'image', exp"),
     ({"question": "a", "answer": "b", "video": [[b"1", None]], "sample_fps": 1},
      "part 1, frame 1: found None under 'video', expected"),
-    # LLaVA's collator would put the picture first; a guess.
+    # LLaVA's collator would put the image first; a guess.
     ({"conversations": [HUMAN, GPT], "image": "1"}, "found 0 placeholders for images .* expected 1, the number of"),
     ({"conversations": [HUMAN, GPT], "videos": ["1"]}, r"0 placeholders for videos \('<video>' .* expected 1,"),
     ({"messages": [{"role": "user", "content": "<image><image>"}], "image": "1"}, "2 placeholders .* expected 1,"),
@@ -173,12 +173,12 @@ def test_parts_with_index_take_that_image():
     ({"texts": [{"user": "<image>", "assistant": "b"}]}, "1 placeholders for images .* expected 0"),
     ({"instruction": "a", "input": "<image>", "output": "b"}, "1 placeholders for images .* expected 0"),
 ])  # fmt: skip
-def test_convert_record_mismatch_raises(record, message):
+def test_convert_record_invalid_values_or_placeholder_counts_raise(record, message):
     with pytest.raises(DataError, match=f"^x.jsonl:1: .*{message}"):
         parse_conversation(told(record), "x.jsonl:1", Path())
 
 
-def test_boxes_in_text_are_literal():
+def test_bounding_boxes_written_in_text_stay_text():
     for beside in ({"objects": {"bbox": [[20, 15, 60, 55]]}}, {}):
         written = {"role": "assistant", "content": "[200, 150, 600, 550]" if beside else "<bbox>1, 2, 3, 4</bbox>"}
         assert told({"messages": [ASK, written], **beside})["messages"] == [ASK, written]
@@ -190,7 +190,7 @@ def keyed(**beside) -> dict:
 
 @pytest.mark.parametrize("key", ["image_path", "img", "Images", "image_file", "image_url", "pictures", "video_path"])
 @pytest.mark.parametrize("value", ["train/1.png", "1", ["1", "2"], {"bytes": b"a", "path": None}, {"url": "1"}])
-def test_media_under_unknown_key_raise(key, value):
+def test_unknown_key_whose_name_suggests_media_raises(key, value):
     with pytest.raises(DataError, match=rf"1 placeholders .* expected 0, .* {key}.*columns.image"):
         told(keyed(**{key: value}))
     with pytest.raises(DataError, match=rf"x.jsonl:1: found '{key}', which looks .*columns.(image|video)={key},.*ign"):
@@ -201,7 +201,7 @@ def test_media_under_unknown_key_raise(key, value):
     "a/b c.JPG", "clip.mp4", "https://a.b/c.webp?size=7", "data:image/png;base64,AA", b"x", ["1.png", "2.png"],
     {"bytes": b"x", "path": "a"}, [{"bytes": b"x", "path": None}],
 ])  # fmt: skip
-def test_media_like_values_raise_under_any_key(value):
+def test_unknown_key_whose_value_looks_like_media_raises(value):
     with pytest.raises(DataError, match=r"found 'foto', which looks like images .* keys are mess"):
         told({"messages": [ASK, ANSWER], "foto": value})
     with pytest.raises(DataError, match="found 'foto', which looks like"):
@@ -214,7 +214,7 @@ def test_media_like_values_raise_under_any_key(value):
     {"source": "coco", "caption": "A photo of a .jpg icon, and more.", "score": [0.5, 1.5], "meta": {"path": 7}},
     {"checksum": "iVBORw0KGgo=", "note": "SUkqA and so on, in words that are no base64."},
 ])  # fmt: skip
-def test_values_without_media_are_ignored(beside):
+def test_unknown_keys_without_media_are_ignored(beside):
     assert told({"messages": [ASK, ANSWER], **beside})["messages"] == [ASK, ANSWER]
 
 
@@ -224,7 +224,7 @@ def test_values_without_media_are_ignored(beside):
     {"img_urls": ["http://a.b/1.jpg", "http://a.b/2.jpg"]},
     {"vid": "v_00017", "image_name": "0001", "image_list": ["0001"], "image_id": "COCO_1.jpg"},
 ])  # fmt: skip
-def test_metadata_of_read_media_is_ignored(beside):
+def test_keys_that_describe_image_already_read_are_ignored(beside):
     assert told(keyed(image="coco/1.jpg", **beside))["messages"][0]["content"][0] == image("coco/1.jpg")
     stored = {"bytes": b"x", "path": "1.jpg"}
     assert told(keyed(image=stored, **beside))["messages"][0]["content"][0] == image(b"x")
@@ -238,12 +238,12 @@ def test_metadata_of_read_media_is_ignored(beside):
     ({"image": "A/1.png", "after": "B/1.png", "question": "Which?", "answer": "7"}, "after"),
     ({"image_id": "COCO_1.jpg", "question": "Which?", "answer": "7"}, "image_id"),
 ])  # fmt: skip
-def test_media_that_only_seem_read_raise(record, key):
+def test_key_with_media_other_than_image_already_read_raises(record, key):
     with pytest.raises(DataError, match=f"found '{key}', which looks like"):
         told(record)
 
 
-def test_turns_under_other_keys():
+def test_turns_with_role_under_conversations_or_from_under_messages_are_read():
     turns = [{"role": "human", "content": "Which?"}, {"role": "assistant", "content": "Seven."}]
     assert told({"conversations": turns}) == told({"messages": [HUMAN, GPT]}) == {"messages": [ASK, ANSWER]}
     parts = [{"role": "user", "content": [{"type": "image"}, text("Which?")]}, ANSWER]
@@ -254,7 +254,7 @@ def test_turns_under_other_keys():
     assert told({"conversations": last, "image": "1"})["messages"][0]["content"] == [text("Which?\n"), image("1")]
 
 
-def test_prompts_with_answers():
+def test_query_instruction_and_texts_formats_become_messages():
     before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     record = {"query": "Which?", "response": "Seven.", "history": [["a", "b"]], "system": "Be brief."}
     assert told(record)["messages"] == [{"role": "system", "content": "Be brief."}, *before, ASK, ANSWER]
@@ -266,7 +266,7 @@ def test_prompts_with_answers():
     assert told({"texts": pairs}) == {"messages": [*before, ASK, ANSWER]}
 
 
-def test_prompt_media_without_placeholder_come_first():
+def test_prompt_media_without_placeholder_come_before_first_text():
     record = {"query": "Which?", "response": "Seven.", "history": [["a", "b"]], "system": "x", "images": ["1", "2"]}
     contents = [message["content"] for message in told(record)["messages"]]
     assert contents == ["x", [image("1"), image("2"), text("a")], "b", "Which?", "Seven."]
@@ -277,7 +277,7 @@ def test_prompt_media_without_placeholder_come_first():
         told({"question": "<image>?", "answer": "b", "images": ["1", "2"]})
 
 
-def test_part_types_of_other_formats():
+def test_part_types_of_openai_and_transformers_become_image_and_video_parts():
     parts = {
         "1.png": {"type": "image_url", "image_url": {"url": "1.png", "detail": "auto"}},
         "data:image/png;base64,AA": {"type": "image_url", "image_url": "data:image/png;base64,AA", "text": None},
@@ -295,19 +295,19 @@ def test_part_types_of_other_formats():
     ({"type": "image_url", "image_url": {"uri": "1"}}, "found {'uri': '1'} under 'image', expected a path or bytes"),
     ({"type": "image_url", "image_url": {"url": "1", "crop": 7}}, "found the keys type, image, crop, expected 'type'"),
     ({"type": "image", "image": "1", "url": "2"}, "found the keys type, image, url, expected 'type' and 'image'"),
-    ({"type": "image_url", "image_url": {"url": "1", "detail": "low"}}, "found the detail 'low', expected 'auto'"),
-    ({"type": "input_image", "image_url": "1", "detail": "low"}, "found the detail 'low', expected 'auto'"),
+    ({"type": "image_url", "image_url": {"url": "1", "detail": "low"}}, "found 'low' under 'detail', expected 'auto'"),
+    ({"type": "input_image", "image_url": "1", "detail": "low"}, "found 'low' under 'detail', expected 'auto'"),
     ({"type": "image", "image": "file://host/a.png"}, "'file://host/a.png', a file of 'host', expected file:///"),
     ({"type": "image", "image": "file:///a%FF.png"}, r"'file:///a%FF.png', expected file:///PATH \(.*decode"),
     ({"type": "image", "image": "file:///a?b.png"}, r"expected '\?' and '#' in a path as %3F and %23"),
 ])  # fmt: skip
-def test_part_types_invalid_raise(part, message):
+def test_image_part_with_invalid_url_or_keys_raises(part, message):
     record = {"messages": [{"role": "user", "content": [part]}, ANSWER]}
     with pytest.raises(DataError, match=f"^x.jsonl:1: message 1, part 1: .*{message}"):
         parse_conversation(told(record), "x.jsonl:1", Path())
 
 
-def test_file_urls_become_paths(tmp_path):
+def test_file_urls_are_read_as_paths_inside_media_root(tmp_path):
     root = tmp_path / "my media"
     (root / "a").mkdir(parents=True)
     for place in (root / "a" / "één #1.png", tmp_path / "out.png"):
@@ -330,12 +330,12 @@ def test_file_urls_become_paths(tmp_path):
             parse_conversation(told(keyed(image=escape)), "x", root)
 
 
-def test_turns_with_loss_and_weight():
+def test_sharegpt_turns_with_loss_or_weight_select_trained_answers():
     turns = [HUMAN, {**GPT, "loss": False}, HUMAN, {**GPT, "weight": 1}]
     assert parse_conversation(told({"conversations": turns}), "here", Path()).losses == {1: False, 3: True}
 
 
-def test_part_with_limits_takes_next_image():
+def test_image_part_with_max_pixels_takes_next_image_of_record():
     part = {"type": "image", "max_pixels": 4096}
     record = {"messages": [{"role": "user", "content": [part]}, ANSWER], "images": ["a.png"]}
     assert told(record)["messages"][0]["content"] == [{**part, "image": "a.png"}]
@@ -346,7 +346,7 @@ def test_part_with_limits_takes_next_image():
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3), max_leaves=6,
 )), separators=st.sampled_from([None, (",", ":"), (" ,\n", " : ")]), ascii=st.booleans())  # fmt: skip
-def test_tool_call_arguments_from_json(value, separators, ascii, inside):
+def test_tool_call_arguments_as_json_string_equal_object(value, separators, ascii, inside):
     text = json.dumps(value, separators=separators, ensure_ascii=ascii)
 
     def call_of(arguments):
@@ -364,7 +364,7 @@ def test_tool_call_arguments_from_json(value, separators, ascii, inside):
 
 
 @pytest.mark.parametrize("nothing", [{}, {"arguments": None}, {"arguments": ""}, {"arguments": " "}, {"arguments": {}}])
-def test_tool_call_without_arguments(nothing):
+def test_tool_call_without_arguments_gets_empty_object(nothing):
     """Inference servers pass an empty object; some templates cannot render a call without arguments."""
     call = {"function": {"name": "look", **nothing}}
     own = told({"messages": [ASK, {"role": "assistant", "content": "", "tool_calls": [call]}]})
@@ -388,7 +388,7 @@ def test_tool_call_invalid_raises(call, problem):
         parse_conversation(told(record), "x", Path())
 
 
-def test_null_keys_are_missing_in_all_formats():
+def test_keys_with_null_count_as_missing_in_texts_and_images():
     texts = [{"user": "Which?", "assistant": "Seven.", "source": None, "score": None}]
     pictures = [{"bytes": b"one", "path": None, "url": None}, {"bytes": None, "path": None, "url": None}]
     assert told({"texts": texts})["messages"] == [ASK, ANSWER]
@@ -403,9 +403,9 @@ def test_null_keys_are_missing_in_all_formats():
         ("loss", False), ("reasoning_content", "So."), ("tool_calls", []), ("min_pixels", 1024),
     )),
 ])  # fmt: skip
-def test_own_key_in_wrong_place_or_case_raises(read, key, value, expected):
+def test_misspelled_or_misplaced_record_key_raises(read, key, value, expected):
     record = {"messages": [ASK, ANSWER], key: value}
-    with pytest.raises(DataError, match=f"found '{key}', which is ignored here, expected {expected}"):
+    with pytest.raises(DataError, match=f"found the unknown key '{key}', expected {expected}"):
         read(record)
     assert read({**record, key: None}).messages == read(record | {key: None, "source": "web"}).messages
 
@@ -415,14 +415,14 @@ def test_own_key_in_wrong_place_or_case_raises(read, key, value, expected):
     {"messages": [ASK, ANSWER]}, {"prompt": "Which?", "completion": "Seven."},
     {"query": "Which?", "response": "Seven."},
 ])  # fmt: skip
-def test_false_label_next_to_turns_raises(read, turns, key):
+def test_kto_label_false_next_to_turns_raises(read, turns, key):
     with pytest.raises(DataError, match=rf"'{key}' is false, .* undesirable .* KTO .*columns.ignore=\[{key}\]"):
         read(turns | {key: False})
     for value in (True, None, 3, ["Seven."], "no"):  # good answers, class numbers and ChartQA's answers
         assert len(read(turns | {key: value}).messages) == 2
 
 
-def test_label_zero_is_a_class_and_kto_tag_zero_is_not(read):
+def test_label_zero_is_read_as_class_but_kto_tag_zero_raises(read):
     turns = {"messages": [ASK, ANSWER]}
     assert len(read(turns | {"label": 0}).messages) == 2
     for value in (0, "false", "False"):
@@ -430,18 +430,18 @@ def test_label_zero_is_a_class_and_kto_tag_zero_is_not(read):
             read({"question": "Which?", "answer": "Seven.", "kto_tag": value})
 
 
-def test_false_label_of_renamed_columns_raises():
+def test_kto_label_false_with_renamed_columns_raises():
     columns = Columns(question="prompt", answer="completion")
     with pytest.raises(DataError, match="'label' is false"):
         columns.convert_record({"prompt": "Which?", "completion": "Seven.", "label": False}, "here")
 
 
-def test_false_label_next_to_a_question_is_read(read):
+def test_label_false_next_to_question_and_answer_is_ignored(read):
     assert len(read({"question": "Is it seven?", "answer": "No.", "label": False}).messages) == 2
 
 
 @pytest.mark.parametrize("key", ["rejected_images", "reject", "rejected_answer"])
-def test_worse_answers_of_preference_data_raise(read, key):
+def test_rejected_answers_of_preference_data_raise(read, key):
     with pytest.raises(DataError, match=f"found '{key}', a key of preference data"):
         read({"messages": [ASK, ANSWER], key: ["x"]})
     assert read({"messages": [ASK, ANSWER], key: 0.5, "rejection": "x"}).messages == (ASK, ANSWER)  # a score
@@ -449,28 +449,28 @@ def test_worse_answers_of_preference_data_raise(read, key):
 
 @pytest.mark.parametrize("key", ["loss_mask", "loss_scale", "completion_mask", "assistant_masks"])
 def test_loss_masks_next_to_turns_raise(read, key):
-    with pytest.raises(DataError, match=f"found '{key}', which is ignored here, expected 'loss' in a message"):
+    with pytest.raises(DataError, match=f"found the unknown key '{key}', expected 'loss' in a message"):
         read({"messages": [ASK, ANSWER], key: [0, 1]})
 
 
 @pytest.mark.parametrize("key", ["audio", "audios", "audio_path"])
-def test_audio_key_raises_and_names_audio(read, key):
-    with pytest.raises(DataError, match=rf"found '{key}': audio is not supported; .*ignore=\[{key}\]") as e:
+def test_audio_key_raises_error_that_audio_is_not_supported(read, key):
+    with pytest.raises(DataError, match=rf"found '{key}', but audio is not supported; .*ignore=\[{key}\]") as e:
         read({"messages": [ASK, ANSWER], key: ["a.wav"]})
     assert "columns.image" not in str(e.value)
 
 
 @pytest.mark.parametrize("text", ["<audio>", "<|audio|>", "Hear <audio_1>."])
-def test_audio_placeholder_raises_unless_literal(read, text):
+def test_audio_placeholder_raises_unless_in_text_part(read, text):
     ask = {"role": "user", "content": text}
-    with pytest.raises(DataError, match=r"message 1: found '<.*audio.*>' in a text: audio is not supported"):
+    with pytest.raises(DataError, match=r"message 1: found '<.*audio.*>' in a text, but audio is not supported"):
         read([ask, ANSWER])
     part = {"role": "user", "content": [{"type": "text", "text": text}]}
     assert read([part, ANSWER]).messages[0]["content"] == part["content"]
 
 
 @pytest.mark.parametrize("value", [{"path": "1.png", "width": 2}, [{"url": "1.png"}], {"bytes": b"x", "mime": "a"}])
-def test_objects_with_media_raise_under_any_key(value):
+def test_unknown_key_with_object_that_holds_media_raises(value):
     with pytest.raises(DataError, match="found 'extra', which looks like images"):
         told({"messages": [ASK, ANSWER], "extra": value})
     same = {"messages": [ASK, ANSWER], "question": None, "image": "a/1.png"}
@@ -478,6 +478,6 @@ def test_objects_with_media_raise_under_any_key(value):
     assert told(same | {"extra": {"path": "1.png", "width": 2}})["messages"] == told(same)["messages"]
 
 
-def test_turns_as_json_text_are_read_in_lines_too(read):
+def test_json_lines_messages_as_json_string_are_read(read):
     messages = [{**ASK, "name": None}, ANSWER]
     assert read({"messages": json.dumps(messages)}).messages == (ASK, ANSWER)

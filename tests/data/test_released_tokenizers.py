@@ -68,7 +68,7 @@ def release(request):
     return request.param, Qwen3VLProcessor(toy.image_processor, tokenizer, toy.video_processor, chat_template=template)
 
 
-def test_released_tokenizers_ids_equal_reference(release):
+def test_released_tokenizers_have_expected_size_and_special_token_ids(release):
     name, processor = release
     assert len(processor.tokenizer) == {"Qwen3-VL": 151_669, "Qwen3.5": 248_077}[name]
     for token, number in {"Qwen3-VL": qwen3_vl.TOKENS, "Qwen3.5": qwen3_5.TOKENS}[name].items():
@@ -84,7 +84,9 @@ def test_released_tokenizers_ids_equal_reference(release):
 ])  # fmt: skip
 @pytest.mark.parametrize("reasoning", [None, "A bar.\nAnd a stroke."])
 @pytest.mark.parametrize("number", [0, 1])
-def test_released_tokenizers_prompt_and_answer_tokens(release, tmp_path, number, reasoning, answer):
+def test_released_tokenizers_sample_equals_generation_prompt_and_answer_tokens(
+    release, tmp_path, number, reasoning, answer
+):
     name, processor = release
     used, own = list(VOCABULARIES[name][5].items())[number]
     image = picture(tmp_path / "7.png", 64, 64)
@@ -118,7 +120,7 @@ def test_released_tokenizers_prompt_and_answer_tokens(release, tmp_path, number,
         assert encoder.size(conversation).tokens == len(sample)
 
 
-def test_released_tokenizers_generation_equals_transformers(release, tmp_path, capsys):
+def test_released_tokenizers_generate_command_answers_like_transformers(release, tmp_path, capsys):
     name, processor = release
     width = VOCABULARIES[name][4]
     config = (make_config if name == "Qwen3-VL" else make_qwen3_5_config)(processor.tokenizer)

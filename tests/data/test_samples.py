@@ -26,7 +26,7 @@ def answer(text: str) -> dict:
     return {"role": "assistant", "content": text}
 
 
-def test_encoder_truncates_between_images(encoder, processor, tmp_path):
+def test_encoder_truncated_sample_is_prefix_without_partial_image_or_video(encoder, processor, tmp_path):
     clip(tmp_path / "a.mkv", 12, size=(64, 64))
     random = np.random.default_rng(1)
     records = [random_record(tmp_path, number, random) for number in range(6)]
@@ -58,13 +58,13 @@ def test_encoder_truncates_between_images(encoder, processor, tmp_path):
                 if found is not None:
                     assert torch.equal(found, getattr(whole, grids)[: len(found)])
                     assert torch.equal(getattr(sample, pixels), getattr(whole, pixels)[:count])
-            if length < min(limit, len(whole)):  # only a picture, or a video with its times, leaves room
+            if length < min(limit, len(whole)):  # only an image, or a video with its times, leaves room
                 follows = processor.tokenizer.decode(whole.input_ids[length : length + 10])
                 assert re.match(r"<\|vision_start\|>|<0\.\d seconds>", follows), follows
     assert cut > 30
 
 
-def test_sample_filter_truncates_and_counts(make_rows, caplog):
+def test_sample_filter_on_long_truncate_truncates_and_counts_samples(make_rows, caplog):
     rows = make_rows(seq_length=64, seed=None, on_long="truncate", on_bad="drop")()
     batches = list(one_pass(rows))
     assert all(batch.input_ids.shape == (1, 64) for batch in batches)
@@ -75,7 +75,7 @@ def test_sample_filter_truncates_and_counts(make_rows, caplog):
 
 
 @pytest.mark.parametrize("pack", [True, False])
-def test_sample_filter_drops_and_counts(make_rows, tmp_path, caplog, pack):
+def test_sample_filter_on_bad_drop_drops_and_counts_bad_samples(make_rows, tmp_path, caplog, pack):
     random = np.random.default_rng(1)
     records = [random_record(tmp_path, number, random) for number in range(10)]
     seen = picture(tmp_path / "broken.png", 64, 64)
@@ -104,7 +104,7 @@ def test_encoder_invalid_answers_setting_raises(processor):
         Encoder(processor, "first")
 
 
-def test_vision_limits_apply_to_processor(processor, tmp_path):
+def test_vision_limits_reduce_image_and_video_grids_and_invalid_ones_raise(processor, tmp_path):
     processor.save_pretrained(tmp_path / "hf")
     limits = VisionLimits(image_max_pixels=64 * 64, video_fps=1, video_max_frames=8, video_max_pixels=8 * 64 * 64)
     encoder = Encoder(load_processor(tmp_path / "hf", limits))
@@ -115,14 +115,14 @@ def test_vision_limits_apply_to_processor(processor, tmp_path):
     assert sample.image_grid_thw.tolist() == [[1, 4, 4]] and sample.video_grid_thw.tolist() == [[4, 4, 4]]
     for wrong, message in (
         ({"video_fps": 0}, "video_fps is 0, expected a positive number"),
-        ({"image_min_pixels": 10**9}, "images of 1000000000 pixels at least and .* at most"),
-        ({"video_min_frames": 100}, "video_min_frames is 100, expected at most 32"),
+        ({"image_min_pixels": 10**9}, "image_min_pixels is 1000000000, expected at most image_max_pixels"),
+        ({"video_min_frames": 100}, "video_min_frames is 100, expected at most video_max_frames, 32"),
     ):
         with pytest.raises(ValueError, match=message):
             load_processor(tmp_path / "hf", VisionLimits(**wrong))
 
 
-def test_batch_stream_stays_before_bad_sample(make_rows, tmp_path):
+def test_batch_stream_position_stays_before_bad_sample_that_raises(make_rows, tmp_path):
     random = np.random.default_rng(1)
     records = [random_record(tmp_path, number, random) for number in range(6)]
     path = write(tmp_path / "train.jsonl", [*records[:3], {"messages": []}, *records[3:]])
@@ -149,7 +149,7 @@ def made(sizes) -> list[bytes]:
 
 @given(shown)
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_pixel_limits_sizes_equal_processor(processor, encoder, case):
+def test_min_and_max_pixels_of_image_part_match_transformers_processor(processor, encoder, case):
     reader = processor.image_processor
     usual = reader.size["shortest_edge"], reader.size["longest_edge"]
     files = made([(height, width) for height, width, _, _ in case])
@@ -161,7 +161,7 @@ def test_pixel_limits_sizes_equal_processor(processor, encoder, case):
     whole = [(limit[0] or usual[0], limit[1] or usual[1]) for limit in own]
     flat = any(max(h, w) / min(h, w) > 200 for h, w, _, _ in case)
     if flat or any(least > most or most < TOKEN for least, most in whole):
-        assert_refused(encoder, r"^x: (image \d: found|the processor rejects an .*aspect)", conversation)
+        assert_refused(encoder, r"^x: (image \d: found|the model's processor rejects an .*aspect)", conversation)
         return
     expected = [
         reader(images=[Image.open(io.BytesIO(file))], min_pixels=least, max_pixels=most, return_tensors="pt")
@@ -179,7 +179,7 @@ def user(*parts) -> list:
     return [{"role": "user", "content": list(parts)}, ANSWER]
 
 
-def test_pixel_limits_from_lines_and_tables(encoder, tmp_path):
+def test_min_and_max_pixels_of_image_part_are_read_from_json_lines_and_parquet(encoder, tmp_path):
     picture(tmp_path / "7.png", 256, 256)
     part = {"type": "image", "image": "7.png"}
     parts = [part, {**part, "max_pixels": 4 * TOKEN}, {**part, "min_pixels": 100 * TOKEN, "max_pixels": 100 * TOKEN}]
@@ -194,15 +194,15 @@ def test_pixel_limits_from_lines_and_tables(encoder, tmp_path):
 
 
 @pytest.mark.parametrize(("beside", "message"), [
-    ({"max_pixels": 0}, "found 0 under 'max_pixels', expected a number of pixels up to"),
+    ({"max_pixels": 0}, "found 0 under 'max_pixels', expected a whole number of pixels from 1 to"),
     ({"max_pixels": -1}, "found -1 under 'max_pixels', expected a number of pixels"),
     ({"max_pixels": 1e5}, "found 100000.0 under 'max_pixels', expected a number of pixels"),
     ({"min_pixels": True}, "found True under 'min_pixels', expected a number of pixels"),
     ({"min_pixels": "64"}, "found '64' under 'min_pixels', expected a number of pixels"),
-    ({"min_pixels": 10**12}, "found 1000000000000 under 'min_pixels', expected a number of pixels up to"),
+    ({"min_pixels": 10**12}, "found 1000000000000 under 'min_pixels', expected a whole number of pixels from 1 to"),
     ({"resized_height": 64, "resized_width": 64}, "resized_width, expected 'type' and 'image', and 'min_pixels' and"),
 ])  # fmt: skip
-def test_pixel_limits_invalid_raise(read, tmp_path, beside, message):
+def test_min_and_max_pixels_invalid_raise(read, tmp_path, beside, message):
     picture(tmp_path / "7.png", 64, 64)
     with pytest.raises(DataError, match=f"^train.jsonl:1: message 1, part 1: .*{message}"):
         read(user({"type": "image", "image": "7.png", **beside}))
@@ -213,7 +213,7 @@ def test_pixel_limits_invalid_raise(read, tmp_path, beside, message):
     ({"min_pixels": 65 * TOKEN}, "image 2: found 'min_pixels' 66560 above 'max_pixels' 65536; if"),
     ({"min_pixels": 4096, "max_pixels": 2048}, "image 2: found 'min_pixels' 4096 above 'max_pixels' 2048; if"),
 ])  # fmt: skip
-def test_pixel_limits_rejected_by_processor_raise(encoder, read, tmp_path, beside, message):
+def test_min_and_max_pixels_impossible_for_processor_raise(encoder, read, tmp_path, beside, message):
     picture(tmp_path / "7.png", 64, 64)
     part = {"type": "image", "image": "7.png"}
     conversation = read(user(part, {**part, **beside}))
@@ -221,7 +221,7 @@ def test_pixel_limits_rejected_by_processor_raise(encoder, read, tmp_path, besid
 
 
 @pytest.mark.parametrize("key", ["min_pixels", "total_pixels", "fps", "nframes", "resized_height", "video_start"])
-def test_pixel_limits_of_video_raise(read, key):
+def test_video_part_with_pixel_or_frame_limits_raises(read, key):
     with pytest.raises(DataError, match=rf"part 1: found the keys type, video, {key}, .* for all videos in"):
         read(user({"type": "video", "video": "7.mkv", key: 4}))
 
@@ -264,7 +264,7 @@ def test_message_loss_overrides_answers_setting(templates, case, answers, thinks
 
 
 @pytest.mark.parametrize(("key", "yes", "no"), [("loss", True, False), ("weight", 1, 0), ("weight", 1.0, 0.0)])
-def test_message_loss_and_weight_from_lines_and_tables(encoder, tmp_path, key, yes, no):
+def test_message_loss_and_weight_are_read_from_json_lines_and_parquet(encoder, tmp_path, key, yes, no):
     six = {**SEVEN, "content": "Six.", key: no}
     messages = [{**ASK, key: no}, six, {**ASK, key: None}, {**SEVEN, key: yes}, ASK, SEVEN]
     write(tmp_path / "train.jsonl", [{"messages": messages}])
@@ -277,7 +277,7 @@ def test_message_loss_and_weight_from_lines_and_tables(encoder, tmp_path, key, y
         assert trained_of(encoder, conversation) == f"Seven.{END}" * 2
 
 
-def test_message_loss_false_ignores_reasoning(templates):
+def test_message_loss_false_excludes_its_reasoning_and_tool_call_from_loss(templates):
     thought = {**SEVEN, "reasoning_content": "A bar."}
     call = {**thought, "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
     messages = (ASK, call, {"role": "tool", "content": "A bar."}, thought)
@@ -292,9 +292,9 @@ def test_message_loss_false_ignores_reasoning(templates):
     ({**SEVEN, "weight": 0.5}, "found 0.5 under 'weight', expected 0 or 1"),
     ({**SEVEN, "weight": []}, r"found \[\] under 'weight', expected 0 or 1"),
     ({**SEVEN, "weight": 1, "loss": True}, "found both 'loss' and 'weight', expected one of them"),
-    ({**ASK, "loss": True}, "found 'loss' on a message of the role 'user', expected it only on messages of the role"),
-    ({"role": "system", "content": "a", "weight": 1}, "found 'weight' on a message of the role 'system', expected"),
-    ({"role": "tool", "content": "a", "loss": True}, "found 'loss' on a message of the role 'tool', expected it"),
+    ({**ASK, "loss": True}, "found 'loss' in a message with the role 'user', expected it only in messages with"),
+    ({"role": "system", "content": "a", "weight": 1}, "found 'weight' in a message with the role 'system', expected"),
+    ({"role": "tool", "content": "a", "loss": True}, "found 'loss' in a message with the role 'tool', expected it"),
 ])  # fmt: skip
 def test_message_loss_invalid_raises(read, message, problem):
     with pytest.raises(DataError, match=f"^train.jsonl:1: message 2: {problem}"):
@@ -316,7 +316,7 @@ def test_read_prompts_ignores_loss_settings(tmp_path, make_provider, processor):
     assert question.answer == "Eight."
 
 
-def test_read_prompts_removes_reasoning(tmp_path, checkpoint, make_provider, templates):
+def test_read_prompts_removes_reasoning_from_answers(tmp_path, checkpoint, make_provider, templates):
     for name, template in (("plain", templates[0]), ("thinking", templates[1])):
         (tmp_path / name).mkdir()
         for file in checkpoint.iterdir():

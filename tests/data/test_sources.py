@@ -28,7 +28,7 @@ def contents(source, order) -> list:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_sources_hold_equal_conversations(folder, shape):
+def test_open_source_every_file_format_gives_equal_conversations(folder, shape):
     source, expected = open_source(folder / shape, folder), JsonLines(folder / "train.jsonl")
     assert len(source) == len(expected) == 20
     assert contents(source, range(20)) == contents(expected, range(20))
@@ -41,7 +41,7 @@ def test_sources_hold_equal_conversations(folder, shape):
             method(20)
 
 
-def test_sources_sample_ids(folder):
+def test_open_source_sample_ids_name_file_and_line_or_index(folder):
     names = [open_source(folder / shape, folder).sample_id(7) for shape in SHAPES]
     assert names[:4] == ["train.jsonl:8", "lines.json:8", "list.json[7]", "train.parquet[7]"]
     assert names[4:] == ["part-1.parquet[2]", "part-1.parquet[2]", "saved[7]"]
@@ -50,7 +50,7 @@ def test_sources_sample_ids(folder):
 @pytest.mark.parametrize("shape", SHAPES)
 @settings(max_examples=10)
 @given(order=st.permutations(range(20)), spent=st.integers(0, 19))
-def test_sources_random_access_and_pickle(folder, shape, order, spent):
+def test_open_source_random_access_and_pickled_copy_give_same_samples(folder, shape, order, spent):
     source = open_source(folder / shape, folder)
     expected = dict(zip(range(20), contents(source, range(20)), strict=True))
     source[spent]
@@ -59,7 +59,7 @@ def test_sources_random_access_and_pickle(folder, shape, order, spent):
 
 
 @pytest.mark.parametrize("shape", ["list.json", "parts", "saved"])
-def test_sources_workers_read_equal_conversations(folder, shape):
+def test_open_source_dataloader_workers_read_equal_conversations(folder, shape):
     source, order = open_source(folder / shape, folder), np.random.default_rng(0).permutation(20).tolist()
     expected = [source[index] for index in order]
     loader = DataLoader(
@@ -69,7 +69,7 @@ def test_sources_workers_read_equal_conversations(folder, shape):
 
 
 @pytest.mark.parametrize("shape", ["train.parquet", "saved", "train.jsonl", "list.json"])
-def test_sources_fingerprint_changes_with_data(folder, shape, tmp_path):
+def test_open_source_fingerprint_changes_with_data(folder, shape, tmp_path):
     assert open_source(folder / shape, folder).fingerprint() != open_source(folder / "parts").fingerprint()
     other = [llava_record(number) for number in range(1, 21)]
     if shape == "saved":
@@ -85,7 +85,7 @@ LIST = "expected objects with commas between them"
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    (b"[]", "train.json: found an empty list, expected conversations"),
+    (b"[]", "train.json: found an empty list, expected at least one conversation"),
     (b"[{}", "train.json: found 'the end of the file' inside the list, expected a complete list"),
     (b'[{"a": "b]', "found 'the end of the file' inside the list"),
     (b"[{}, ", "found 'the end of the file' inside the list"), (b"[{} {}]", rf"found '{{' after 1 records, {LIST}"),
@@ -97,7 +97,7 @@ LIST = "expected objects with commas between them"
     (b"[{}][", r"found '\[' after the list, expected the end"),
     (b"[\xff]", rf"found '\\\\xff\]' after 0 records, {LIST}"), (b"[" * 100_000, "after 0 records, expected"),
 ])  # fmt: skip
-def test_json_list_invalid_raises(tmp_path, text, message):
+def test_json_list_malformed_file_raises(tmp_path, text, message):
     (tmp_path / "train.json").write_bytes(text)
     with pytest.raises(DataError, match=message) as caught:
         open_source(tmp_path / "train.json")
@@ -112,7 +112,7 @@ def test_json_list_invalid_raises(tmp_path, text, message):
     (b'{"messages": []}', r"found \[\] under 'messages'"),
     (b'{"messages": [{"role": "user", "content": "<image>"}], "image": "../x"}', r"'../x' is .* inside the media"),
 ])  # fmt: skip
-def test_json_list_invalid_record_is_named(tmp_path, text, message):
+def test_json_list_and_lines_invalid_record_error_names_record(tmp_path, text, message):
     good = json.dumps({"messages": [ASK, ANSWER]}).encode()
     (tmp_path / "train.json").write_bytes(b"[" + good + b"," + text + b"]")
     if b"[}" not in text and b": ]" not in text:  # brackets that don't match may end a record early
@@ -140,7 +140,7 @@ texts = st.text('[]{}",\\ \né7', max_size=5)
     indent=st.sampled_from([None, 0, 1]),
     ascii_only=st.booleans(),
 )
-def test_json_list_records_are_complete(tmp_path_factory, records, indent, ascii_only):
+def test_json_list_finds_begin_and_end_of_every_record(tmp_path_factory, records, indent, ascii_only):
     path = tmp_path_factory.getbasetemp() / "any.json"
     path.write_text(json.dumps(records, indent=indent, ensure_ascii=ascii_only), "utf-8")
     source, text = JsonList(path), path.read_bytes()
@@ -151,12 +151,12 @@ def test_json_list_records_are_complete(tmp_path_factory, records, indent, ascii
 @pytest.mark.parametrize(("path", "message"), [
     ("no.jsonl", "no.jsonl: the file does not exist, expected JSON lines"),
     ("no.json", "no.json: the file does not exist, expected JSON lines"),
-    ("no.parquet", "no.parquet: there is no such Parquet file, expected one, or a folder with some"),
+    ("no.parquet", "no.parquet: there is no such Parquet file, expected the path of a file, or"),
     ("no-*.parquet", "there is no such Parquet file"),
     ("empty", "empty: found nothing in the folder, expected train.jsonl, Parquet files or a data set"),
-    (".", r"found empty.json, empty, train.csv in the folder, expected .*to use /.*/empty.json, give its own"),
+    (".", r"found empty.json, empty, train.csv in the folder, expected .*to use /.*/empty.json, set its own"),
     ("empty.json", "empty.json: found no lines"),
-    ("train.csv", "train.csv: found no folder and none of the endings .jsonl, .json and .parquet, expected one"),
+    ("train.csv", "train.csv: found neither a folder nor a file, expected a folder, or a file name in .jsonl,"),
 ])  # fmt: skip
 def test_open_source_invalid_path_raises(tmp_path, path, message):
     (tmp_path / "empty").mkdir()
@@ -231,7 +231,9 @@ LAYOUTS = ("file", "json", "parquet", "shards", "parts", "saved", "saved splits"
 
 
 @pytest.mark.parametrize("shape", LAYOUTS)
-def test_training_inspection_packing_read_equal_data(tmp_path, checkpoint, make_provider, repository, capsys, shape):
+def test_training_inspection_and_packing_read_same_samples_in_every_layout(
+    tmp_path, checkpoint, make_provider, repository, capsys, shape
+):
     (tmp_path / "data").mkdir()
     path = repository if shape == "hub" else layout(tmp_path / "data", shape)
     provider = make_provider(path=path, seq_length=64)
@@ -249,7 +251,7 @@ def test_training_inspection_packing_read_equal_data(tmp_path, checkpoint, make_
     if provider.path_of("valid") is None:
         assert shape in ("file", "parts", "saved", "hub")
         assert main(["inspect", *command, "--split", "valid"]) == 2
-        assert "found train and no valid split, expected a folder that has one" in capsys.readouterr().err
+        assert "found only the splits train, expected valid too; set a folder" in capsys.readouterr().err
     else:
         capsys.readouterr()
         assert main(["inspect", *command, "--split", "valid"]) == 0
@@ -257,7 +259,7 @@ def test_training_inspection_packing_read_equal_data(tmp_path, checkpoint, make_
         assert sum(len(batch.sample_ids) for batch in provider.evaluation("valid")) == len(TEST)
 
 
-def test_splits_in_folder(tmp_path):
+def test_splits_in_finds_files_of_splits_and_uses_test_for_missing_valid(tmp_path):
     assert splits_in(layout(tmp_path, "shards")) == {
         "train": f"{tmp_path}/train-*.parquet",
         "valid": f"{tmp_path}/test-*.parquet",

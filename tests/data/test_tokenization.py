@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from tests.data.test_encoding import TEXTS
 
 
-def test_load_processor_checks_processor(processor, tmp_path):
+def test_load_processor_folder_without_processor_or_chat_template_raises(processor, tmp_path):
     processor.save_pretrained(tmp_path / "whole")
     assert load_processor(tmp_path / "whole").image_token_id == processor.image_token_id
     with pytest.raises(DataError, match="nowhere: found no processor"):
@@ -28,13 +28,13 @@ def test_load_processor_checks_processor(processor, tmp_path):
         load_processor(tmp_path / "silent")
 
 
-def test_load_processor_without_image_token_id_raises(processor):
+def test_check_processor_wrong_image_token_id_or_class_raises(processor):
     other = copy.copy(processor)
     other.image_token_id = None
-    with pytest.raises(DataError, match=r"here: image_token '<\|image_pad\|>' has the id None, expected one"):
+    with pytest.raises(DataError, match=r"here: found the id None for image_token '<\|image_pad\|>', expected the id"):
         check_processor(other, "here")
     other.image_token_id = processor.video_token_id
-    with pytest.raises(DataError, match="has the id"):
+    with pytest.raises(DataError, match="found the id"):
         check_processor(other, "here")
     with pytest.raises(DataError, match="here: found Qwen2Tokenizer, expected a Qwen3VLProcessor with a fast"):
         check_processor(processor.tokenizer, "here")
@@ -58,7 +58,7 @@ def check(tokenizer, text: str) -> None:
 
 @given(texts.filter(lambda text: text.isprintable() or text.encode("utf-8", "ignore").decode() == text))
 @settings(deadline=None, max_examples=300)
-def test_tokenize_equals_transformers(processor, text):
+def test_tokenize_ids_and_offsets_match_transformers(processor, text):
     check(processor.tokenizer, text)
 
 
@@ -82,14 +82,14 @@ def split_before(tokenizer):
 
 
 @pytest.mark.parametrize("change", [shortened, begun, split, split_before])
-def test_tokenize_configured_tokenizer_equals_transformers(processor, change):
+def test_tokenize_with_truncation_or_special_token_settings_matches_transformers(processor, change):
     tokenizer, text = copy.deepcopy(processor.tokenizer), "<|im_start|>user\nWhich digit?<|im_end|>\n"
     change(tokenizer)
     check(tokenizer, text)
     assert tokenize(tokenizer, text).ids == tokenizer(text)["input_ids"]
 
 
-def test_tokenize_marks_beginning_once(processor):
+def test_encoder_bos_token_of_tokenizer_is_added_only_once(processor):
     other, begin = copy.copy(processor), "<|endoftext|>"
     other.tokenizer = copy.deepcopy(processor.tokenizer)
     other.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(

@@ -166,7 +166,7 @@ def weights(run: Path, to: Path, hf: Path) -> dict[str, torch.Tensor]:
     ("name", "other"),
     [("2 + 1", "whole"), ("1 + DP2, sharded", "whole"), ("1 + EP2", "whole, MoE"), ("frozen", "whole, frozen")],
 )
-def test_log_matches_one_process(found, name, other):
+def test_dist_train_log_matches_one_process(found, name, other):
     """Also, no rank computes gradients for a frozen tower."""
     assert {one for rank in found for one in rank[name]["come_back"]} == {name != "frozen"}
     for rank in found:
@@ -183,7 +183,7 @@ def test_log_matches_one_process(found, name, other):
     ("1 + EP2 goes on from whole", "whole, MoE"), ("whole goes on from 1 + EP2", "whole, MoE"),
     ("frozen goes on", "whole, frozen"),
 ])  # fmt: skip
-def test_steps_and_evaluations_match_one_process(found, name, other):
+def test_dist_train_losses_and_norms_match_one_process(found, name, other):
     """Compare losses of training, validation and test data, and norms. A resumed run computes the second half."""
     last = len(KINDS) - (HALF + 1 if "goes on" in name else 0)
     (whole,) = {tuple(rank[other]["told"]) for rank in found if other in rank and rank[other]["told"]}
@@ -201,18 +201,18 @@ def test_steps_and_evaluations_match_one_process(found, name, other):
     assert all(error <= LIMITS[kind] for kind, error in errors.items())
 
 
-def test_only_last_stages_have_losses(found):
+def test_dist_train_only_last_language_stages_have_losses(found):
     for name, ranks in WITHOUT_LOSSES.items():
         for rank, seen in enumerate(found):
             assert (seen[name]["told"] == []) == (rank < ranks), (name, rank)
 
 
-def test_megatron_bridge_tools_open_checkpoint(found):
+def test_load_megatron_model_opens_dist_train_checkpoint(found):
     whole, mine = found[0]["whole opened"], found[0]["two opened"]
     assert len(whole) > 100 and mine == pytest.approx(whole, rel=1e-5)
 
 
-def test_samples_counted_by_language_replicas(found, scratch):
+def test_dist_train_consumed_samples_count_each_row_once(found, scratch):
     for run in ("whole", "two", "split", "MoE"):
         state = torch.load(scratch / run / f"iter_{STEPS:07d}" / "train_state.pt", weights_only=True)
         assert int(state["step"]) == STEPS and int(state["consumed_train_samples"]) == 4 * STEPS, run
@@ -221,7 +221,7 @@ def test_samples_counted_by_language_replicas(found, scratch):
 @pytest.mark.parametrize(
     ("run", "one"), [("two", "whole"), ("sharded", "whole"), ("MoE", "whole, MoE"), ("sharded, MoE", "whole, MoE")]
 )
-def test_checkpoint_is_of_one_model(found, inputs, moe_folder, scratch, run, one):
+def test_dist_train_checkpoint_exports_weights_of_one_process_run(found, inputs, moe_folder, scratch, run, one):
     hf = moe_folder if "MoE" in run else inputs.hf
     whole, mine = (weights(scratch / name, scratch / f"hf_{name}_{run}", hf) for name in (one, run))
     assert mine.keys() == whole.keys()

@@ -90,7 +90,7 @@ pytestmark = pytest.mark.slow
 GRADIENT = 2e-5  # relative to the largest entry of each
 
 
-def test_expert_balancing_gradients_match_one_process(moe_folder):
+def test_moe_load_balancing_gradients_on_two_ranks_match_one_process(moe_folder):
     expected = results_of_ranks(errors_of_ranks, 1, moe_folder, None)
     found = results_of_ranks(errors_of_ranks, 2, moe_folder, expected)
     print({case: f"{error:.1e}" for case, error in found.items()})
@@ -99,7 +99,7 @@ def test_expert_balancing_gradients_match_one_process(moe_folder):
     assert all(error <= GRADIENT for error in found.values()), found
 
 
-def test_expert_balancing_only_padding_has_no_gradient(moe_folder):
+def test_moe_load_balancing_of_padding_only_gives_zero_router_gradient(moe_folder):
     """Gradients are zero for both kinds of load balancing."""
     from tests.parity.conftest import make_pair
 

@@ -19,7 +19,7 @@ from tests.parity.topologies import Topology
 
 SIZES, RANKS = (1, 4), 4
 # Equal lengths without padding, lengths as they come, and documents of one to three tokens (most ranks hold padding).
-LENGTHS = ("equal", "other", "short")
+LENGTHS = ("equal", "unequal", "short")
 MULTIPLE = 2 * max(SIZES)  # for every size, so that both see the same rows
 
 
@@ -30,7 +30,7 @@ def documents(config, lengths: str) -> list[Sample]:
         ids = torch.randint(0, config.image_token_id - 16, (11,), generator=rng)
         return [Sample(one, torch.ones(len(one)), {}) for one in ids.split([2, 1, 3, 1, 2, 2])]
     samples = make_samples("image and video", config, seed=21) + make_samples("mixed", config, seed=22)
-    if lengths == "other":
+    if lengths == "unequal":
         return samples
     length = -(-max(len(sample.ids) for sample in samples) // MULTIPLE) * MULTIPLE
     longer = []
@@ -97,14 +97,14 @@ def check_sizes(found, family, lengths):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["dense", "MoE"])
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_cp4_rows_and_packed_match_one_rank(found, family, lengths):
+def test_context_parallel_4_padded_and_packed_match_context_parallel_1(found, family, lengths):
     first = found[1, family, lengths, "BSHD"]
     assert first["loss"] > 5 and first["grad_norm"] > 1
     check_sizes(found, family, lengths)
 
 
 @pytest.mark.slow
-def test_cp_check_detects_different_batches(found):
+def test_losses_and_gradient_norms_of_different_batches_differ(found):
     values = [found[1, family, lengths, "BSHD"] for family, lengths in itertools.product(("dense", "MoE"), LENGTHS)]
     for name in ("loss", "grad_norm"):
         for a, b in itertools.combinations([value[name] for value in values], 2):

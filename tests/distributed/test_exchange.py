@@ -81,7 +81,7 @@ def crossings(batch: TokenBatch, frames: Sequence[Sequence[int]]) -> list[int]:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_vision_exchange_sends_only_used_bytes(untied_folder, ranks):
+def test_vision_exchange_sent_bytes_equal_used_tokens_and_benchmark_page(untied_folder, ranks):
     found = results_of_ranks(count_all, ranks, untied_folder, ranks)
     for rows in ROWS:
         batch, frames, width = (found[rows][0][name] for name in ("batch", "frames", "width"))
@@ -107,7 +107,7 @@ def row_of_16k() -> TokenBatch:
     )  # fmt: skip
 
 
-def test_vision_exchange_8b_bytes_match_page():
+def test_vision_exchange_bytes_of_8b_model_match_benchmark_page():
     """Bytes in bf16, from the exchanges of `TokenBatch.local`."""
     batch, ranks, config = row_of_16k(), 4, config_dict("8B")
     dimensions, costs = dimensions_of(config), tower_costs(config)

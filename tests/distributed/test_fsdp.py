@@ -1,4 +1,4 @@
-"""Under Megatron-FSDP losses and first gradients are transformers', also where one rank alone has pictures.
+"""Under Megatron-FSDP losses and first gradients are transformers', also where one rank alone has images.
 
 Parameters lie in small buckets, so that each module's are gathered when it is called, and reduced on their own.
 """
@@ -27,7 +27,7 @@ from tests.helpers.noise import check, limits, relative
 from tests.helpers.ranks import of_all_ranks
 from tests.parity.conftest import Pair, make_pair
 
-# What each rank sees; a rank without pictures must not keep the other waiting.
+# What each rank sees; a rank without images must not keep the other waiting.
 CONTENTS = [("one image", "text only"), ("video", "many images"), ("text only", "text only"), ("mixed", "video")]
 ROWS = ("padded", "packed")
 # The case whose gradients are averaged too: which folder, content and rows.
@@ -169,7 +169,7 @@ def test_fsdp_without_per_token_loss_averages_gradients(found, untied_folder):
     assert max(errors.values()) <= 1e-6, errors
 
 
-def test_fsdp_component_norms_match_gradients(found):
+def test_fsdp_gradient_norms_of_components_match_gathered_gradients(found):
     *_, gradients, norms = found
     assert len(norms) == 3
     worst = 0.0

@@ -51,7 +51,7 @@ def train_all(folder: Path, topology: Topology, strategies: tuple[str, ...]) -> 
     # With other strategies megatron-core 0.19 cannot cut these tiny widths into rows and fails before the first step.
     ("moe", "EP2", ALL[-1:]),
 ])  # fmt: skip
-def test_fsdp_strategy_matches_replicated_training(kind, name, strategies, request):
+def test_fsdp_sharding_strategy_matches_replicated_data_parallel_training(kind, name, strategies, request):
     topology, folder = (TOPOLOGIES | ALONE)[name], request.getfixturevalue(f"{kind}_folder")
     expected, found = results_of_ranks(train_all, topology.ranks, folder, topology, strategies)
     errors = {

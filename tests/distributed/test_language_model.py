@@ -1,6 +1,6 @@
 """The text model alone, split or not: megatron-core embeds and scatters, and nothing is scattered twice.
 
-It is given whole rows, as by users who have no pictures, beside transformers and beside the model of both towers.
+It is given full rows, as by users without images. It is compared with transformers and with the model of both towers.
 """
 
 from pathlib import Path
@@ -137,7 +137,7 @@ def found(untied_folder, moe_folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", ["padded", "packed"])
 @pytest.mark.parametrize(("family", "split"), [(family, split) for family in SPLITS for split in SPLITS[family]])
-def test_language_model_alone_every_parallelism_matches(found, family, split, rows):
+def test_text_model_alone_on_ranks_matches_transformers_and_full_model(found, family, split, rows):
     errors = found[family, split, rows]
     print(family, split, rows, {name: f"{error:.1e}" for name, error in errors.items()})
     assert errors["loss"] <= LOSS and errors["gradient"] <= GRADIENT

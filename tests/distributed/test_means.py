@@ -113,7 +113,7 @@ def gradients_of_transformers(folder: Path) -> dict[str, dict[str, torch.Tensor]
     return found
 
 
-def test_loss_mean_over_ranks_matches_one_process(untied_folder, moe_folder):
+def test_gradients_of_mean_losses_on_two_ranks_match_transformers(untied_folder, moe_folder):
     folders = {"dense": untied_folder, "MoE": moe_folder}
     expected = {family: gradients_of_transformers(folder) for family, folder in folders.items()}
     found = results_of_ranks(errors_of_ranks, 2, folders, expected)

@@ -139,10 +139,10 @@ def _cases(kinds: dict) -> list:
 
 
 @pytest.mark.parametrize("kind", _cases(QWEN3_VL))
-def test_overlapped_schedule_qwen3_vl_matches_plain(moe_folder, kind):
+def test_qwen3_vl_overlapped_expert_all_to_all_trains_bit_identically(moe_folder, kind):
     check(moe_folder, QWEN3_VL[kind])
 
 
 @pytest.mark.parametrize("kind", _cases(QWEN3_5))
-def test_overlapped_schedule_qwen3_5_matches_plain(qwen3_5_folder, kind):
+def test_qwen3_5_overlapped_expert_all_to_all_trains_bit_identically(qwen3_5_folder, kind):
     check(qwen3_5_folder, QWEN3_5[kind])

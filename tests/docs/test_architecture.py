@@ -59,7 +59,7 @@ def test_imports_have_no_cycle(package):
     assert not cycle_in(graph), " -> ".join(cycle_in(graph))
 
 
-def test_packages_table_has_the_order_of_layers():
+def test_packages_table_order_matches_import_layers_of_pyproject():
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     (layers,) = (one["layers"] for one in contracts if one.get("containers") == ["qwen3vl_bridge"])
     order = [set(layer.split(" | ")) for layer in reversed(layers) if layer != "__main__"]
@@ -136,7 +136,7 @@ def replaced_in(source: str) -> set[str]:
     return assigned
 
 
-def test_functions_replaced_outside_upstream_are_listed():
+def test_functions_replaced_outside_upstream_are_listed_in_compatibility_page():
     """Of objects of one run; those of modules and classes are replaced by `upstream/`, and recorded."""
     listed: dict[str, str] = {}
     file = ""
@@ -157,7 +157,7 @@ def test_functions_replaced_outside_upstream_are_listed():
     assert listed.keys() == replacing
 
 
-def test_replaced_names_of_this_process_are_listed():
+def test_functions_replaced_in_this_process_are_listed_in_compatibility_page():
     from megatron.bridge.training import finetune  # noqa: F401  the modules of a run
 
     rows = documented()
@@ -292,23 +292,23 @@ def train_file(tmp_path) -> Path:
     return write(tmp_path / "train.jsonl", [{"messages": [asked, {"role": "assistant", "content": "Seven."}]}])
 
 
-def test_files_entered_by_a_forward_pass(model, tmp_path):
+def test_forward_pass_calls_functions_of_few_source_files(model, tmp_path):
     files = files_entered(MODEL, model, tmp_path)
     assert len(files) <= 30, files
 
 
-def test_files_entered_by_an_import(model, tmp_path):
+def test_checkpoint_import_calls_functions_of_few_source_files(model, tmp_path):
     files = files_entered(IMPORT, model, tmp_path / "megatron")
     assert len(files) <= 18, files
 
 
-def test_files_entered_by_an_image(model, train_file):
+def test_encoding_an_image_calls_functions_of_few_source_files(model, train_file):
     files = files_entered(DATA, model, train_file)
     assert len(files) <= 12, files
 
 
 @pytest.mark.slow
-def test_files_entered_by_a_save(model, tmp_path):
+def test_checkpoint_save_calls_functions_of_few_source_files(model, tmp_path):
     make_dataset(tmp_path)
     files = files_entered(SAVE, model, tmp_path)
     assert len(files) <= 4, files

@@ -117,7 +117,7 @@ def test_readme_plan_commands_run(capsys):
     assert "GiB" in capsys.readouterr().out
 
 
-def test_readme_activating_puts_commands_on_the_path():
+def test_readme_activating_venv_puts_qwen3vl_and_torchrun_on_path():
     command = next(line for line in blocks(README, "bash")[0].splitlines() if line.startswith("source "))
     if not (ROOT / command.split()[1]).is_file():
         pytest.skip("there is no .venv: this is another environment")
@@ -141,7 +141,7 @@ def test_quickstart_training_on_a_cpu_runs(places, tmp_path):
     assert (tmp_path / "exported" / "config.json").is_file()
 
 
-def test_quickstart_commands_are_those_of_the_readme():
+def test_quickstart_commands_occur_in_readme_convert_or_train_page():
     tested = {line for page in (README, CONVERT, TRAIN) for line in commands(page)}
     for command in commands(QUICKSTART):
         assert command in tested or command.startswith(("qwen3vl train ", "make ")), command
@@ -163,7 +163,7 @@ def test_tutorial_commands_run(places, tmp_path):
 
 
 @pytest.mark.slow
-def test_convert_commands_run_then_training(places):
+def test_convert_and_train_commands_run(places):
     conversions, _ = blocks(CONVERT, "bash")
     for command in fill(conversions, places).strip().splitlines():
         run(command)
@@ -178,7 +178,7 @@ def test_convert_commands_run_then_training(places):
 
 
 @pytest.mark.slow
-def test_convert_by_several_processes_runs(moe_folder, tmp_path):
+def test_convert_command_for_several_processes_runs(moe_folder, tmp_path):
     _, command = blocks(CONVERT, "bash")
     instead = {"--nproc_per_node 8": "--nproc_per_node 2", "--ep 8": "--ep 2", " MEGATRON": f" {tmp_path / 'megatron'}"}
     for text, other in {"Qwen/Qwen3-VL-30B-A3B-Instruct": str(moe_folder), **instead}.items():
@@ -189,7 +189,7 @@ def test_convert_by_several_processes_runs(moe_folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_train_commands_for_gpus_are_planned(places):
+def test_train_commands_for_gpus_pass_dry_run(places):
     full, lora, _ = blocks(TRAIN, "console")
     run(
         fill(full, places).replace("torchrun --nproc_per_node 8 --shutdown-timeout 600", "python")
@@ -199,7 +199,7 @@ def test_train_commands_for_gpus_are_planned(places):
 
 
 @pytest.mark.slow
-def test_train_adapters_of_a_run_are_exported_and_merged(places, untied_folder, tmp_path):
+def test_train_adapter_commands_export_and_merge_adapters_of_run(places, untied_folder, tmp_path):
     _, _, adapters = blocks(TRAIN, "console")
     last = run(
         f"python recipes/finetune.py --recipe qwen3_vl_8b_peft_config --hf-model {untied_folder} "
@@ -215,7 +215,7 @@ def test_train_adapters_of_a_run_are_exported_and_merged(places, untied_folder, 
     assert list((tmp_path / "merged").glob("model*.safetensors"))
 
 
-def test_train_muon_settings_exist():
+def test_train_muon_settings_are_accepted():
     settings = " ".join(text for text in blocks(TRAIN, "text") if text.startswith("optimizer.optimizer=muon")).split()
     cfg = apply(qwen3_vl_8b_sft_config(), settings)
     assert cfg.optimizer.optimizer == "muon" and not cfg.optimizer.use_distributed_optimizer
@@ -241,7 +241,7 @@ def run_script(places, monkeypatch):
     return run_as
 
 
-def test_train_script_builds_a_valid_run(run_script):
+def test_train_script_builds_valid_run_config(run_script):
     import qwen3vl_bridge
     from qwen3vl_bridge.training.process_groups import shutdown
 
@@ -253,7 +253,7 @@ def test_train_script_builds_a_valid_run(run_script):
     assert forward_step is qwen3vl_bridge.forward_step and len(callbacks) == 5
 
 
-def test_train_script_imported_by_the_saving_process_does_nothing(run_script):
+def test_train_script_imported_by_spawned_process_starts_no_run(run_script):
     assert run_script("__mp_main__") == []
 
 
@@ -290,7 +290,7 @@ def test_train_python_blocks_run(untied_folder, tmp_path, monkeypatch):
 # docs/recipes.md, docs/scaling.md, docs/add_a_family.md
 
 
-def test_recipes_own_recipe_is_found_and_built(tmp_path, monkeypatch):
+def test_recipes_page_example_recipe_is_found_and_built(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("my_recipes.py").write_text(only(RECIPES, "python"))
     found = find(re.search(r"--recipe (my_recipes.py:\w+)", RECIPES)[1])
@@ -342,7 +342,7 @@ def test_recipes_slurm_script_starts_one_run_on_two_nodes(tmp_path, untied_folde
     assert ranks == {"0", "1"}
 
 
-def test_recipes_slurm_script_matches_torchrun_and_recipe():
+def test_recipes_slurm_script_nodes_and_signal_match_torchrun_and_recipe():
     from torch.distributed.run import get_args_parser
 
     directives = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", SLURM, re.MULTILINE))
@@ -364,13 +364,13 @@ def test_recipes_slurm_script_matches_torchrun_and_recipe():
     assert int(seconds) >= options.shutdown_timeout > 30
 
 
-def test_scaling_flops_of_the_tower_are_printed(capsys):
+def test_scaling_page_flops_example_prints_stated_number(capsys):
     code = next(block for block in blocks(SCALING, "python") if "tower_costs" in block)
     exec(code)
     assert capsys.readouterr().out.strip() == code.rsplit("# ", 1)[1].strip()
 
 
-def test_add_a_family_registers_the_toy_family():
+def test_add_a_family_page_code_equals_tested_toy_family():
     page = PAGES["docs/add_a_family.md"]
     assert only(page, "python") == test_toy_family.REGISTER
     assert shlex.split(only(page, "bash")) == test_toy_family.CONVERT
@@ -435,7 +435,7 @@ def inspected(command: str, hf: Path, capsys: pytest.CaptureFixture[str]) -> int
 
 
 @pytest.mark.parametrize(("record", "command"), EXAMPLES, ids=[str(number) for number in range(len(EXAMPLES))])
-def test_data_record_is_read(folder, checkpoint, capsys, record, command):  # noqa: F811
+def test_data_page_example_record_is_read_with_its_command(folder, checkpoint, capsys, record, command):  # noqa: F811
     path = write(folder / "train.jsonl", [record])
     if command is None:
         assert len(open_source(path)[0].images) == json.dumps(record).count("images/1.png")
@@ -446,7 +446,7 @@ def test_data_record_is_read(folder, checkpoint, capsys, record, command):  # no
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_data_named_format_is_read(folder, checkpoint, capsys, name):  # noqa: F811
+def test_data_page_record_of_each_schema_adapter_is_read(folder, checkpoint, capsys, name):  # noqa: F811
     path = write(folder / "train.jsonl", [NAMED[name]])
     if name.endswith("_thinking"):  # needs a template that renders reasoning
         checkpoint = shutil.copytree(checkpoint, folder / "hf")
@@ -458,11 +458,11 @@ def test_data_named_format_is_read(folder, checkpoint, capsys, name):  # noqa: F
             open_source(path)[0]
 
 
-def test_data_page_lists_named_formats():
+def test_data_page_lists_every_tested_schema_adapter():
     assert re.findall(r"^\| `(\w+)` \| .* \| .* \| .* \|$", DATA, re.MULTILINE) == list(NAMED)
 
 
-def test_data_settings_of_runs_exist():
+def test_data_page_settings_in_training_commands_are_accepted():
     lines = "".join(text for kind, text in BLOCKS if kind == "console").replace("\\\n", " ").splitlines()
     settings = [[word for word in shlex.split(line) if word.startswith("dataset.")] for line in lines]
     for words in settings:
@@ -471,7 +471,7 @@ def test_data_settings_of_runs_exist():
     assert (cfg.dataset.columns.question, cfg.dataset.columns.answer) == (r"{query}\nAnswer briefly.", "{label[0]}")
 
 
-def test_data_mixtures_are_read(tmp_path):
+def test_data_page_mixture_yaml_examples_are_read(tmp_path):
     found = []
     for text in blocks(DATA, "yaml"):
         (tmp_path / "mixture.yaml").write_text(text)
@@ -500,7 +500,7 @@ def training_data(words: list[str], hf: Path) -> Any:
     return cfg.dataset.for_context_parallel(cfg.model.context_parallel_size)
 
 
-def test_data_llava_example_runs(tmp_path, checkpoint, monkeypatch, capsys):  # noqa: F811
+def test_data_page_llava_example_runs(tmp_path, checkpoint, monkeypatch, capsys):  # noqa: F811
     monkeypatch.chdir(tmp_path)
     records = []
     for number, words in enumerate(("Seven.", "seven " * 9000, "Six.", "Five.")):
@@ -519,7 +519,7 @@ def test_data_llava_example_runs(tmp_path, checkpoint, monkeypatch, capsys):  # 
     assert sorted(sample.sample_id for sample in row.samples) == [f"llava_instruct_150k.json[{n}]" for n in (0, 2)]
 
 
-def test_data_cord_v2_example_runs(tmp_path, checkpoint, monkeypatch):  # noqa: F811
+def test_data_page_cord_v2_example_runs(tmp_path, checkpoint, monkeypatch):  # noqa: F811
     monkeypatch.chdir(tmp_path)
     (tmp_path / "CORD/data").mkdir(parents=True)
     for split, shards in (("train", 4), ("validation", 1)):
@@ -538,7 +538,7 @@ def test_data_cord_v2_example_runs(tmp_path, checkpoint, monkeypatch):  # noqa: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ours", [False, True], ids=["an import added", "our container, step and callbacks"])
-def test_callers_script_trains_and_saves(ours, untied_folder, tmp_path):
+def test_callers_page_script_trains_and_saves(ours, untied_folder, tmp_path):
     script, ending = blocks(CALLERS, "python")
     if ours:
         begin, _ = script.split('if __name__ == "__main__":')
@@ -558,7 +558,7 @@ def test_callers_script_trains_and_saves(ours, untied_folder, tmp_path):
     assert len(losses) == 4 and all(abs(loss - math.log(512)) < 0.3 for loss in losses), losses
 
 
-def test_callers_import_line_reaches_every_process(tmp_path):
+def test_callers_page_pth_file_imports_plugin_in_every_process(tmp_path):
     command = re.fullmatch(r"python -c \"(import site.*)\"\n", only(CALLERS, "bash"))[1]
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", "--system-site-packages", tmp_path], check=True)
     python = tmp_path / "bin" / "python"
@@ -572,7 +572,7 @@ def test_callers_import_line_reaches_every_process(tmp_path):
     assert not {"torch", "megatron"} & set(loaded)
 
 
-def test_callers_page_has_the_logged_line(untied_folder, caplog):
+def test_callers_page_quotes_the_log_line_that_names_the_model_class(untied_folder, caplog):
     provider._log_model_class.cache_clear()
     with caplog.at_level(logging.INFO, provider.__name__):
         make_pair(untied_folder)
@@ -586,7 +586,7 @@ def test_callers_page_has_the_logged_line(untied_folder, caplog):
 
 
 @pytest.mark.slow
-def test_modelopt_python_runs(inputs: Inputs, tmp_path):  # noqa: F811
+def test_modelopt_page_python_examples_run(inputs: Inputs, tmp_path):  # noqa: F811
     from megatron.bridge import AutoBridge
 
     distill, quantize, restore, export = blocks(PAGES["docs/modelopt.md"], "python")
@@ -628,7 +628,7 @@ PATCHES = sorted(path for path in (ROOT / "docs" / "upstream").glob("*.md") if p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PATCHES, ids=lambda page: page.stem)
-def test_upstream_patch_reproduction_prints_what_it_says(page, untied_folder, tmp_path):
+def test_upstream_patch_example_prints_output_shown_on_page(page, untied_folder, tmp_path):
     (code,), (expected,) = (blocks(page.read_text(), language) for language in ("python", "text"))
     (tmp_path / "shown.py").write_text(code.replace("HF_FOLDER", str(untied_folder)))
     env = os.environ | {"OMP_NUM_THREADS": "1"}

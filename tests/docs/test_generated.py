@@ -36,7 +36,7 @@ def class_of(group: reference.Group) -> type:
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.name)
-def test_settings_match_the_fields_of_the_class(group):
+def test_settings_reference_matches_fields_of_configuration_class(group):
     found, kind = {one.name.removeprefix(group.prefix): one for one in reference.settings(group)}, class_of(group)
     fields = {field.name: field for field in dataclasses.fields(kind)}
     own = {name for name in vars(kind).get("__annotations__", {}) if name in fields}
@@ -53,7 +53,7 @@ def test_settings_match_the_fields_of_the_class(group):
             assert eval(found[name].default, vars(sys.modules[kind.__module__])) == default
 
 
-def test_settings_has_every_configuration_class():
+def test_settings_page_documents_every_configuration_class():
     known = {class_of(group) for group in GROUPS}
     for group in GROUPS:
         for field in dataclasses.fields(class_of(group)):
@@ -66,7 +66,7 @@ def test_settings_has_every_configuration_class():
         assert not ours or found in known or issubclass(found, class_of(GROUPS[-1])), f"{name} is not in the reference"
 
 
-def test_settings_own_fields_are_explained():
+def test_settings_page_fields_not_of_megatron_bridge_have_a_description():
     from megatron.bridge.models.gpt_provider import GPTModelProvider
     from megatron.bridge.peft.lora import VLMLoRA
     from megatron.bridge.training.config import ConfigContainer
@@ -78,12 +78,12 @@ def test_settings_own_fields_are_explained():
             assert one.meaning or name in theirs, f"{group.name}.{name} has no description in the docstring"
 
 
-def test_settings_page_is_current():
+def test_settings_page_is_up_to_date():
     assert reference.PAGE.read_text() == reference.fill(reference.PAGE.read_text()), "out of date: run `make reference`"
     assert re.findall(r"<!-- generated: (\w+) -->", reference.PAGE.read_text()) == [*reference.GROUPS, "commands"]
 
 
-def test_api_page_has_every_package():
+def test_api_page_lists_every_public_package():
     assert re.findall(r"<!-- api: (\w+) -->", PAGES["docs/api.md"]) == list(hooks.PUBLIC)
     for file in hooks.PUBLIC.values():
         for name in hooks.public_names(ROOT / file):
@@ -122,7 +122,7 @@ def test_recipes_table_fewest_gpus_match_planner(name):
     assert recipe_rows()[name][3] == "/".join(str(smallest(recipes()[name], kind)[0]) for kind in KINDS)
 
 
-def test_scaling_page_has_the_range_of_simulated_memory():
+def test_scaling_page_states_range_of_simulated_to_planned_memory():
     ratios = [
         float(row["ratio"]) for rows in latest_simulations(ROOT / SIMULATIONS).values() for row in rows if row["ratio"]
     ]
@@ -145,7 +145,7 @@ def test_released_models_table_has_every_preset():
     assert sorted(found) == sorted({name for one in presets for size in one.PRESETS for name in one.hub_ids(size)})
 
 
-def test_versions_table_has_known_rows():
+def test_versions_table_rows_have_unique_names_of_compatibility_script():
     table = re.search(r"^\| row \| .*\n\|-.*\n((?:\|.*\n)+)", compatibility.TABLE.read_text(), re.MULTILINE)
     assert table
     names = [line.split("|")[1].strip() for line in table[1].splitlines()]
@@ -177,7 +177,7 @@ def after(mark: str) -> str:
 
 @pytest.mark.parametrize("ckpt_format", FORMATS)
 @pytest.mark.parametrize("model", MODELS)
-def test_formats_tensors_match_converted_checkpoints(folders, model, ckpt_format):
+def test_convert_page_tensors_match_converted_checkpoints(folders, model, ckpt_format):
     iteration = folders / f"{model}.{ckpt_format}" / "iter_0000000"
     found = FileSystemReader(iteration).read_metadata().state_dict_metadata
     if (mark := f"tensors: {model}, {ckpt_format}") in CONVERT:
@@ -194,7 +194,7 @@ def test_formats_tensors_match_converted_checkpoints(folders, model, ckpt_format
 
 
 @pytest.mark.parametrize("ckpt_format", [*FORMATS, "huggingface"])
-def test_formats_files_match_converted_checkpoints(folders, ckpt_format):
+def test_convert_page_files_match_converted_checkpoints(folders, ckpt_format):
     root = folders / f"dense.{ckpt_format}"
     text = re.sub(r"or model-0.*|a copy of .*|\{.*", "", after(f"files: {ckpt_format}"))
     named = {word for line in text.splitlines() for word in line.split() if re.search(r"\.\w+$|/hf$", word)}
@@ -203,7 +203,7 @@ def test_formats_files_match_converted_checkpoints(folders, ckpt_format):
     assert named == there - {"iter_0000000"}
 
 
-def test_formats_manifest_fields_match_converted_checkpoints(folders):
+def test_convert_page_manifest_fields_match_converted_checkpoints(folders):
     fields = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`[^|]*) \|", after("manifest"), re.MULTILINE))))
     found = set()
     for ckpt_format, inner in (("torch_dist", "iter_0000000"), ("huggingface", ".")):
@@ -211,7 +211,7 @@ def test_formats_manifest_fields_match_converted_checkpoints(folders):
     assert fields - {"sha256"} == found
 
 
-def test_formats_expert_layouts_are_complete():
+def test_convert_page_lists_every_expert_layout():
     assert re.findall(r"^\| `([A-Z_]+)` \|", CONVERT, re.MULTILINE) == [layout.name for layout in ExpertLayout]
 
 
@@ -226,25 +226,25 @@ from scripts.drawing import IMAGES, differing, names_of  # noqa: E402
 TOKEN = re.compile(r"token-(row|slot(\d+))-(\d+)-cp(\d)-sp(\d)")
 
 
-def test_architecture_drawings_are_current(tmp_path):
+def test_architecture_drawings_are_up_to_date(tmp_path):
     for name, draw in architecture.PICTURES.items():
         draw(tmp_path / name)
     assert differing(IMAGES, tmp_path, architecture.PICTURES) == [], "run python -m scripts.draw_architecture"
 
 
-def test_benchmark_plots_and_sentences_are_current(tmp_path):
+def test_benchmark_plots_and_sentences_are_up_to_date(tmp_path):
     page = benchmarks.PAGE.read_text("utf-8")
     assert benchmarks.with_figures(page) == page, "run python -m scripts.draw_benchmarks"
     files = benchmarks.draw_all(tmp_path)
     assert differing(IMAGES, tmp_path, files) == [], "run python -m scripts.draw_benchmarks"
 
 
-def test_status_page_has_the_memory_of_conversions():
+def test_status_page_states_largest_memory_of_conversion_benchmark():
     most = max(float(row["MB"]) for row in benchmarks.rows_of("convert") if row["MB"])
     assert f"with {most:.0f} MB of memory at most" in PAGES["docs/status.md"]
 
 
-def test_scaling_page_has_the_simulation_that_is_drawn():
+def test_scaling_page_numbers_match_plotted_simulation():
     page, rows = PAGES["docs/scaling.md"], benchmarks.rows_of("simulation_phases")
     steps = [row for row in rows if row["phase"].startswith("step")]
     allocated, reserved = (max(float(row[name]) for row in steps) for name in ("at most", "reserved"))
@@ -256,7 +256,7 @@ def test_scaling_page_has_the_simulation_that_is_drawn():
     assert f"reserved at most {reserved:.2f} of {memory:.1f} GiB: {memory - reserved:.2f} are free\n" in page
 
 
-def test_results_page_has_the_latest_kernel_counts():
+def test_results_page_numbers_match_latest_kernel_counts():
     page = benchmarks.PAGE.read_text("utf-8")
     packed = [x for x in benchmarks.rows_of("kernel_accounting") if x["rows"] == "packed"]
     latest = {(x["size"], x["layers"], x["way"]): x for x in packed}
@@ -307,7 +307,7 @@ def test_data_flow_drawing_names_existing_files():
         assert not step.file or (architecture.PACKAGE / step.file).is_file(), step
 
 
-def test_family_drawing_has_every_module():
+def test_family_drawing_has_every_module_of_a_model_family():
     named, modules = architecture.family_fields(), architecture.family_modules()
     assert {"table", "bridge", "presets"} <= named.keys() and set(named.values()) <= set(modules)
     assert [one for one in modules if one not in named.values() and not architecture.importers(one)] == []

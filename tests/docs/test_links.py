@@ -42,7 +42,7 @@ def tracked_files() -> set[str]:
     return {name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()}
 
 
-def test_nav_has_every_page_once():
+def test_mkdocs_nav_has_every_page_once():
     listed = pages_of_the_nav()
     assert len(set(listed)) == len(listed)
     here = {hooks.ROOT_PAGES.get(path, path.removeprefix("docs/")) for path in PAGES}
@@ -56,7 +56,7 @@ def anchors(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", [*PAGES, "benchmarks/results/README.md", "benchmarks/results/recipes.md"])
-def test_links_have_a_target(page):
+def test_links_of_page_lead_to_existing_files_and_headings(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", without_code(read(page))):
         if re.match(r"[a-z]+:", target):
             assert target.startswith("https://"), target
@@ -72,7 +72,7 @@ NAMES_OTHER_REPOSITORIES = ("docs/callers.md", "docs/recipes.md")
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_named_files_tests_and_make_targets_exist(page):
+def test_files_tests_and_make_targets_named_on_page_exist(page):
     text, tracked = PAGES[page], tracked_files()
     folders = {name.rpartition("/")[0] for name in tracked}
     folders |= {"/".join(name.split("/")[:depth]) for name in folders for depth in range(1, name.count("/") + 1)}
@@ -85,7 +85,7 @@ def test_named_files_tests_and_make_targets_exist(page):
         assert subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True).returncode == 0, target
 
 
-def test_code_names_existing_pages():
+def test_pages_named_in_code_exist():
     for name in tracked_files():
         if name.endswith((".py", ".sh", ".toml")) or name == "Makefile":
             for page in re.findall(r"docs/[\w/]+\.md", read(name)):
@@ -100,7 +100,7 @@ def programs(page: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("page", [name for name, text in PAGES.items() if programs(text)])
-def test_commands_options_and_recipes_exist(page):
+def test_commands_options_and_recipes_on_page_exist(page):
     for command, *words in programs(PAGES[page]):
         parser = parser_of(COMMANDS[command][0], f"qwen3vl {command}")
         if command != "train":
@@ -112,7 +112,7 @@ def test_commands_options_and_recipes_exist(page):
 
 
 @pytest.mark.parametrize("page", ["docs/upgrading.md", "docs/compatibility.md"])
-def test_commands_of_scripts_are_accepted(page):
+def test_script_commands_on_page_are_accepted_by_parsers(page):
     parsers = {"compatibility": compatibility.make_parser(), "upstream_tests": upstream_tests._parser()}
     lines = [shlex.split(line, comments=True) for block in blocks(PAGES[page], "bash") for line in block.splitlines()]
     for program, *words in [[word for word in line if not re.match(r"[A-Z_]+=", word)] for line in lines if line]:
@@ -131,7 +131,7 @@ ROWS = [line.strip("|").split("|") for line in PAGES["docs/coming_from.md"].spli
 OUR_WORDS = [word for row in ROWS for code in re.findall(r"`([^`]+)`", row[-1]) for word in code.split()]
 
 
-def test_coming_from_settings_and_options_exist():
+def test_coming_from_page_settings_and_options_exist():
     settings = [word for word in OUR_WORDS if re.match(r"[a-z_.]+=", word)]
     for make in (qwen3_vl_30b_a3b_peft_config, qwen3_vl_30b_a3b_sft_config):
         words = [word for word in settings if not word.startswith("peft.") or make is qwen3_vl_30b_a3b_peft_config]
@@ -141,14 +141,14 @@ def test_coming_from_settings_and_options_exist():
     assert {word for word in OUR_WORDS if word.startswith("--") and word not in known} == {"--propose"}
 
 
-def test_coming_from_agrees_with_hints_of_the_command_line():
+def test_coming_from_page_matches_hints_of_command_line():
     for row in ROWS:
         for alias in re.findall(r"`-{0,2}(\w+)`", " ".join(row[1:-1])):
             for name in re.findall(r"[a-z]+\.[\w.]+", translate_setting(alias) or ""):
                 assert name in row[-1] or alias == "output_dir", (alias, name)
 
 
-def test_patches_name_existing_code():
+def test_upstream_patch_pages_name_existing_code():
     index = PAGES["docs/upstream/index.md"]
     for page, text in PAGES.items():
         if page.startswith("docs/upstream/") and not page.endswith("index.md"):

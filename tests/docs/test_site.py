@@ -40,11 +40,11 @@ def test_site_builds_every_page_with_a_heading(site):
     ("[a](../tests/docs)\n", '<span title="tests/docs">a</span>\n'),
     ("![a](images/loss.png) [b](https://x.org) [c](#d)\n", "![a](images/loss.png) [b](https://x.org) [c](#d)\n"),
 ])  # fmt: skip
-def test_dialect_converts_github_markdown(markdown, expected):
+def test_dialect_converts_github_markdown_for_mkdocs(markdown, expected):
     assert hooks.dialect(markdown, "docs/page.md") == expected
 
 
-def test_page_content_long_names_in_tables_may_break():
+def test_on_page_content_adds_line_break_points_to_names_in_tables():
     html = "<p><code>a_b</code></p><td><code>a_b.c/d</code> e_f</td>"
     expected = "<p><code>a_b</code></p><td><code>a_<wbr>b.<wbr>c/<wbr>d</code> e_f</td>"
     assert hooks.on_page_content(html, None, None, None) == expected

@@ -1,5 +1,6 @@
-"""The demo to its end, in fewer steps: what it exports reads digits it has not seen; and a checkpoint of one's own. Its
-data is honest, and its report says what the model said.
+"""Test the demo in fewer steps: the exported model reads held-out digits, and a given checkpoint is trained.
+
+Also its data set, whose splits share no image, and its report of the model's answers.
 """
 
 import json
@@ -49,7 +50,7 @@ def test_demo_tiny_model_learns_digits(family, tmp_path):
     assert float(difference) <= 1e-4 * float(scale)
 
 
-def test_demo_model_only_keeps_earlier_results(tmp_path):
+def test_demo_model_only_option_keeps_earlier_results(tmp_path):
     """What `make tiny-model` starts: the checkpoint can be read, and a demo may follow in the same folder."""
     work = tmp_path / "demo"
     work.mkdir()
@@ -62,12 +63,12 @@ def test_demo_model_only_keeps_earlier_results(tmp_path):
 
 
 @pytest.mark.slow
-def test_demo_own_checkpoint_is_trained(untied_folder, tmp_path):
+def test_demo_with_hf_model_option_trains_that_checkpoint(untied_folder, tmp_path):
     """Two steps: too few for the goal, which the exit status says; all files are there, and the model is unchanged."""
     before = {path.name: path.read_bytes() for path in untied_folder.iterdir() if path.is_file()}
     steps = ("train.train_iters=2", "scheduler.lr_warmup_iters=1")
     done = demo(tmp_path / "demo", "--hf-model", untied_folder, *steps)
-    assert done.returncode == 1 and "the goal 95%" in done.stderr, done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.returncode == 1 and "expected at least 95%" in done.stderr, done.stdout[-2000:] + done.stderr[-2000:]
     assert accuracies(done.stdout)[1] < GOAL
     made = {path.name for path in (tmp_path / "demo").iterdir()}
     assert {"megatron", "run", "hf_finetuned", "answers.png", "loss.png"} <= made and "hf" not in made
@@ -76,7 +77,7 @@ def test_demo_own_checkpoint_is_trained(untied_folder, tmp_path):
 
 @pytest.mark.slow
 def test_demo_stopped_training_is_not_exported(untied_folder, tmp_path):
-    """By the setting; on SIGTERM a run leaves by the same way."""
+    """Stop by `train.exit_interval`; a run that gets SIGTERM ends in the same way."""
     stops = ("train.train_iters=4", "train.exit_interval=2")
     done = demo(tmp_path / "demo", "--hf-model", untied_folder, *stops)
     assert done.returncode == 1 and "stopped after step 2 of 4: nothing is exported" in done.stderr, done.stderr
@@ -130,7 +131,7 @@ def test_dataset_same_seed_gives_same_files(dataset, tmp_path):
 
 
 def few(dataset, folder, sizes):
-    """A test file of pictures in several sizes, so that a batch needs padding."""
+    """Write a test file of images in several sizes, so that a batch needs padding."""
     rows = read(dataset.test)[: len(sizes)]
     for number, (row, size) in enumerate(zip(rows, sizes, strict=True)):
         with Image.open(dataset.test.parent / image_of(row)) as picture:
@@ -141,7 +142,7 @@ def few(dataset, folder, sizes):
     return path
 
 
-def test_answer_untrained_model_batch_size_does_not_matter(untied_folder, dataset, tmp_path):
+def test_report_answers_are_independent_of_batch_size(untied_folder, dataset, tmp_path):
     path = few(dataset, tmp_path, [(64, 64), (128, 64), (32, 32), (96, 160)])
     alone, together = (report.answer(untied_folder, path, batch_size=size) for size in (1, 4))
     assert alone == together
@@ -150,10 +151,10 @@ def test_answer_untrained_model_batch_size_does_not_matter(untied_folder, datase
     assert report.accuracy(report.answer(untied_folder, dataset.test)) <= 0.15
 
 
-def test_answer_row_without_image_raises(untied_folder, tmp_path):
+def test_report_answer_to_question_without_image_raises(untied_folder, tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_text(json.dumps({"messages": conversation("x.png", "7")["messages"][:1]}) + "\n")
-    with pytest.raises(ValueError, match="expected a picture in the question"):
+    with pytest.raises(ValueError, match="expected a question with an image"):
         report.answer(untied_folder, path)
 
 
@@ -167,12 +168,12 @@ def answers_about(dataset, texts):
 
 def test_accuracy_counts_exact_answers(dataset):
     assert report.accuracy(answers_about(dataset, [None, None, "", "It is a digit"])) == 0.5
-    with pytest.raises(ValueError, match="0 answers"):
+    with pytest.raises(ValueError, match="found no answers"):
         report.accuracy([])
 
 
 @pytest.mark.parametrize("texts", [[None] * 3, ["$x^", "数字", "\n"], [None, "much too long to draw"] * 10])
-def test_answer_sheet_is_a_png(dataset, tmp_path, texts):
+def test_answer_sheet_png_shows_wrong_answers_in_red(dataset, tmp_path, texts):
     report.answer_sheet(answers_about(dataset, texts), tmp_path / "sheet.png", most=15)
     with Image.open(tmp_path / "sheet.png") as sheet:
         assert sheet.format == "PNG"
@@ -180,11 +181,11 @@ def test_answer_sheet_is_a_png(dataset, tmp_path, texts):
     assert red == any(text is not None for text in texts)
 
 
-def test_loss_curve_is_a_png_and_needs_losses(tmp_path):
+def test_loss_curve_is_png_and_log_without_losses_raises(tmp_path):
     log = [{"step": step, "loss": 3.0 / step, "grad_norm": 1.0} for step in range(1, 20)]
     report.loss_curve([*log, {"step": 10, "valid_loss": 0.4}], tmp_path / "loss.png")
     with Image.open(tmp_path / "loss.png") as curve:
         assert curve.format == "PNG"
-    with pytest.raises(ValueError, match="none with a loss"):
+    with pytest.raises(ValueError, match="1 log entries without a loss"):
         report.loss_curve([{"step": 1}], tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()

@@ -30,6 +30,6 @@ def folder(request):
 
 @pytest.fixture(scope="module")
 def truth(folder) -> Truth:
-    """What transformers makes of samples with a picture, without one, with a video, and without one again."""
+    """What transformers makes of samples with an image, without one, with a video, and without one again."""
     reference = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").train()
     return Truth(reference, make_samples("mixed", reference.config, seed=7))

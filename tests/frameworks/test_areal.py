@@ -97,19 +97,19 @@ def test_areal_log_probs_match_transformers(engine, truth, multiple, padded_to):
         support.check_packed(found, some, lengths[: len(some.samples)])
 
 
-def test_areal_log_probs_rows_without_mask(engine, truth):
+def test_areal_log_probs_of_rows_without_mask_match_transformers(engine, truth):
     with torch.no_grad():
         support.check_rows(engine.model(**older_call_of(truth)), truth)
 
 
-def test_areal_videos_without_pixels_raise(engine, truth):
+def test_areal_video_grid_without_video_pixels_raises(engine, truth):
     """AReaL hands on `video_grid_thw`, and no `pixel_values_videos`."""
     call, _ = call_of(truth, 1)
     with pytest.raises(ValueError, match="video pixels: found 0 patches, expected 32 for 1 video grids"):
         engine.model(**call | dict(pixel_values_videos=None))
 
 
-def test_areal_finds_language_model(engine):
+def test_areal_finds_gpt_model_as_language_model_attribute(engine):
     """unwrap_to_gpt_model and get_named_parameters."""
     model = unwrap_model(engine.model)
     assert not isinstance(model, GPTModel) and isinstance(model.language_model, GPTModel)
@@ -175,7 +175,7 @@ def te_names(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield pattern.replace("*", "{}").format(*indices), parameter.detach()
 
 
-def test_areal_weights_have_its_names(engine, folder):
+def test_areal_weight_update_gives_hugging_face_names_and_values(engine, folder):
     """_update_weights_from_distributed converts parameters itself, experts one by one as vLLM takes them."""
     config = engine.bridge.hf_pretrained.config
     parameters = te_names(unwrap_model(engine.model))
@@ -190,7 +190,7 @@ def test_areal_weights_have_its_names(engine, folder):
     support.check_exported(found, stored)
 
 
-def test_areal_adapters_in_wrapped_model(folder, truth, tmp_path):
+def test_areal_saved_adapter_of_wrapped_model_gives_same_logits_in_peft(folder, truth, tmp_path):
     """The base's weights come after the adapters; _save_model_to_hf writes these alone."""
     torch.manual_seed(0)
     lora = LoRA(target_modules=ALL, dim=4, alpha=8, dropout=0.0)

@@ -89,7 +89,7 @@ def miles(folder: Path, truth: Truth) -> Iterator[tuple[str, Callable[[], float]
 
 
 def ms_swift(folder: Path, truth: Truth) -> Iterator[tuple[str, Callable[[], float]]]:
-    """The whole row's tokens and pictures on every rank, its labels and positions cut."""
+    """The full row's tokens and images on every rank; labels and positions are sliced."""
     settings = dict(cross_entropy_loss_fusion=False, context_parallel_size=CP)
     trainer = test_ms_swift.make_trainer(folder, torch.float32, **settings)
     groups = groups_of(trainer.model)
@@ -161,7 +161,7 @@ def found(untied_folder, moe_folder):
 
 @pytest.mark.parametrize("family", ["dense", "MoE"])
 @pytest.mark.parametrize(("caller", "call"), CALLS, ids=", ".join)
-def test_cp_every_framework_matches_one_rank(found, caller, call, family):
+def test_context_parallel_log_probs_of_framework_calls_match_transformers(found, caller, call, family):
     error = found[caller, call, family]
     print(error)
     assert isinstance(error, float), error
@@ -169,7 +169,7 @@ def test_cp_every_framework_matches_one_rank(found, caller, call, family):
 
 
 @pytest.mark.parametrize("family", ["dense", "MoE"])
-def test_cp_sliced_positions_with_full_tokens_raise(found, family):
+def test_context_parallel_position_ids_of_rank_with_full_input_ids_raise(found, family):
     """As ms-swift cuts them; the message says that None derives them."""
     said = found["ms_swift", "labels and positions are cut", family]
     assert isinstance(said, str) and "expected [3, 1, 84]" in said and "None to derive them" in said, said

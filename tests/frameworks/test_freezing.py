@@ -65,13 +65,13 @@ def test_freeze_moe_router_freezes_only_routers(hook, split, moe_folder):
     assert frozen == 3  # of four layers, the first of which is dense
 
 
-def test_decoder_is_registered_once(moe_folder):
+def test_model_decoder_alias_adds_no_parameters_or_state_dict_keys(moe_folder):
     (model,) = stages(moe_folder, *SPLITS["one stage"])
     assert model.decoder is model.language_model.decoder
     assert not any(name.startswith("decoder.") for name in [*dict(model.named_parameters()), *model.state_dict()])
 
 
-def test_value_head_of_language_model_learns(untied_folder):
+def test_value_head_of_language_model_gets_gradient(untied_folder):
     provider = AutoBridge.from_hf_pretrained(str(untied_folder)).to_megatron_provider(load_weights=False)
     provider.register_pre_wrap_hook(create_value_head_hook(provider.hidden_size, provider.sequence_parallel))
     model = build(provider)

@@ -94,7 +94,7 @@ def test_miles_log_probs_match_transformers(folder, truth, given_groups):
     assert support.worst(responses(logits, truth), expected) <= support.LOG_PROBS
 
 
-def test_miles_log_probs_rows(actor, truth):
+def test_miles_log_probs_of_rows_without_mask_match_transformers(actor, truth):
     """qkv_format bshd: rows padded with token 0, and nothing that says so."""
     batch = get_batch(truth) | dict(
         input_ids=support.padded_rows([sample.ids for sample in truth.samples], max(truth.lengths) + 3),
@@ -142,7 +142,7 @@ def test_miles_gradients_match_transformers(folder, truth, per_token):
     assert support.gradient_error(actor.bridge, unwrap_model(actor.model), expected) <= support.GRADIENT
 
 
-def test_miles_weights_reach_rollout(actor, folder):
+def test_miles_export_writes_weights_of_replaced_conversion_tasks(actor, folder):
     """HfWeightIteratorBridge: an export whose tasks have other weights, as they are on the host.
 
     Of its own Megatron-Bridge miles takes a third entry with each weight, Megatron's name.

@@ -77,7 +77,7 @@ def trainer(folder) -> Built:
     return make_trainer(folder, torch.float32, cross_entropy_loss_fusion=False)
 
 
-def test_ms_swift_defaults_bfloat16(folder):
+def test_ms_swift_default_arguments_build_bfloat16_model_with_fused_cross_entropy(folder):
     """Fused cross-entropy among them: its gradient is in bfloat16, which is no loss there."""
     trainer = make_trainer(folder, torch.bfloat16)
     assert trainer.provider.cross_entropy_loss_fusion and trainer.model.config.bf16
@@ -124,7 +124,7 @@ def test_ms_swift_packed_row_matches_transformers(trainer, truth):
     assert gradient_error(trainer.bridge, model, expected) <= GRADIENT
 
 
-def test_ms_swift_rows_match_transformers(trainer, truth):
+def test_ms_swift_padded_rows_match_transformers(trainer, truth):
     """padding_free=False: a causal mask [B, 1, S, S] of each row, True where nothing is seen."""
     ids = padded_rows([sample.ids for sample in truth.samples])
     tokens = ids.shape[1]
@@ -137,7 +137,7 @@ def test_ms_swift_rows_match_transformers(trainer, truth):
     assert worst(found, truth.log_probs) <= LOG_PROBS
 
 
-def test_ms_swift_exports_released_format(trainer, folder):
+def test_ms_swift_export_has_expert_layout_of_released_checkpoints(trainer, folder):
     """export_weights: a bridge made from a configuration alone knows no checkpoint, whose layout experts would have."""
     stored = relayout(load_file(folder / "model.safetensors"), ExpertLayout.INPUT_MAJOR)
     exported = trainer.bridge.export_hf_weights(trainer.chunks, cpu=False)

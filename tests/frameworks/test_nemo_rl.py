@@ -87,9 +87,9 @@ def model_forward(worker: Built, **call: Any) -> torch.Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def test_nemo_rl_rows_match_transformers(worker, truth):
+def test_nemo_rl_padded_rows_match_transformers(worker, truth):
     """sequence_packing.enabled=false: a causal [1, 1, S, S] mask, which says nothing of padding; positions of text, or
-    none with pictures.
+    none with images.
     """
     texts = Truth(truth.reference, [sample for sample in truth.samples if not sample.pixels])
     for some in (truth, texts):
@@ -101,7 +101,7 @@ def test_nemo_rl_rows_match_transformers(worker, truth):
             support.check_rows(model_forward(worker, **call, **some.pictures), some)
 
 
-def test_nemo_rl_model_declares_packing(worker):
+def test_model_attribute_tells_nemo_rl_that_model_packs_rows(worker):
     """_model_self_packs_for_cp: one that does not is given packed rows that are cut already, which is right as well."""
     model = unwrap_model(worker.model)
     assert model.model_owns_packing
@@ -110,7 +110,7 @@ def test_nemo_rl_model_declares_packing(worker):
 
 
 @pytest.mark.parametrize(("multiple", "total"), [(1, None), (8, None), (8, 160)])
-def test_nemo_rl_packed_by_model_matches(worker, truth, multiple, total):
+def test_nemo_rl_rows_packed_by_model_match_transformers(worker, truth, multiple, total):
     """_prepare_vlm_batch_for_megatron: rows, and a mask and offsets that count each row's padding as tokens.
 
     `total` is pad_full_seq_to, of pipeline stages: the last row's length in the packed row takes what is missing.
@@ -128,7 +128,7 @@ def test_nemo_rl_packed_by_model_matches(worker, truth, multiple, total):
 
 
 @pytest.mark.parametrize("multiple", [1, 8])
-def test_nemo_rl_packed_by_worker_matches(worker, truth, multiple):
+def test_nemo_rl_rows_packed_by_worker_match_transformers(worker, truth, multiple):
     """_pack_sequences_for_megatron, which a model without packing of its own gets: one flat row, no mask."""
     lengths = support.padded_lengths(truth.lengths, multiple)
     params = support.thd(lengths)
@@ -144,7 +144,7 @@ def test_nemo_rl_packed_by_worker_matches(worker, truth, multiple):
     (dict(freeze_vision_model=True, freeze_vision_projection=True, freeze_language_model=False), "language_model."),
     (dict(freeze_vision_model=False, freeze_vision_projection=False, freeze_language_model=True), "vision_model."),
 ])  # fmt: skip
-def test_nemo_rl_frozen_components(converted, folder, freeze, trained):
+def test_nemo_rl_freeze_config_freezes_named_components_and_routers(converted, folder, freeze, trained):
     """freeze_config goes to the model's own freeze(), before DDP, and freeze_moe_router beside it."""
 
     def apply_freeze(chunks):
@@ -158,7 +158,7 @@ def test_nemo_rl_frozen_components(converted, folder, freeze, trained):
     assert not any(".router." in name for name in names)
 
 
-def test_nemo_rl_refit_streams_weights(worker, folder):
+def test_nemo_rl_refit_exports_every_weight_unchanged(worker, folder):
     """prepare_refit_info and the export that follows it: tasks, their sizes, and every weight under its name."""
     tasks = [task for task in worker.bridge.get_conversion_tasks([worker.model]) if task is not None]
     sizes = [(task.param_name, task.param_weight.numel(), task.mapping.tp_size) for task in tasks]
@@ -169,7 +169,7 @@ def test_nemo_rl_refit_streams_weights(worker, folder):
     support.check_exported(dict(exported), folder)
 
 
-def test_nemo_rl_import_restores_parallel_sizes(folder):
+def test_nemo_rl_import_builds_model_with_our_provider_as_config(folder):
     """community_import.import_model_from_hf_name, up to the save."""
     bridge = AutoBridge.from_hf_pretrained(str(folder), trust_remote_code=True)
     provider = bridge.to_megatron_provider(load_weights=True)

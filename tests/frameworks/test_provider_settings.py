@@ -74,13 +74,13 @@ def test_provider_accepts_miles_arguments(size, caplog):
     (DENSE, dict(tensor_model_parallel_size=2, moe_token_dispatcher_type=None)),
     (EXPERTS, dict(expert_model_parallel_size=8, moe_token_dispatcher_type="alltoall")),
 ])  # fmt: skip
-def test_provider_accepts_megatron_bridge_recipes(size, more):
+def test_provider_accepts_settings_of_megatron_bridge_recipe(size, more):
     provider = set_on(provider_of(size, {}), RECIPE | more)
     assert provider.cross_entropy_loss_fusion and provider.attention_backend is AttnBackend.auto
 
 
 @pytest.mark.parametrize("per_token", [True, False])
-def test_average_in_collective_matches_loss_setting(per_token, untied_folder, caplog):
+def test_average_in_collective_is_turned_off_with_per_token_loss(per_token, untied_folder, caplog):
     """Where gradients are added up, megatron-core's wrapper would not be built."""
     caplog.set_level(logging.INFO)
     provider = AutoBridge.from_hf_pretrained(str(untied_folder)).to_megatron_provider(load_weights=False)
@@ -93,14 +93,14 @@ def test_average_in_collective_matches_loss_setting(per_token, untied_folder, ca
     assert ("average_in_collective is set to False" in caplog.text) is per_token
 
 
-def test_provider_accepts_megatron_bridge_overrides():
+def test_provider_accepts_overrides_of_megatron_bridge_pretrain_example():
     """Its YAML file can only name fields."""
     provider = provider_of(DENSE, {})
     assert OVERRIDES.keys() <= provider.__dataclass_fields__.keys()
     set_on(provider, OVERRIDES)
 
 
-def test_vision_dp_when_cp_is_accepted():
+def test_provider_accepts_vision_dp_when_cp_setting():
     """The setting has no effect: our model always divides images over context-parallel ranks."""
     for shared in (True, False):
         set_on(provider_of(DENSE, {}), dict(context_parallel_size=2, vision_dp_when_cp=shared))
@@ -119,18 +119,18 @@ def test_vision_dp_when_cp_is_accepted():
     (EXPERTS, dict(enable_routing_replay=True), "expected moe_enable_routing_replay"),
     (DENSE, dict(attention_backend="fast"), "attention_backend is 'fast', expected one of flash, fused"),
 ])  # fmt: skip
-def test_unsupported_megatron_bridge_settings_raise(size, settings, message):
+def test_unsupported_or_misspelled_provider_settings_raise(size, settings, message):
     with pytest.raises(ValueError, match=message):
         set_on(provider_of(size, {}), settings)
 
 
-def test_unknown_settings_checked_for_every_family():
+def test_unknown_setting_of_qwen3_5_provider_raises():
     provider = AutoBridge.from_hf_config(family("qwen3_5").presets.hf_config("0.8B")).to_megatron_provider(False)
     with pytest.raises(ValueError, match="freeze_vision_tower is set, but Qwen35VLModelProvider has no such setting"):
         set_on(provider, dict(freeze_vision_tower=True))
 
 
-def test_unused_setting_is_logged(caplog):
+def test_recipe_setting_unknown_to_provider_warns_that_it_has_no_effect(caplog):
     """Megatron-Bridge's recipes set a name that none of its classes has; ms-swift keeps a note."""
     set_on(provider_of(EXPERTS, {}), dict(moe_a2a_overlap=True, swiglu=True))
     assert [r.message for r in caplog.records if "no such setting" in r.message] == [
@@ -139,7 +139,7 @@ def test_unused_setting_is_logged(caplog):
 
 
 @pytest.mark.parametrize("size", [DENSE, EXPERTS])
-def test_provider_has_vision_settings(size):
+def test_provider_vision_attributes_equal_vision_config(size):
     provider = provider_of(size, {})
     for name in ("patch_size", "spatial_merge_size", "deepstack_visual_indexes"):
         assert getattr(provider, name) == getattr(provider.vision_config, name), name
@@ -147,7 +147,7 @@ def test_provider_has_vision_settings(size):
 
 
 @pytest.mark.parametrize("kind", ["untied", "moe"])
-def test_text_config_is_built_from_fields(kind, request):
+def test_provider_hf_text_config_matches_text_config_of_checkpoint(kind, request):
     bridge = AutoBridge.from_hf_pretrained(str(request.getfixturevalue(f"{kind}_folder")))
     provider = bridge.to_megatron_provider(load_weights=False)
     theirs, ours = bridge.hf_pretrained.config.text_config.to_dict(), provider.hf_text_config.to_dict()
@@ -156,7 +156,7 @@ def test_text_config_is_built_from_fields(kind, request):
     assert type(provider.hf_text_config) is type(bridge.hf_pretrained.config.text_config)
 
 
-def test_provide_language_model_alone(untied_folder):
+def test_provide_language_model_has_same_parameter_names_as_in_full_model(untied_folder):
     """`provide_language_model` of Megatron-Bridge's providers, on the meta device."""
     provider = AutoBridge.from_hf_pretrained(str(untied_folder)).to_megatron_provider(load_weights=False)
     provider.init_model_with_meta_device = True

@@ -139,7 +139,7 @@ def test_rlinf_gradients_match_transformers(folder, truth):
     assert support.gradient_error(manager.bridge, unwrap_model(manager.model), expected) <= support.GRADIENT
 
 
-def test_rlinf_saves_hf_checkpoint(manager, folder, tmp_path):
+def test_rlinf_saved_hf_checkpoint_equals_original(manager, folder, tmp_path):
     manager.bridge.save_hf_pretrained(
         manager.chunks, str(tmp_path), source_path=str(folder), show_progress=False, strict=True
     )

@@ -68,14 +68,14 @@ def test_skyrl_log_probs_match_transformers(worker, truth):
         support.check_rows(logits, some)
 
 
-def test_skyrl_invalid_te_mask_raises(worker, truth):
+def test_skyrl_transformer_engine_mask_inverted_or_float_raises(worker, truth):
     call = call_of(truth)
     for other in (~call["attention_mask"], call["attention_mask"].float()):
-        with pytest.raises(ValueError, match=r"expected one of that shape to be Transformer Engine's, booleans, True"):
+        with pytest.raises(ValueError, match=r"expected for this shape Transformer Engine's mask, booleans"):
             worker.model(**call | dict(attention_mask=other))
 
 
-def test_skyrl_fused_head_matches(worker, truth):
+def test_skyrl_fused_lm_head_log_probs_match_transformers(worker, truth):
     """fused_lm_head_logprob: hidden states [B, S, H] come back as they are, and the head's weight beside them."""
 
     def processor(*, hidden_states, output_layer, output_weight, context, **_):
@@ -88,7 +88,7 @@ def test_skyrl_fused_head_matches(worker, truth):
     support.check_rows(hidden @ context["weight"].T, truth)
 
 
-def test_skyrl_gradients_two_schedules_match(folder, truth):
+def test_skyrl_gradients_summed_over_two_schedules_match_transformers(folder, truth):
     """_defer_finalize_model_grads: each request of a batch is a schedule, and gradients are reduced once at its end."""
     worker = make_worker(folder, ddp=True)
     config, deferred = get_model_config(worker.model), []
@@ -115,7 +115,7 @@ def test_skyrl_gradients_two_schedules_match(folder, truth):
 
 
 @pytest.mark.parametrize("folder", ["MoE"], indirect=True)
-def test_skyrl_replays_rollout_routing(folder, truth):
+def test_skyrl_replay_of_recorded_routing_gives_equal_logits(folder, truth):
     """setup_per_microbatch_replay_forward: the rollout has no routes for a row's last tokens. They get any, and routers
     don't count them: `padding_mask` is 1 there too.
     """
@@ -146,7 +146,7 @@ def test_skyrl_replays_rollout_routing(folder, truth):
     assert len(masks) == 2 * len(routers) and all(torch.equal(mask.T, ~routed) for mask in masks)
 
 
-def test_skyrl_weights_in_buckets(worker, folder):
+def test_skyrl_export_in_buckets_gives_every_weight_unchanged(worker, folder):
     """_init_param_buckets and extract_weights: packed experts of a layer in one export, the others by size."""
     sizes = worker.bridge.get_conversion_tasks(worker.chunks)
     packed: dict[str, list[int]] = {}

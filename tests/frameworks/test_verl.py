@@ -84,14 +84,14 @@ def rolled(truth: Truth, lengths: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("bucket", [None, 64])
-def test_verl_log_probs_without_padding_match(engine, truth, bucket):
+def test_verl_log_probs_with_remove_padding_match_transformers(engine, truth, bucket):
     """use_remove_padding, with and without pad_to_length."""
     call, lengths = call_without_padding(truth, bucket)
     with torch.no_grad():
         support.check_packed(engine.model(**call), truth, lengths)
 
 
-def test_verl_router_padding_mask(engine, truth):
+def test_verl_log_probs_with_router_padding_mask_match_transformers(engine, truth):
     """`router_padding_mask` [1, T] beside rows [B, S], which dynamic context parallelism passes for text models."""
     call, lengths = call_without_padding(truth, 64)
     call["padding_mask"] = torch.arange(sum(lengths))[None] >= sum(truth.lengths)
@@ -99,12 +99,12 @@ def test_verl_router_padding_mask(engine, truth):
         support.check_packed(engine.model(**call), truth, lengths)
 
 
-def test_verl_log_probs_rows_match(engine, truth):
+def test_verl_log_probs_of_padded_rows_match_transformers(engine, truth):
     with torch.no_grad():
         support.check_rows(engine.model(**rows_of(truth, max(truth.lengths) + 3)), truth)
 
 
-def test_verl_single_sample(engine, truth):
+def test_verl_log_probs_of_single_sample_match_transformers(engine, truth):
     """A microbatch with one sample is one row with one segment."""
     for sample in truth.samples:
         one = Truth(truth.reference, [sample])
@@ -129,7 +129,7 @@ def sequence_means(log_probs: list[torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-def test_verl_loss_gradients_match(folder, truth, per_token):
+def test_verl_loss_gradients_match_transformers(folder, truth, per_token):
     """calculate_per_token_loss is True at CP > 1 alone: there a loss comes with the number of its tokens."""
     engine = make_engine(folder, overrides={"calculate_per_token_loss": per_token}, ddp=True)
     call, lengths = call_without_padding(truth)
@@ -152,7 +152,7 @@ def test_verl_loss_gradients_match(folder, truth, per_token):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_verl_loss_scaling_on_ranks(folder, ranks):
+def test_verl_per_token_loss_is_on_only_with_context_parallelism(folder, ranks):
     """postprocess_micro_batch_func refuses rows with padding, and means of sequences, where it is by tokens.
 
     It says that Megatron-Bridge has it so under context parallelism alone.
@@ -175,7 +175,7 @@ def fused(*, hidden_states, output_layer, output_weight, labels, context, config
 
 @pytest.mark.parametrize("folder", ["dense", "tied", "MoE"], indirect=True)
 @pytest.mark.parametrize("bucket", [None, 64])
-def test_verl_fused_kernels_match(engine, truth, bucket):
+def test_verl_fused_kernel_log_probs_match_transformers(engine, truth, bucket):
     """use_fused_kernels: what would be logits goes through verl's function, in the packed row's order."""
     language_model = unwrap_model(engine.model).language_model
     assert isinstance(language_model, GPTModel)
@@ -202,7 +202,7 @@ def test_verl_fused_kernels_match(engine, truth, bucket):
         assert (ours - plain).abs().max() <= 1e-6 * plain.abs().max().clamp(min=1.0)  # measured 0: the same sums
 
 
-def test_verl_output_processor_order_or_raises(engine, truth):
+def test_verl_output_processor_accepts_right_padding_and_raises_for_left(engine, truth):
     rows = rows_of(truth)
     hook = dict(output_processor=fused, output_processor_context=SimpleNamespace(temperature=1.0))
     call = rows | dict(labels=support.padded_rows([sample.labels for sample in truth.samples]))
@@ -212,20 +212,20 @@ def test_verl_output_processor_order_or_raises(engine, truth):
     assert (found[real] - plain[real]).abs().max() <= support.LOG_PROBS
     for name in ("input_ids", "attention_mask", "labels"):  # padding on the left
         call[name] = torch.stack([one.roll(-n) for one, n in zip(call[name], truth.lengths, strict=True)])
-    with pytest.raises(ValueError, match="expected rows padded on the right, or packed_seq_params and labels"):
+    with pytest.raises(ValueError, match="expected rows padded on the right, or packed_seq_params with labels"):
         engine.model(**call, **hook)
 
 
 @pytest.mark.parametrize(("argument", "advice"), [
-    (dict(temperature=1.0), "give output_processor, which divides logits by itself"),  # verl's patch of forward
-    (dict(return_logprobs_for_linear_ce_fusion=True), "NeMo-RL: use_fused_linear_logprobs=false"),
+    (dict(temperature=1.0), "pass an output_processor that divides logits"),  # verl's patch of forward
+    (dict(return_logprobs_for_linear_ce_fusion=True), "set NeMo-RL's use_fused_linear_logprobs=false"),
 ])  # fmt: skip
 def test_verl_unsupported_argument_raises_with_advice(engine, truth, argument, advice):
     with pytest.raises(ValueError, match=f"is given, expected None: .*{advice}"):
         engine.model(truth.samples[1].ids[None], **argument)
 
 
-def test_verl_model_attributes_exist(engine):
+def test_model_and_config_have_attributes_that_verl_reads(engine):
     """gptmodel_forward_model_engine, _get_context_parallel_layout, router replay and _save_transformer_config."""
     model = unwrap_model(engine.model)
     assert model.pre_process and model.post_process and model.vp_stage is None
@@ -239,7 +239,7 @@ def test_verl_model_attributes_exist(engine):
     json.dumps(plain, default=str)
 
 
-def test_verl_router_replay(moe_folder, truth):
+def test_verl_router_replay_uses_recorded_experts(moe_folder, truth):
     """router_replay.mode R2 and R3: chosen experts are recorded, and taken by a model that would choose others."""
     engine = make_engine(moe_folder, overrides={"moe_enable_routing_replay": True})
     model = unwrap_model(engine.model)
@@ -269,14 +269,14 @@ def test_verl_router_replay(moe_folder, truth):
     assert torch.isfinite(own).all() and not torch.equal(own, recorded)
 
 
-def test_verl_weights_reach_rollout(engine, folder):
+def test_verl_repeated_export_with_same_tasks_gives_every_weight_unchanged(engine, folder):
     """get_per_tensor_param: tasks are made once and used for each export."""
     tasks = engine.bridge.get_conversion_tasks(engine.chunks)
     for _ in range(2):
         support.check_exported(dict(engine.bridge.export_hf_weights(engine.chunks, conversion_tasks=tasks)), folder)
 
 
-def test_verl_saves_hf_checkpoint(engine, folder, tmp_path):
+def test_verl_saved_hf_checkpoint_equals_original(engine, folder, tmp_path):
     """MegatronCheckpointManager saves and loads with the bridge where use_dist_checkpointing is off."""
     engine.bridge.save_hf_weights(engine.chunks, str(tmp_path), strict=True)
     AutoConfig.from_pretrained(folder).save_pretrained(tmp_path)
@@ -284,7 +284,7 @@ def test_verl_saves_hf_checkpoint(engine, folder, tmp_path):
     engine.bridge.load_hf_weights(engine.chunks, str(tmp_path))
 
 
-def test_verl_saves_megatron_checkpoint(folder, truth, tmp_path):
+def test_verl_megatron_checkpoint_reload_restores_logits(folder, truth, tmp_path):
     """use_dist_checkpointing, as save_dist_checkpointing and load_dist_checkpointing: another model's logits are equal.
 
     Weights alone: the optimizer's state is megatron-core's, by the same names.

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu` measures every way, here of a tiny model."""
+"""`python -m benchmarks.gpu` measures every implementation, here with a tiny model."""
 
 import csv
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_gpu_benchmark_measures_every_way(device, tmp_path):
+def test_gpu_benchmark_measures_every_implementation(device, tmp_path):
     command = [sys.executable, "-m", "benchmarks.gpu", "--tiny", "--rounds", "1", "--csv", tmp_path / "gpu.csv"]
     paths = [ROOT / "src", ROOT / "recipes", *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}

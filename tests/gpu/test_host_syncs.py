@@ -26,7 +26,7 @@ STEPS = 3  # the last is counted; the others compile kernels and allocate
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_step_has_no_own_syncs(kind, device, tmp_path):
+def test_training_step_has_no_host_syncs_in_our_code(kind, device, tmp_path):
     """bfloat16 run with packed rows, guard and distributed optimizer."""
     folder = make_checkpoint(tmp_path / "model", **OPTIONS[kind])
     topology = Topology(1, distributed_optimizer=True)
@@ -44,7 +44,7 @@ def test_step_has_no_own_syncs(kind, device, tmp_path):
     assert own_syncs(syncs) == Counter()
 
 
-def test_count_syncs_attributes_lines():
+def test_count_syncs_attributes_syncs_to_code_lines():
     """Emit the warning that torch emits on a GPU."""
     warns = "import warnings\ndef synchronize():\n    warnings.warn('called a synchronizing CUDA operation')"
     namespaces = {}

@@ -37,7 +37,7 @@ def need_transformer_engine(device: str) -> None:
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_float32_equals_transformers(kind, kernels, folders, device):
+def test_float32_logits_and_gradients_match_transformers(kind, kernels, folders, device):
     """Padded and packed, without TF32; limits are multiples of transformers' noise on the device (`noise.py`)."""
     if kernels == "Transformer Engine":
         need_transformer_engine(device)
@@ -52,13 +52,13 @@ def test_float32_equals_transformers(kind, kernels, folders, device):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_bfloat16_error_like_transformers(kind, packed, folders, device):
+def test_bfloat16_error_is_at_most_1_5_times_that_of_transformers(kind, packed, folders, device):
     """With flash-linear-attention where that is installed; transformers computes linear attention by torch alone."""
     check_distances(pair_of(kind, folders, device, params_dtype=torch.bfloat16, bf16=True), packed=packed)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_export_from_device_equals_weights(kind, folders, device):
+def test_weights_exported_from_device_equal_loaded_weights(kind, folders, device):
     pair = pair_of(kind, folders, device)
     exported = dict(pair.bridge.export_hf_weights([pair.megatron], cpu=True, show_progress=False))
     expected = relayout({name: p.data.cpu() for name, p in pair.reference.named_parameters()}, pair.layout)
@@ -66,7 +66,7 @@ def test_export_from_device_equals_weights(kind, folders, device):
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["formula", "Transformer Engine's kernel"])
-def test_rotation_error_below_transformers(fused, device):
+def test_rotary_rounding_error_in_bf16_is_at_most_that_of_transformers(fused, device):
     """Heads of the 8B's size in bfloat16. On CUDA torch compiles the formula."""
     if fused:
         need_transformer_engine(device)

@@ -26,7 +26,7 @@ RESUMED = {"cpu": 1e-6, "cuda": 5e-3}
 
 @pytest.fixture(scope="module")
 def conversations(tmp_path_factory) -> Path:
-    """60 of them, of random pictures and numbers."""
+    """Write 60 conversations of random images and numbers."""
     folder, random, lines = tmp_path_factory.mktemp("conversations"), np.random.default_rng(0), []
     for number in range(60):
         noise = random.integers(0, 256, (*random.integers(64, 129, 2), 3), dtype=np.uint8)
@@ -40,7 +40,7 @@ def conversations(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_run_resumes_and_exports(recipe, conversations, untied_folder, device, tmp_path):
+def test_run_resumes_with_same_losses_and_exports(recipe, conversations, untied_folder, device, tmp_path):
     def configured(name: str):
         paths = dict(hf_path=untied_folder, data_path=conversations, pretrained_checkpoint=untied_folder)
         cfg = set_paths(RECIPES[recipe](), **paths, save=tmp_path / name)
@@ -67,7 +67,7 @@ def test_run_resumes_and_exports(recipe, conversations, untied_folder, device, t
 
 
 @pytest.mark.parametrize("ckpt_format", ["fsdp_dtensor", "torch_dist"])
-def test_conversion_round_trip(ckpt_format, moe_folder, device, tmp_path):
+def test_conversion_roundtrip_verifies_as_same_model(ckpt_format, moe_folder, device, tmp_path):
     import_checkpoint(moe_folder, tmp_path / "megatron", ckpt_format=ckpt_format, progress=False)
     export_checkpoint(tmp_path / "megatron", tmp_path / "back", hf_model=moe_folder, progress=False)
     assert verify_checkpoint(tmp_path / "back", tmp_path / "megatron").same

@@ -126,7 +126,7 @@ def compare(found: list[Tensor], call, parts: list[Tensor]) -> None:
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("kind", [CAUSAL, FULL])
-def test_attention_packed_matches_softmax(varlen, lengths, groups, kind):
+def test_attention_packed_row_matches_softmax_reference(varlen, lengths, groups, kind):
     module, parts = attention(groups), tensors(sum(lengths), groups)
     compare(run(packed(module, lengths, kind), parts), plain(lengths, kind == CAUSAL, module.scale), parts)
     assert varlen is None or varlen.calls == 1
@@ -157,7 +157,7 @@ def shares(monkeypatch, lengths: list[int], groups: int, ranks: int, device: str
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_attention_context_parallel_matches_softmax(varlen, monkeypatch, lengths, ranks):
+def test_attention_context_parallel_matches_softmax_reference(varlen, monkeypatch, lengths, ranks):
     parts = tensors(sum(lengths), 2)
     compare(run(shares(monkeypatch, lengths, 2, ranks), parts), plain(lengths, True, DIM**-0.5), parts)
     assert varlen is None or varlen.calls == ranks
@@ -165,7 +165,7 @@ def test_attention_context_parallel_matches_softmax(varlen, monkeypatch, lengths
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("queries", [1, 24, 40])
-def test_attend_last_tokens_cpu_matches_softmax(groups, queries):
+def test_attend_last_tokens_on_cpu_matches_softmax_reference(groups, queries):
     query, key, value, gradient = tensors(40, groups)
 
     def end(*inputs):
@@ -234,7 +234,7 @@ def on_fake_cuda(
     (torch.bfloat16, 12, 0.0, True, False),  # nor heads of such a size, which the other pads
     (torch.float32, 128, 0.0, True, False),
 ])  # fmt: skip
-def test_attention_cuda_uses_varlen_when_supported(monkeypatch, dtype, dim, dropout, training, one):
+def test_attention_on_cuda_uses_varlen_kernel_when_supported(monkeypatch, dtype, dim, dropout, training, one):
     module = attention(2, dim=dim, dropout=dropout).train(training)
     if dropout:
         call = lambda kernel, *x, **more: kernel(*x, scale=1, dropout=dropout, **more)  # noqa: E731
@@ -244,7 +244,7 @@ def test_attention_cuda_uses_varlen_when_supported(monkeypatch, dtype, dim, drop
 
 
 @pytest.mark.skipif(core_attention.varlen_attn is None, reason="this torch has no varlen attention")
-def test_attention_context_parallel_cuda_does_not_sync(monkeypatch):
+def test_attention_context_parallel_on_cuda_does_not_synchronize(monkeypatch):
     gather_nothing(monkeypatch)
     operations, others = on_fake_cuda(monkeypatch, attention(2, 4, 1), 2, torch.bfloat16)
     assert operations.varlen == 1 and not others
@@ -256,7 +256,7 @@ def gather_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize("groups", [2, 4])
-def test_attention_context_parallel_float32_makes_no_mask(monkeypatch, groups):
+def test_attention_context_parallel_float32_materializes_no_mask(monkeypatch, groups):
     """On CUDA the memory-efficient kernel supports float32, and aligns its causal mask to the end of the keys."""
 
     def materialize(*_):
@@ -279,7 +279,7 @@ def test_attention_context_parallel_float32_makes_no_mask(monkeypatch, groups):
 
 
 @pytest.mark.parametrize(("groups", "dtype"), [(1, torch.float32), (2, torch.float32), (2, torch.bfloat16)])
-def test_attention_grouped_heads_expanded_without_flash(monkeypatch, groups, dtype):
+def test_attention_expands_grouped_key_heads_without_flash_attention(monkeypatch, groups, dtype):
     """The memory-efficient kernel needs as many key heads as query heads."""
     monkeypatch.setattr(core_attention, "varlen_attn", None)
     _, calls = on_fake_cuda(monkeypatch, attention(groups), groups, dtype)
@@ -289,7 +289,7 @@ def test_attention_grouped_heads_expanded_without_flash(monkeypatch, groups, dty
         assert arguments["enable_gqa"] == (not expanded)
 
 
-def test_attention_cpu_does_not_query_cuda_kernels(monkeypatch):
+def test_attention_on_cpu_does_not_check_cuda_kernel_support(monkeypatch):
     def ask(params):
         raise AssertionError("torch was asked for a device that has no tensors here")
 
@@ -327,7 +327,7 @@ def test_attention_memory_is_linear_in_tokens(monkeypatch, groups, ranks):
 @pytest.mark.parametrize("dim", [64, 72, 128])
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("kind", [CAUSAL, FULL])
-def test_attention_gpu_matches_softmax(groups, kind, dim):
+def test_attention_on_gpu_matches_softmax_reference(groups, kind, dim):
     lengths, module = [136, 8, 512, 512, 40], attention(groups, dim=dim)
     parts = tensors(sum(lengths), groups, dim, device="cuda", dtype=torch.bfloat16)
     expected = run(plain(lengths, kind == CAUSAL, module.scale), [x.float() for x in parts])
@@ -341,7 +341,7 @@ def test_attention_gpu_matches_softmax(groups, kind, dim):
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-4)])
-def test_attention_context_parallel_gpu_matches_softmax(monkeypatch, ranks, dtype, limit):
+def test_attention_context_parallel_on_gpu_matches_softmax_reference(monkeypatch, ranks, dtype, limit):
     lengths, dim = [136, 8, 512, 512, 40], 64
     parts = tensors(sum(lengths), 2, dim, device="cuda", dtype=dtype)
     expected = run(plain(lengths, True, dim**-0.5), [x.float() for x in parts])
@@ -351,7 +351,7 @@ def test_attention_context_parallel_gpu_matches_softmax(monkeypatch, ranks, dtyp
 
 
 @pytest.mark.gpu
-def test_attention_gpu_float32_memory_is_linear():
+def test_attention_on_gpu_in_float32_memory_is_linear_in_tokens():
     peaks = []
     for tokens in (4096, 8192):
         parts = tensors(tokens, 2, 64, device="cuda")

@@ -86,7 +86,7 @@ def build(kind: str):
 
 
 @pytest.mark.parametrize("kind", SIZES)
-def test_model_costs_match_transformers(kind):
+def test_forward_flops_match_torch_count_of_transformers_model(kind):
     """Exact, except that torch counts all pairs of tokens in causal attention, of which kernels compute half, and
     that it counts padding of the convolution in linear attention.
     """
@@ -127,7 +127,7 @@ def count(model, trained: Trained) -> None:
 
 
 @pytest.mark.parametrize("kind", FULL)
-def test_step_operations_follow_trained_components(kind):
+def test_step_flops_with_frozen_components_match_torch_count(kind):
     model = build(kind)
     for number in range(1, 8):
         parts = [name for bit, name in enumerate(PARTS) if number >> bit & 1]
@@ -150,7 +150,7 @@ ADAPTED = {
 
 @pytest.mark.parametrize("chosen", [[0, 1], [1], [2, 3], [4], [5], [0, 3]])
 @pytest.mark.parametrize("also", [None, "language_model"])
-def test_step_operations_with_adapters(chosen, also):
+def test_step_flops_with_adapters_match_torch_count(chosen, also):
     """Gradients are computed down to the lowest adapter. Weights of a component may be trained with them."""
     from peft import LoraConfig, get_peft_model
 
@@ -164,7 +164,7 @@ def test_step_operations_with_adapters(chosen, also):
     count(model, Trained(**parts, rank=lambda name: ranks.get(name, 0)))
 
 
-def test_expert_adapters_count_per_selected_expert():
+def test_flops_of_expert_adapters_grow_with_selected_experts():
     """Count the products of both adapter matrices, of the gradients of their inputs and of their weights."""
     trained = Trained(False, False, False, rank=lambda layer: 5 * layer.startswith("language_model"))
     costs = [tower_costs(tiny("moe", num_experts_per_tok=topk).to_dict(), trained) for topk in (1, 2, 3)]
@@ -173,7 +173,7 @@ def test_expert_adapters_count_per_selected_expert():
     assert [b.token - a.token for a, b in itertools.pairwise(costs)] == [3 * one, 3 * one]
 
 
-def test_operations_of_samples_add_up():
+def test_flops_of_samples_add_up_to_flops_of_batch():
     costs = tower_costs(registry.family("qwen3_vl").presets.hf_config("8B").to_dict(), Trained())
     samples = [(500, 400, 160_000), (70, 0, 0), (1800, 7200, 26_000_000)]
     alone = [costs.count_flops(tokens=t, patches=p, patch_pairs=pairs) for t, p, pairs in samples]
@@ -183,7 +183,7 @@ def test_operations_of_samples_add_up():
 
 
 @pytest.mark.parametrize("kind", LINEAR)
-def test_linear_attention_costs_match_transformers(kind):
+def test_linear_attention_step_flops_match_torch_count_of_transformers(kind):
     """Exact for matrix products; torch counts the backward pass of a depthwise convolution differently.
 
     Products with the state of the first chunk (zero) and the state after the last chunk have no backward pass.
@@ -208,7 +208,7 @@ MTP = {"forward": (Trained(False, False, False), None), "step": (Trained(), Trai
 
 @pytest.mark.parametrize("kind", LINEAR)
 @pytest.mark.parametrize("case", MTP)
-def test_mtp_costs_match_its_layers(kind, case):
+def test_flops_of_mtp_match_torch_count_of_its_layers(kind, case):
     """The difference to a step without MTP is exactly the cost of its layer and of the output layer."""
     model, (trained, without), tokens = build(kind), MTP[case], 40
     config, parts = model.config.to_dict(), torch.nn.ModuleList([MTPReference(model.config), model.lm_head])
@@ -225,7 +225,7 @@ def test_mtp_costs_match_its_layers(kind, case):
     assert (costs.patch, costs.patch_pair) == (base.patch, base.patch_pair)
 
 
-def test_mtp_operations_count_no_adapters():
+def test_flops_of_mtp_do_not_count_adapters():
     config = registry.family("qwen3_5").presets.hf_config("9B").to_dict()
     everywhere, in_decoder = (
         Trained(False, False, False, mtp=True, rank=lambda name, inside=inside: 8 * (inside in name))

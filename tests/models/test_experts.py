@@ -54,7 +54,7 @@ def test_grouped_product_matches_product_per_expert(counts, frozen, order, seed)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_grouped_product_frozen_weights_save_no_input(frozen):
+def test_grouped_product_with_frozen_weights_saves_no_input(frozen):
     kept = []
     x, weights = torch.randn(4, 12, requires_grad=True), [torch.randn(8, 12, requires_grad=not frozen) for _ in "ab"]
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape) or tensor, lambda x: x):
@@ -97,14 +97,14 @@ def test_grouped_experts_match_sequential_mlp(layer, fused, dtype, monkeypatch):
 
 @pytest.mark.parametrize("part", ["", "linear_fc1", "linear_fc2"])
 @pytest.mark.parametrize("when", ["register_forward_hook", "register_forward_pre_hook"])
-def test_grouped_experts_hook_gets_tokens_of_expert(layer, part, when):
+def test_hook_on_expert_gets_only_tokens_of_that_expert(layer, part, when):
     sizes, counts = [], [5, 3, *[2] * (layer.num_local_experts - 2)]
     getattr(layer.local_experts[1].get_submodule(part), when)(lambda _, args, *__: sizes.append(len(args[0])))
     results(layer, counts)
     assert sizes == [3]
 
 
-def test_grouped_experts_fused_gradients_run_one_by_one(layer, monkeypatch):
+def test_grouped_experts_with_fused_weight_gradients_run_sequentially(layer, monkeypatch):
     for expert in layer.local_experts:
         expert.linear_fc2.gradient_accumulation_fusion = True
     monkeypatch.setattr(SequentialMLP, "forward", lambda *_: "one after the other")
@@ -121,7 +121,7 @@ def test_grouped_experts_fused_gradients_run_one_by_one(layer, monkeypatch):
         (dict(moe_apply_probs_on_input=True), False), (dict(num_local_experts=1), False), (dict(columns=36), False),
     ],
 )  # fmt: skip
-def test_can_group_depends_on_device_and_dtype(layer, monkeypatch, change, grouped):
+def test_experts_are_grouped_only_for_supported_device_dtype_and_sizes(layer, monkeypatch, change, grouped):
     """Grouped in bfloat16 on a Hopper GPU; the tokens only claim to be on a GPU."""
     dtype = change.get("dtype", torch.bfloat16)
     layer.to(change.get("weights", dtype))
@@ -137,7 +137,7 @@ def test_can_group_depends_on_device_and_dtype(layer, monkeypatch, change, group
     assert layer._can_group(x, SimpleNamespace(is_cuda=change.get("counts_on_gpu", False))) == grouped
 
 
-def test_can_group_false_with_bias_or_autocast(layer):
+def test_experts_with_bias_or_autocast_are_not_grouped(layer):
     x, counts = torch.randn(8, layer.config.hidden_size), torch.ones(8)
     with torch.autocast("cpu", torch.bfloat16):
         assert not layer._can_group(x, counts)
@@ -146,14 +146,14 @@ def test_can_group_false_with_bias_or_autocast(layer):
     assert not layer._can_group(x, counts)
 
 
-def test_grouped_experts_without_tokens(layer, monkeypatch):
+def test_grouped_experts_without_tokens_give_zero_gradients(layer, monkeypatch):
     monkeypatch.setattr(SequentialMLP, "forward", lambda *_: pytest.fail("one after the other"))
     out, *gradients = results(layer, [0] * layer.num_local_experts)
     assert len(out) == 0 and all(gradient is not None and not gradient.any() for gradient in gradients)
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
-def test_grouped_experts_gradient_order_is_constant(layer, frozen):
+def test_grouped_experts_gradient_order_does_not_depend_on_tokens(layer, frozen):
     """`overlap_grad_reduce` reduces gradients in this order, which must be equal on all ranks."""
     order: list[str] = []
     for name, parameter in layer.named_parameters():
@@ -180,28 +180,28 @@ def assert_together(layer) -> None:
         torch.testing.assert_close(stack_weights(weights), torch.stack(weights), rtol=0, atol=0)
 
 
-def test_grouped_experts_weights_are_contiguous(layer):
+def test_grouped_experts_weights_are_contiguous_in_memory(layer):
     assert_together(layer)
 
 
-def test_expert_list_indexes_in_order(layer):
+def test_expert_list_iterates_in_order_of_index(layer):
     numbered = [layer.local_experts[i] for i in range(layer.num_local_experts)]
     assert [*layer.local_experts] == numbered and [*layer.local_experts[1:3]] == numbered[1:3]
 
 
-def test_modelopt_recognizes_grouped_experts(layer):
+def test_grouped_experts_class_keeps_forward_that_modelopt_compares(layer):
     """ModelOpt compares the `forward` of the class."""
     assert GroupedExperts.forward is SequentialMLP.forward and layer.forward == layer.grouped_forward
 
 
-def test_distributed_optimizer_buffer_keeps_expert_order(moe_folder):
+def test_expert_weights_stay_contiguous_in_distributed_optimizer_buffer(moe_folder):
     split = Split(str(moe_folder), Topology(1, distributed_optimizer=True))
     for layer in layers_with_experts(split.run.model[0]):
         assert_together(layer)
 
 
 @pytest.mark.parametrize("grouped", [True, False])
-def test_param_gather_order_matches_wait_order(moe_folder, monkeypatch, grouped):
+def test_overlap_param_gather_dispatches_buckets_in_order_of_use(moe_folder, monkeypatch, grouped):
     """With `overlap_param_gather` and buckets of one weight. megatron-core warns about a gather out of order."""
     folds = dict(ddp__overlap_param_gather=True, ddp__overlap_grad_reduce=True, ddp__bucket_size=3000)
     split = Split(str(moe_folder), Topology(1, distributed_optimizer=True), **folds)
@@ -219,7 +219,7 @@ def test_param_gather_order_matches_wait_order(moe_folder, monkeypatch, grouped)
         assert bucket.next_param_gather_bucket_group is following
 
 
-def test_reset_stale_moe_metrics_fits_alternating_models():
+def test_reset_stale_moe_metrics_resizes_tracker_for_alternating_models():
     """An actor and a critic share one tracker, which is emptied when they alternate."""
     tracker = get_moe_metrics_tracker
     shallow, deep = (Qwen3VLMoEModelProvider(num_layers=layers) for layers in (2, 4))

@@ -73,7 +73,7 @@ def answers(pair: Pair, batch: dict[str, torch.Tensor], **settings) -> torch.Ten
 @pytest.mark.one_case_in(3)
 @of_both_families
 @pytest.mark.parametrize("content", CONTENTS)
-def test_generate_matches_transformers(pair, content):
+def test_generate_tokens_match_transformers(pair, content):
     batch = prompts(content, pair.config)
     expected = pair.reference.generate(**batch, max_new_tokens=NEW)
     assert expected.shape[1] == batch["input_ids"].shape[1] + NEW
@@ -83,14 +83,14 @@ def test_generate_matches_transformers(pair, content):
 
 @pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("content", ["many images", "mixed"])
-def test_generate_right_padding_matches_left(pair, content):
+def test_generate_with_right_padding_matches_left_padding(pair, content):
     left, right = (answers(pair, prompts(content, pair.config, side=side)) for side in ("left", "right"))
     assert torch.equal(left, right)
 
 
 @pytest.mark.one_case_in(3)
 @of_both_families
-def test_generate_ends_like_transformers(pair):
+def test_generate_stops_at_eos_tokens_like_transformers(pair):
     batch = prompts("mixed", pair.config)
     free = answers(pair, batch)
     ends = [int(row[2 + 3 * number]) for number, row in enumerate(free)]  # every row meets its own at the latest
@@ -102,7 +102,7 @@ def test_generate_ends_like_transformers(pair):
     assert len((new == PAD).sum(-1).unique()) > 1  # not all at once
 
 
-def test_generate_batches_equal_lengths(pair):
+def test_generate_for_prompts_of_equal_length_matches_transformers(pair):
     config, rng, rows = pair.config, torch.Generator().manual_seed(0), 4
     ids = torch.randint(0, config.image_token_id - 16, (rows, 14), generator=rng)
     ids[:, 3:11] = torch.tensor(
@@ -122,7 +122,7 @@ def test_generate_batches_equal_lengths(pair):
     )
 
 
-def test_generate_one_row_ends_early(pair):
+def test_generate_pads_row_that_ends_early_like_transformers(pair):
     batch = prompts("many images", pair.config)
     free = answers(pair, batch)
     end = next(int(token) for token in free[0] if token not in free[-1])
@@ -133,7 +133,7 @@ def test_generate_one_row_ends_early(pair):
     assert (found[0, -1] == end).all()  # padding, for want of another id
 
 
-def test_generate_default_eos_is_providers(pair, monkeypatch):
+def test_generate_default_eos_token_is_that_of_provider(pair, monkeypatch):
     batch = prompts("one image", pair.config)
     end = int(answers(pair, batch)[0, 3])
     monkeypatch.setattr(pair.provider, "eos_token_id", end)
@@ -145,7 +145,7 @@ def conversation(*parts: dict) -> list[dict]:
     return [{"role": "user", "content": [*parts, {"type": "text", "text": "Which digit is this?"}]}]
 
 
-def test_generate_image_and_video(pair):
+def test_generate_with_image_and_video_matches_transformers(pair):
     from qwen3vl_bridge.testing.tiny_processor import make_processor
 
     noise = np.random.default_rng(0).integers(0, 256, (6, 64, 96, 3), dtype=np.uint8)
@@ -167,7 +167,7 @@ def one(untied_folder) -> Pair:
     return load(untied_folder, should_pad_vocab=True, make_vocab_size_divisible_by=384)
 
 
-def test_generate_ignores_vocabulary_padding(one):
+def test_generate_never_chooses_vocabulary_padding(one):
     batch = prompts("one image", one.config)
     weight = one.megatron.language_model.output_layer.weight
     assert len(weight) == 768
@@ -177,7 +177,7 @@ def test_generate_ignores_vocabulary_padding(one):
     assert answers(one, batch, max_new_tokens=1) == expected
 
 
-def test_generate_runs_tower_once_restores_modes(one):
+def test_generate_runs_vision_tower_once_and_restores_training_modes(one):
     model, seen = one.megatron.train(), []
     model.language_model.embedding.eval()
     modes = [module.training for module in model.modules()]
@@ -196,7 +196,7 @@ def test_generate_runs_tower_once_restores_modes(one):
     assert [module.training for module in model.modules()] == modes
 
 
-def test_generate_error_restores_modes(one):
+def test_generate_that_raises_restores_training_modes(one):
     def fail(*_):
         raise RuntimeError("on purpose")
 
@@ -210,7 +210,7 @@ def test_generate_error_restores_modes(one):
     assert all(module.training for module in model.modules())
 
 
-def test_generate_accepts_wrapped_model_and_list(one):
+def test_generate_accepts_ddp_wrapped_model_and_list_of_models(one):
     batch = prompts("one image", one.config)
     wrapped = DistributedDataParallel(one.provider, DistributedDataParallelConfig(), one.megatron)
     for model in ([one.megatron], wrapped, [wrapped]):
@@ -221,16 +221,16 @@ def test_generate_accepts_wrapped_model_and_list(one):
 @pytest.mark.parametrize(("arguments", "message"), [
     (dict(max_new_tokens=0), "max_new_tokens is 0, expected 1 or more"),
     (dict(attention_mask=torch.ones(2, 5)), r"input_ids has shape \[2, 6\] and attention_mask \[2, 5\]"),
-    (dict(attention_mask=torch.tensor([[1] * 6, [0] * 6])), r"found 2 prompts, and prompts \[1\] have no tokens"),
+    (dict(attention_mask=torch.tensor([[1] * 6, [0] * 6])), r"found 2 prompts, of which \[1\] have no tokens"),
     (dict(image_grid_thw=torch.tensor([[1, 2, 2]]), pixel_values=torch.zeros(4, 1536)), "image"),
 ])  # fmt: skip
-def test_generate_bad_prompts_raise(one, arguments, message):
+def test_generate_invalid_arguments_raise(one, arguments, message):
     arguments = {"input_ids": torch.ones(2, 6, dtype=torch.long), "max_new_tokens": 2, **arguments}
     with pytest.raises(ValueError, match=message):
         generate(one.megatron, **arguments)
 
 
-def test_generate_pipeline_stage_raises(one, monkeypatch):
+def test_generate_with_pipeline_or_context_parallelism_raises(one, monkeypatch):
     ids = torch.ones(1, 4, dtype=torch.long)
     with pytest.raises(ValueError, match=r"model is \['Linear'\], expected one VisionLanguageModel"):
         generate(torch.nn.Linear(1, 1), ids, max_new_tokens=1)
@@ -238,8 +238,8 @@ def test_generate_pipeline_stage_raises(one, monkeypatch):
         generate([one.megatron] * 2, ids, max_new_tokens=1)
     alone, two = (types.SimpleNamespace(size=lambda n=n: n, rank=lambda: 0) for n in (1, 2))
     for groups, message in (
-        (types.SimpleNamespace(pp=two, cp=alone, tp=alone), "pipeline-parallel size is 2, expected 1"),
-        (types.SimpleNamespace(pp=alone, cp=two, tp=alone), "context-parallel size is 2, expected 1"),
+        (types.SimpleNamespace(pp=two, cp=alone, tp=alone), "pipeline_model_parallel_size is 2, expected 1"),
+        (types.SimpleNamespace(pp=alone, cp=two, tp=alone), "context_parallel_size is 2, expected 1"),
     ):
         monkeypatch.setitem(vars(one.megatron), "pg_collection", groups)
         with pytest.raises(ValueError, match=message):

@@ -81,7 +81,7 @@ def errors(found, expected) -> dict[str, float]:
     return {"logits": max(logits), "gradients": max(relative(found[1], expected[1]).values())}
 
 
-def test_fused_rope_model_matches_transformers(untied_folder, kernel):
+def test_model_with_fused_rope_matches_transformers(untied_folder, kernel):
     pair = make_pair(untied_folder, apply_rope_fusion=True)
     assert_parity(pair)
     layers = pair.provider.num_layers + pair.provider.vision_config.depth
@@ -89,8 +89,8 @@ def test_fused_rope_model_matches_transformers(untied_folder, kernel):
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
-@pytest.mark.parametrize("settings", [{}, FULL | of_vision(FULL)], ids=["plain", "recompute"])
-def test_fused_rope_partial_rotation_matches_formula(tmp_path, kernel, packed, settings):
+@pytest.mark.parametrize("settings", [{}, FULL | of_vision(FULL)], ids=["no recompute", "recompute"])
+def test_fused_rope_of_qwen3_5_matches_unfused_rope(tmp_path, kernel, packed, settings):
     """Qwen3.5 rotates a quarter of each head in the text model, and full heads in the tower."""
     folder = make_checkpoint(tmp_path / "model")
     found = results(make_pair(folder, apply_rope_fusion=True, **settings), packed=packed)
@@ -103,7 +103,7 @@ def test_fused_rope_partial_rotation_matches_formula(tmp_path, kernel, packed, s
 
 
 @pytest.mark.parametrize(("kind", "by_kernel"), [("yarn", False), ("linear", True)])
-def test_rotation_with_scale_is_not_fused(untied_folder, tmp_path, kernel, kind, by_kernel):
+def test_yarn_rope_of_text_model_is_not_fused(untied_folder, tmp_path, kernel, kind, by_kernel):
     """YaRN scales cosines and sines, so the text model uses the formula, and the tower uses the kernel."""
     scaled = dict(rope_theta=5e6, mrope_section=[6, 5, 5], mrope_interleaved=True, rope_type=kind, **SCALED[kind])
     pair = make_pair(changed(untied_folder, tmp_path / kind, rope_parameters=scaled), apply_rope_fusion=True)
@@ -112,7 +112,7 @@ def test_rotation_with_scale_is_not_fused(untied_folder, tmp_path, kernel, kind,
     assert kernel.calls and kernel.calls % (2 * layers) == 0
 
 
-def test_fused_rope_beyond_32_bit_offsets_splits(kernel):
+def test_fused_rope_splits_tensors_beyond_32_bit_offsets(kernel):
     """Queries and keys of the tower are views of one tensor, with a stride of three times their size."""
     tokens, heads, dim = 700_000, 16, 72
     query, key, _ = torch.empty(tokens, 1, heads, 3 * dim, dtype=torch.bfloat16, device="meta").split(dim, -1)
@@ -120,7 +120,7 @@ def test_fused_rope_beyond_32_bit_offsets_splits(kernel):
     assert [one.shape for one in turned] == [query.shape, key.shape] and kernel.calls == 4
 
 
-def test_fused_rope_batch_is_one_row(kernel):
+def test_fused_rope_of_several_rows_matches_unfused_rope(kernel):
     angles = torch.randn(7, 3, 4)
     query, key = torch.randn(7, 3, 2, 8), torch.randn(7, 3, 1, 8)
     for found, one in zip(
@@ -175,7 +175,7 @@ def limit_reached() -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("kind", [{}, dict(of=(16, 1), dim=256, turning=64), TOWER], ids=["text", "partial", "tower"])
-def test_rope_compiles_once_per_variant(compiled, kind):
+def test_rope_compiles_once_per_gradient_mode(compiled, kind):
     """Training, evaluation, recomputation and frozen components compile fewer than torch's limit of eight variants."""
     found = {}
     with limit_reached() as warnings:
@@ -199,7 +199,7 @@ def test_rope_compiles_once_per_variant(compiled, kind):
     assert found == {"training": 1, "evaluation": 2, "frozen": 3, "inference": 4} and not warnings
 
 
-def test_norm_compiles_at_most_once_per_variant(compiled):
+def test_norm_compiles_at_most_once_per_width_row_count_and_gradient_mode(compiled):
     """For hidden states and heads; trained, recomputed and frozen."""
     config = SimpleNamespace(params_dtype=torch.bfloat16, sequence_parallel=False)
     with limit_reached() as warnings:
@@ -218,7 +218,7 @@ def test_norm_compiles_at_most_once_per_variant(compiled):
 @pytest.mark.parametrize(
     ("is_cuda", "off", "expected"), [(True, False, True), (True, True, False), (False, False, False)]
 )
-def test_can_compile_follows_disable_jit_fuser(monkeypatch, is_cuda, off, expected):
+def test_can_compile_is_false_on_cpu_or_with_disable_jit_fuser(monkeypatch, is_cuda, off, expected):
     """Megatron-Bridge's setup calls megatron-core's switch for `dist.disable_jit_fuser`."""
     monkeypatch.setattr(jit, "jit_fuser", jit.jit_fuser)  # restored afterwards; on a CPU it was turned off on import
     (jit.disable_jit_fuser if off else jit.enable_jit_fuser)()

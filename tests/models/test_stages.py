@@ -45,7 +45,9 @@ def chain(num_features: int, layers: list[int]) -> list[DeepStackStage]:
 
 
 @given(**SIZES)
-def test_stages_match_unsplit_layers(length, rows, tokens, width, num_features, stages):
+def test_pipeline_stages_with_deepstack_features_match_unsplit_layers(
+    length, rows, tokens, width, num_features, stages
+):
     """As between processes, gradients return one tensor at a time, after the sent tensor was freed."""
     hidden, features = make(length, rows, width), make(num_features, tokens, width)
     where = torch.randint(length * rows, (tokens,))  # a place may be asked for twice, which adds up
@@ -73,7 +75,7 @@ def test_stages_match_unsplit_layers(length, rows, tokens, width, num_features, 
         assert torch.equal(found, right)
 
 
-def test_unpack_wrong_row_length_raises():
+def test_stage_unpack_of_wrong_tensor_size_raises():
     """The size of the received tensor follows the schedule's `seq_length`."""
     stage = DeepStackStage(received=1, sent=0)
     assert stage.unpack(torch.ones(3 * 2 + 4, 1, 5), 3, 2, 4)[0].shape == (3, 2, 5)
@@ -83,7 +85,7 @@ def test_unpack_wrong_row_length_raises():
 
 
 @pytest.mark.parametrize(("sent", "pictures", "fits"), [(1, 2, False), (1, 0, True), (0, 2, True)])
-def test_stage_fixed_size_with_features_raises(sent, pictures, fits):
+def test_stage_sending_features_without_variable_seq_lengths_raises(sent, pictures, fits):
     """The schedule knows the length of rows, but not the number of features, which depends on images."""
     where = VisionRows(torch.zeros(pictures).long(), torch.zeros(pictures).long())
     inputs, stage = types.SimpleNamespace(deepstack=where), DeepStackStage(received=3, sent=sent)
@@ -92,13 +94,13 @@ def test_stage_fixed_size_with_features_raises(sent, pictures, fits):
     if fits:
         stage.check_variable_lengths(inputs, fixed)
         return
-    with pytest.raises(ValueError, match="variable_seq_lengths is False, but this pipeline stage sends 2 DeepStack"):
+    with pytest.raises(ValueError, match=r"variable_seq_lengths is False, expected True: .* sends 2 DeepStack"):
         stage.check_variable_lengths(inputs, fixed)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("tokens", [0, 2])
-def test_pack_features_in_dtype_of_hidden_states(dtype, tokens):
+def test_stage_pack_converts_features_to_dtype_of_hidden_states(dtype, tokens):
     """The schedules know one dtype in advance."""
     stage = DeepStackStage(received=2, sent=1)
     sent = stage.pack(torch.ones(3, 2, 4, dtype=dtype), torch.ones(2, tokens, 4))
@@ -106,7 +108,7 @@ def test_pack_features_in_dtype_of_hidden_states(dtype, tokens):
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_pack_returns_no_view(frozen):
+def test_stage_pack_returns_tensor_that_owns_its_memory(frozen):
     """Schedules free the sent tensor, which must own its memory."""
     base = torch.ones(6, 4, requires_grad=not frozen)
     for sent in (0, 1):
@@ -148,7 +150,7 @@ def batch_of(grids: list[tuple[int, int, int]], name: str = "a") -> TokenBatch:
 
 
 @given(counts=COUNTS, more=st.integers(0, 3), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
-def test_vision_payload_round_trip(counts, more, dtype):
+def test_vision_payload_pack_and_unpack_restore_tokens_and_features(counts, more, dtype):
     """From one sender to several receivers, and from several senders to one receiver."""
     tokens, features = (one.to(dtype) for one in encoded(sum(counts) + more))
     rows = max(counts) + more
@@ -166,7 +168,7 @@ def test_vision_payload_round_trip(counts, more, dtype):
 
 
 @given(counts=COUNTS)
-def test_vision_payload_gradients(counts):
+def test_vision_payload_passes_gradients_unchanged(counts):
     tokens, features = encoded(sum(counts))
     payload = pack(tokens, features, shards(counts), max(counts) + 1)
     weights = [torch.randn_like(one) for one in (tokens, features)]
@@ -183,13 +185,13 @@ def test_vision_payload_gradients(counts):
     (VisionShard(2, 5), T, HIDDEN + 1, r"sent a tensor of shape \[1, 5, 32\], expected \[1, '3 or more', 36\]"),
     (VisionShard(9, 5), T, HIDDEN, r"expected \[1, '10 or more', 32\]"),
 ])  # fmt: skip
-def test_unpack_unexpected_payload_raises(expected, num_features, hidden, words):
+def test_unpack_of_unexpected_vision_payload_raises(expected, num_features, hidden, words):
     payload = pack(*encoded(2), (VisionShard(2, 5),), 4)
     with pytest.raises(ValueError, match=words):
         read(payload, (expected,), num_features, hidden)
 
 
-def test_headers_checked_on_arrival_and_at_end():
+def test_mismatched_vision_header_raises_at_next_header_or_final_check():
     right, wrong = (
         unpack(pack(*encoded(2), (VisionShard(2, 5),), 4), (VisionShard(2, mark),), T, HIDDEN)[-1] for mark in (5, 6)
     )
@@ -205,7 +207,7 @@ def test_headers_checked_on_arrival_and_at_end():
 
 
 @given(grids=GRIDS, vision_ranks=st.integers(1, 4))
-def test_vision_shards_equal_on_both_sides(grids, vision_ranks):
+def test_vision_shards_equal_on_vision_and_language_ranks(grids, vision_ranks):
     batch = batch_of(grids)
     expected = batch.local(vision_work=WORK, vision_ranks=vision_ranks)
     sent = [VisionRankInputs.from_batches((batch,), WORK, vision_ranks, share) for share in range(vision_ranks)]
@@ -224,7 +226,7 @@ def test_vision_shards_equal_on_both_sides(grids, vision_ranks):
 
 
 @given(grids=st.lists(GRIDS, min_size=2, max_size=3))
-def test_vision_rank_encodes_for_several_replicas(grids):
+def test_vision_rank_inputs_join_batches_of_several_language_replicas(grids):
     batches = [batch_of(some, str(i)) for i, some in enumerate(grids)]
     one = VisionRankInputs.from_batches(batches, WORK, 1, 0)
     assert one.shards == tuple(batch.local(vision_work=WORK, vision_ranks=1).vision_shards[0] for batch in batches)
@@ -236,7 +238,7 @@ def test_vision_rank_encodes_for_several_replicas(grids):
         assert one.vision.cu_seqlens.diff().tolist() == list(one.vision.lengths)
 
 
-def test_vision_shard_mark_differs_for_other_images():
+def test_vision_shard_checksum_differs_for_other_samples_layout_or_images():
     batch = batch_of([(1, 4, 4), (1, 2, 4)])
     others = [
         replace(batch, sample_ids=("b",)), replace(batch, layout=SequenceLayout.packed_row([8, 8])),

@@ -62,14 +62,14 @@ def same(one: Path, other: Path) -> bool:
 
 
 @pytest.mark.parametrize("ckpt_format", ["fsdp_dtensor", "torch_dist"])
-def test_toy_family_round_trip_is_exact(ckpt_format, folder, tmp_path):
+def test_toy_family_import_and_export_restore_every_weight(ckpt_format, folder, tmp_path):
     import_checkpoint(folder, tmp_path / "megatron", ckpt_format=ckpt_format)
     assert verify_checkpoint(folder, tmp_path / "megatron").same
     export_checkpoint(tmp_path / "megatron", tmp_path / "hf")
     assert same(folder, tmp_path / "hf")
 
 
-def test_toy_family_trains_and_exports(folder, tmp_path):
+def test_toy_family_training_lowers_loss_and_export_keeps_trained_weights(folder, tmp_path):
     from qwen3vl_bridge.training.process_groups import initialize
     from qwen3vl_bridge.training.step import forward_step
     from qwen3vl_bridge.weights.bridge_mappings import param_mappings
@@ -157,14 +157,14 @@ def run_in(folder: Path, *words: str | Path) -> None:
     subprocess.run([sys.executable, *words], check=True, cwd=folder, env=paths)
 
 
-def test_toy_family_command_of_page_converts(package, folder):
+def test_documented_command_converts_checkpoint_of_toy_family(package, folder):
     places = {"HF_FOLDER": folder, "MEGATRON": package / "megatron"}
     run_in(package, *(places.get(word, word) for word in CONVERT[1:]))
     assert verify_checkpoint(folder, package / "megatron").same
 
 
 @pytest.mark.slow
-def test_toy_family_provider_needs_no_tests(package, folder):
+def test_toy_family_package_builds_provider_without_test_modules(package, folder):
     code = (
         "import sys, json, toy_family; from qwen3vl_bridge.registry import family;"
         "provider = family('toy_vl').build_provider(json.load(open(sys.argv[1]))); provider.finalize();"
@@ -173,7 +173,7 @@ def test_toy_family_provider_needs_no_tests(package, folder):
     run_in(package, "-c", code, folder / "config.json")
 
 
-def test_add_a_family_page_registers_toy_family(package, monkeypatch):
+def test_documented_code_registers_toy_family(package, monkeypatch):
     page = (package / "toy_family.py").read_text().rpartition("from qwen3vl_bridge import Family, register_family")
     said = []
     monkeypatch.setattr(qwen3vl_bridge, "register_family", said.append)
@@ -181,7 +181,7 @@ def test_add_a_family_page_registers_toy_family(package, monkeypatch):
     assert said == [toy_family.FAMILY]
 
 
-def test_planner_counts_toy_family():
+def test_planner_estimates_memory_of_toy_family():
     from qwen3vl_bridge.planning.estimate import estimate
     from qwen3vl_bridge.planning.parallel_layout import ParallelLayout
     from qwen3vl_bridge.planning.training_settings import TrainingSettings
@@ -193,7 +193,7 @@ def test_planner_counts_toy_family():
 
 
 @pytest.mark.slow
-def test_toy_family_conversion_does_not_import_megatron(folder, tmp_path):
+def test_toy_family_conversion_does_not_import_megatron_or_transformers(folder, tmp_path):
     code = (
         "import sys; from tests.models import toy_family; toy_family.register(); "
         "from qwen3vl_bridge.checkpoint import import_checkpoint as convert; convert(*sys.argv[1:]); "
@@ -202,7 +202,7 @@ def test_toy_family_conversion_does_not_import_megatron(folder, tmp_path):
     subprocess.run([sys.executable, "-c", code, folder, tmp_path / "megatron"], check=True)
 
 
-def test_family_of_unknown_model_type_raises(folder, tmp_path):
+def test_import_of_unknown_model_type_raises_with_registered_families(folder, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"model_type": "toy_3", "architectures": ["Toy3"]}))
     with pytest.raises(CheckpointError) as refused:
         import_checkpoint(tmp_path, tmp_path / "megatron")
@@ -210,6 +210,6 @@ def test_family_of_unknown_model_type_raises(folder, tmp_path):
         assert part in str(refused.value)
 
 
-def test_register_family_taken_name_raises():
-    with pytest.raises(ValueError, match=r"'toy_vl' has \['toy_vl'\] already"):
+def test_register_family_with_taken_model_type_raises():
+    with pytest.raises(ValueError, match=r"'toy_vl' already has the model_type 'toy_vl'"):
         registry.register_family(dataclasses.replace(toy_family.FAMILY, name="another", bridge="os"))

@@ -28,7 +28,7 @@ from tests.parity.conftest import make_pair
 PARTS = ["freeze_language_model", "freeze_vision_model", "freeze_vision_projection"]
 
 
-def test_model_has_attributes_that_callers_read(pair):
+def test_model_has_attributes_that_frameworks_read(pair):
     """Callers: miles (token ids), verl and Megatron-Bridge's hooks (`decoder`), megatron-core's inference (groups)."""
     model, groups = pair.megatron, pair.provider._pg_collection
     assert model.image_token_id == pair.config.image_token_id
@@ -42,13 +42,13 @@ def test_model_has_attributes_that_callers_read(pair):
     assert model.encoder_hidden_state is None
 
 
-def test_model_attributes_register_no_module(pair):
+def test_model_alias_attributes_register_no_further_submodule(pair):
     names = {name for name, _ in pair.megatron.named_children()}
     assert names == {"vision_model", "language_model"}
     assert all(name.split(".")[0] in names for name in pair.megatron.state_dict())
 
 
-def test_model_keeps_attributes_that_callers_write(pair):
+def test_model_and_provider_accept_attributes_that_frameworks_write(pair):
     """Megatron-Bridge's inference sets `decoder`; its recipes and examples set fields of the provider."""
     model, provider = pair.megatron, copy.deepcopy(pair.provider)
     names = dict(model.named_parameters(remove_duplicate=False)).keys()
@@ -62,20 +62,20 @@ def test_model_keeps_attributes_that_callers_write(pair):
         provider.hf_text_config = provider.hf_text_config
 
 
-def test_shared_weight_untied_is_of_text_model(pair):
+def test_shared_embedding_weight_of_untied_model_is_that_of_text_model(pair):
     model = pair.megatron
     weight = model.shared_embedding_or_output_weight()
     assert weight is model.language_model.shared_embedding_or_output_weight() is not None
 
 
-def test_shared_weight_untied_with_mtp_is_none(tmp_path):
+def test_shared_embedding_weight_of_untied_model_with_mtp_is_none(tmp_path):
     """megatron-core adds up gradients of the returned weights over the first and last stage of a model with MTP."""
     model = make_pair(make_checkpoint(tmp_path, mtp=ExpertLayout.INPUT_MAJOR)).megatron
     assert model.config.mtp_num_layers and not model.share_embeddings_and_output_weights
     assert _get_shared_word_embedding_weight(model, model.config) is None
 
 
-def test_fp32_output_without_wrapper_raises(pair):
+def test_fp32_output_of_unwrapped_bfloat16_model_raises(pair):
     """NeMo-RL's `defer_fp32_logits` and AReaL pass it to float32 models, which have no Float16Module."""
     ids = torch.arange(1, 13).view(2, 6)
     expected = no_grad(pair.megatron, ids)
@@ -89,7 +89,7 @@ def test_fp32_output_without_wrapper_raises(pair):
         pair.megatron.config.params_dtype = torch.float32
 
 
-def test_provide_logs_model_class_once(untied_folder, caplog):
+def test_building_two_models_warns_once_about_our_model_class(untied_folder, caplog):
     provider_module._log_model_class.cache_clear()
     with caplog.at_level(logging.WARNING, "qwen3vl_bridge"):
         make_pair(untied_folder)
@@ -99,7 +99,7 @@ def test_provide_logs_model_class_once(untied_folder, caplog):
     assert said[0].levelno == logging.WARNING  # which frameworks show without being asked
 
 
-def test_model_owns_packing(pair):
+def test_model_tells_nemo_rl_that_it_packs_rows_itself(pair):
     """NeMo-RL reads the attribute of every model except Megatron-Bridge's own."""
     chunks = unwrap_model([pair.megatron])
     assert any(bool(getattr(chunk, "model_owns_packing", False)) for chunk in chunks)
@@ -118,7 +118,7 @@ def test_freeze_accepts_positional_arguments(untied_folder, part):
     assert list(inspect.signature(Qwen3VLVisionModule.freeze).parameters)[1:] == PARTS
 
 
-def test_forward_accepts_positional_arguments(pair):
+def test_forward_has_argument_order_of_megatron_bridge_model(pair):
     """The fifth argument of Megatron-Bridge's forward is the loss mask."""
     parameters = list(inspect.signature(pair.megatron.forward).parameters)
     assert parameters[:5] == ["input_ids", "position_ids", "attention_mask", "labels", "loss_mask"]
@@ -126,7 +126,7 @@ def test_forward_accepts_positional_arguments(pair):
 
 
 @pytest.mark.parametrize("folder", ["untied_folder", "tied_folder"])
-def test_value_head_is_set_in_text_model(folder, request):
+def test_value_head_of_megatron_bridge_hook_replaces_text_output_layer(folder, request):
     """Verl uses Megatron-Bridge's hook, which sets the head on the outermost model."""
     from megatron.bridge.training.utils.train_utils import make_value_model
 
@@ -181,7 +181,7 @@ def test_model_on_meta_device_uses_no_other_device(meta_pair, content, packed, m
 
 
 @pytest.mark.parametrize("name", ["gated_delta_net", "gdn"])
-def test_finalize_either_name_of_linear_attention_is_kept(name):
+def test_finalize_accepts_old_and_new_name_of_gated_delta_net(name):
     """megatron-core 0.20 renamed it. A saved run has the name of the release that wrote it."""
     config = registry.family("qwen3_5").presets.hf_config("0.8B")
     provider = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)

@@ -55,7 +55,7 @@ def error(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).abs().max())
 
 
-def test_vision_tower_matches_transformers(mergers):
+def test_patch_merger_matches_transformers(mergers):
     """With the tanh GELU of the layers it would not match."""
     ours, reference, patches = mergers
     found = error(ours(patches), reference(patches))
@@ -77,7 +77,7 @@ class OfTable(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
-def test_vision_tower_looks_up_positions_once(family, untied_folder, tmp_path):
+def test_vision_tower_looks_up_position_embeddings_once(family, untied_folder, tmp_path):
     folder = make_checkpoint(tmp_path) if family == "qwen3_5" else untied_folder
     provider = AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider(load_weights=False)
     provider.finalize()

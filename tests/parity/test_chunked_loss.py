@@ -79,7 +79,7 @@ def limits_of(pair, inputs) -> dict[str, float]:
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize(("kind", "fields"), [("untied", {}), ("tied", {}), ("untied", PADDED), ("tied", PADDED)])
-def test_chunked_loss_matches_full_row(kind, fields, packed, request):
+def test_chunked_loss_and_gradients_match_loss_of_full_row(kind, fields, packed, request):
     folder = request.getfixturevalue(f"{kind}_folder")
     pair = make_pair(folder, loss_chunk_tokens=0, **fields)
     inputs = batch_of(pair, packed=packed)
@@ -94,7 +94,7 @@ def test_chunked_loss_matches_transformers(tied_folder):
 
 
 @pytest.mark.parametrize("fusion", [dict(cross_entropy_loss_fusion=True), dict(cross_entropy_loss_fusion=False)])
-def test_chunked_loss_bfloat16_as_accurate_as_full_row(fusion, untied_folder):
+def test_chunked_loss_in_bfloat16_is_as_accurate_as_full_row(fusion, untied_folder):
     """Compare the gradient of the output layer, which is summed over chunks, with float32."""
     name, bf16 = "language_model.output_layer.weight", dict(params_dtype=torch.bfloat16, bf16=True)
     errors = {}
@@ -110,8 +110,8 @@ def test_chunked_loss_bfloat16_as_accurate_as_full_row(fusion, untied_folder):
     assert errors[CHUNK] <= 1.05 * errors[0]
 
 
-@pytest.mark.parametrize("predicts", [False, True], ids=["", "multi-token prediction"])
-def test_chunked_loss_memory_depends_on_chunk(untied_folder, tmp_path, monkeypatch, predicts):
+@pytest.mark.parametrize("predicts", [False, True], ids=["next token alone", "multi-token prediction"])
+def test_chunked_loss_memory_depends_on_chunk_not_on_row_length(untied_folder, tmp_path, monkeypatch, predicts):
     """Without chunks the memory of logits grows with the row; with chunks it does not."""
     # As it is before a schedule sets it: an earlier test has set one on the host.
     monkeypatch.setattr(MTPLossAutoScaler, "main_loss_backward_scale", torch.tensor(1.0))
@@ -134,7 +134,7 @@ def test_chunked_loss_memory_depends_on_chunk(untied_folder, tmp_path, monkeypat
         assert largest <= CHUNK and peak <= 3 * CHUNK
 
 
-def test_chunked_loss_no_grad_saves_nothing(untied_folder):
+def test_chunked_loss_under_no_grad_needs_no_grad_and_has_equal_values(untied_folder):
     pair = make_pair(untied_folder, loss_chunk_tokens=CHUNK)
     inputs = batch_of(pair)
     with torch.no_grad():
@@ -143,7 +143,7 @@ def test_chunked_loss_no_grad_saves_nothing(untied_folder):
     assert torch.equal(losses, pair.megatron(inputs=inputs).detach())
 
 
-def test_chunked_loss_frozen_gets_no_gradient(tied_folder):
+def test_chunked_loss_of_frozen_language_model_gives_tower_gradients_only(tied_folder):
     pair = make_pair(tied_folder, loss_chunk_tokens=0, freeze_language_model=True)
     inputs = batch_of(pair)
     whole, most = both(pair, inputs), limits_of(pair, inputs)
@@ -152,7 +152,7 @@ def test_chunked_loss_frozen_gets_no_gradient(tied_folder):
     check(errors(chunked, whole), most)
 
 
-def test_logits_are_not_chunked(untied_folder):
+def test_logits_and_output_processor_get_full_row_despite_chunked_loss(untied_folder):
     """Also, the loss of a caller is not replaced."""
     pair = make_pair(untied_folder, loss_chunk_tokens=CHUNK)
     inputs = batch_of(pair)
@@ -164,7 +164,7 @@ def test_logits_are_not_chunked(untied_folder):
 
 
 @pytest.mark.parametrize("kind", ["untied", "tied"])
-def test_chunked_loss_fused_gradient_adds_to_main_grad(kind, request, monkeypatch):
+def test_chunked_loss_fused_weight_gradients_add_up_in_main_grad(kind, request, monkeypatch):
     """`gradient_accumulation_fusion` with a formula instead of Apex's kernel, in megatron-core's layer."""
 
     class Kernels:
@@ -188,7 +188,7 @@ def test_chunked_loss_fused_gradient_adds_to_main_grad(kind, request, monkeypatc
     check(errors((losses, found), expected), most)
 
 
-def test_mask_vocabulary_padding_is_not_recorded(untied_folder):
+def test_mask_vocabulary_padding_is_not_recorded_by_autograd(untied_folder):
     """Otherwise its backward pass would copy the gradient of all logits."""
     text = make_pair(untied_folder, **PADDED).megatron.language_model
     logits = 2 * torch.ones(4, 1, 600, requires_grad=True)
@@ -197,10 +197,10 @@ def test_mask_vocabulary_padding_is_not_recorded(untied_folder):
     assert logits[..., 512:].isneginf().all() and (logits[..., :512] == 2).all()
 
 
-def test_chunked_loss_wrong_labels_raises(untied_folder):
+def test_chunked_loss_labels_of_wrong_length_raise(untied_folder):
     pair = make_pair(untied_folder, loss_chunk_tokens=CHUNK)
     text = pair.megatron.language_model
-    with pytest.raises(ValueError, match=r"labels have shape \[1, 41\], expected \[1, 40\], or a multiple of 40"):
+    with pytest.raises(ValueError, match=r"labels have shape \[1, 41\], expected \[1, 40\] .*, or a multiple of 40"):
         text._postprocess(
             torch.zeros(40, 1, pair.config.text_config.hidden_size), input_ids=None, position_ids=None,
             labels=torch.zeros(1, 41, dtype=torch.long), rotary_pos_emb=None, rotary_pos_cos=None, rotary_pos_sin=None,
@@ -208,7 +208,7 @@ def test_chunked_loss_wrong_labels_raises(untied_folder):
 
 
 @pytest.mark.parametrize("kind", ["untied", "tied"])
-def test_fsdp_fused_gradient_keeps_last_chunk_only(kind, request):
+def test_megatron_core_fsdp_fused_gradient_of_chunked_loss_is_wrong(kind, request):
     """This is why `fields.complete_ddp` turns fusion off. If this fails, megatron-core has fixed it."""
     pair = make_pair(request.getfixturevalue(f"{kind}_folder"), loss_chunk_tokens=CHUNK)
     inputs = batch_of(pair)

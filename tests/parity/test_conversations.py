@@ -14,7 +14,7 @@ from tests.helpers.noise import check, limits
 from tests.parity.conftest import Pair, Results
 from tests.parity.test_parity import run_megatron
 
-# (pictures, videos) of each conversation's question.
+# Numbers of (images, videos) in each conversation's question.
 CONTENTS = [(1, 0), (0, 1), (2, 1), (0, 0)]
 
 
@@ -22,9 +22,9 @@ CONTENTS = [(1, 0), (0, 1), (2, 1), (0, 0)]
 def path(tmp_path_factory):
     """Write conversations of every content with answers of different lengths."""
     folder, records = tmp_path_factory.mktemp("conversations"), []
-    for number, (pictures, videos) in enumerate(CONTENTS):
+    for number, (images, videos) in enumerate(CONTENTS):
         parts = []
-        for i in range(pictures):
+        for i in range(images):
             picture(folder / f"{number}-{i}.png", 64 + 32 * i, 96, seed=number)
             parts.append({"type": "image", "image": f"{number}-{i}.png"})
         for i in range(videos):
@@ -53,7 +53,7 @@ def reference_inputs(processor, conversation) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-def test_conversations_train_like_transformers(pair: Pair, path, packed):
+def test_loss_and_gradients_of_conversation_file_match_transformers(pair: Pair, path, packed):
     folder = pair.reference.config._name_or_path
     processor, source = load_processor(folder), open_source(path)
     encoder, pad = Encoder(processor), pad_token_id(processor.tokenizer)

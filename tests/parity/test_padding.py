@@ -71,7 +71,7 @@ def run(pair: Pair, samples: list[Sample], layout: SequenceLayout) -> Seen:
     )  # fmt: skip
 
 
-def test_results_do_not_depend_on_padding(pair):
+def test_losses_balancing_and_gradients_do_not_depend_on_padding(pair):
     samples = make_samples("mixed", pair.config, seed=11)
     seen = {name: run(pair, samples, layout) for name, layout in layouts([len(s.ids) for s in samples]).items()}
     expected = seen.pop("packed tightly")
@@ -88,7 +88,7 @@ def test_results_do_not_depend_on_padding(pair):
         assert max(errors.values()) <= GRADIENT, (name, errors)
 
 
-def test_balancing_losses_have_gradients(pair):
+def test_balancing_losses_change_router_gradient(pair):
     """Otherwise the test above would compare nothing."""
     samples = make_samples("mixed", pair.config, seed=11)
     layout = SequenceLayout.packed_row([len(s.ids) for s in samples])
@@ -115,7 +115,7 @@ def masks_that_arrive(pair: Pair, *arguments, **named) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-def test_padding_mask_reaches_every_router(pair, packed):
+def test_padding_mask_of_batch_reaches_every_moe_router(pair, packed):
     batch = make_batch(make_samples("mixed", pair.config, seed=1), pair.config, packed=packed)
     expected = batch.layout.padding_mask().view(batch.input_ids.shape).T
     assert expected.any()
@@ -134,7 +134,7 @@ IDS = torch.tensor([[11, 12, 13, 14, 9, 9], [11, 12, 13, 14, 15, 16]])
     (dict(), [[0, 0, 0, 0, 1, 1], [0] * 6]),  # the last resort, a run of the padding token
     (dict(packed_seq_params=packed_params([0, 3, 9], [0, 4, 10])), [[0, 0, 0, 1, 0, 0, 0, 0, 0, 0]]),
 ], ids=["mask on the right", "mask on the left", "mask before ids", "ids", "packed rows"])  # fmt: skip
-def test_padding_mask_of_caller_reaches_routers(pair, monkeypatch, given, padding):
+def test_padding_given_by_caller_reaches_every_moe_router(pair, monkeypatch, given, padding):
     monkeypatch.setattr(pair.provider, "pad_token_id", 9)
     expected = torch.tensor(padding).bool().T
     assert all(torch.equal(mask, expected) for mask in masks_that_arrive(pair, IDS, **given))

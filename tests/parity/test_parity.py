@@ -37,7 +37,7 @@ def check_parity(pair: Pair, samples: list[Sample], *batches: TokenBatch) -> tup
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("content", CONTENTS)
-def test_qwen3_vl_matches_transformers(pair, content, packed):
+def test_qwen3_vl_logits_loss_and_gradients_match_transformers(pair, content, packed):
     samples = make_samples(content, pair.config, seed=3)
     check_parity(pair, samples, make_batch(samples, pair.config, packed=packed))
 
@@ -95,7 +95,7 @@ def check_distances(pair: Pair, *, packed: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["untied", "moe"])
-def test_qwen3_vl_error_at_most_transformers(kind, request):
+def test_qwen3_vl_in_bfloat16_is_as_accurate_as_transformers(kind, request):
     folder = request.getfixturevalue(f"{kind}_folder")
     fields = dict(moe_aux_loss_coeff=0.0) if kind == "moe" else {}
     pair = make_pair(folder, params_dtype=torch.bfloat16, bf16=True, **fields)

@@ -43,10 +43,10 @@ def folder_and_plain(request):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_recompute_gradients_are_equal(folder_and_plain, case):
+def test_gradients_with_recomputation_equal_those_without(folder_and_plain, case):
     folder, plain = folder_and_plain
     if case == "experts" and not any("experts" in name for name in plain):
-        with pytest.raises(ValueError, match=r"recompute_modules has \['moe'\], which this model does not have"):
+        with pytest.raises(ValueError, match=r"recompute_modules has \['moe'\], expected modules that this model has"):
             gradients(folder, **CASES[case])
         return
     recomputed = gradients(folder, **CASES[case])

@@ -54,7 +54,7 @@ def errors(found: Step, expected: Step) -> dict[str, float]:
     }  # fmt: skip
 
 
-def test_padded_and_packed_training_agree(model):
+def test_padded_and_packed_rows_give_equal_losses_and_gradients(model):
     """Sums have different numbers of rows. Both balancing losses are included."""
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     first = make_samples("video", model.hf_config, seed=0)

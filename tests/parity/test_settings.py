@@ -57,7 +57,7 @@ def test_scaled_rope_matches_transformers(kind, untied_folder, tmp_path):
     assert_parity_of_change(make_pair(untied_folder), make_pair(folder))
 
 
-def test_rope_settings_in_old_format(untied_folder, tmp_path):
+def test_rope_settings_in_old_config_format_match_transformers(untied_folder, tmp_path):
     old = dict(rope_parameters=None, rope_theta=5e6, rope_scaling=dict(rope_type="default", mrope_section=[6, 5, 5]))
     assert_parity(make_pair(changed(untied_folder, tmp_path / "old", **old)))
 
@@ -67,7 +67,7 @@ def test_rope_settings_in_old_format(untied_folder, tmp_path):
     ("part", "activation"),
     [("vision_config", "silu"), ("vision_config", "quick_gelu"), ("text_config", "gelu"), ("text_config", "relu")],
 )
-def test_activations_match_transformers(kind, part, activation, request, tmp_path):
+def test_configured_activation_function_matches_transformers(kind, part, activation, request, tmp_path):
     """Megatron-Bridge's functional tests have toy models with `vision_config.hidden_act` silu."""
     folder = request.getfixturevalue(f"{kind}_folder")
     fields = dict(moe_aux_loss_coeff=0.0) if kind == "moe" else {}
@@ -76,7 +76,7 @@ def test_activations_match_transformers(kind, part, activation, request, tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["untied", "moe"])
-def test_fused_activation_saves_less_memory(kind, request):
+def test_fused_activation_saves_fewer_activations_and_keeps_gradients(kind, request):
     """Megatron-Bridge's provider has `bias_activation_fusion`, a fused formula of SwiGLU."""
     fields = dict(moe_aux_loss_coeff=0.0) if kind == "moe" else {}
     kept, gradients = [], []
@@ -96,7 +96,7 @@ def test_fused_activation_saves_less_memory(kind, request):
 
 
 @pytest.mark.parametrize("in_float32", [True, False])
-def test_rope_in_float32_matches_transformers(in_float32, untied_folder):
+def test_apply_rotary_pos_emb_in_fp32_sets_dtype_of_rotary_angles(in_float32, untied_folder):
     """A field of Megatron-Bridge's provider, `apply_rotary_pos_emb_in_fp32`."""
     bf16 = dict(params_dtype=torch.bfloat16, bf16=True)
     pair = make_pair(untied_folder, apply_rotary_pos_emb_in_fp32=in_float32, **bf16)
@@ -107,7 +107,7 @@ def test_rope_in_float32_matches_transformers(in_float32, untied_folder):
 
 
 @pytest.mark.parametrize("kind", ["untied", "tied"])
-def test_vocabulary_padding_has_no_probability(kind, request):
+def test_padded_vocabulary_matches_transformers_and_is_exported_unpadded(kind, request):
     pair = make_pair(request.getfixturevalue(f"{kind}_folder"), should_pad_vocab=True, make_vocab_size_divisible_by=100)
     assert pair.megatron.language_model.embedding.word_embeddings.weight.shape[0] == 600
     exported = dict(pair.bridge.export_hf_weights([pair.megatron], cpu=True, show_progress=False))
@@ -117,7 +117,7 @@ def test_vocabulary_padding_has_no_probability(kind, request):
 
 
 @pytest.mark.parametrize("settings", [dict(decoder_sparse_step=2, mlp_only_layers=[]), dict(mlp_only_layers=[0, 3])])
-def test_mixed_moe_layers_match_transformers(settings, moe_folder, tmp_path):
+def test_model_with_dense_and_moe_layers_matches_transformers(settings, moe_folder, tmp_path):
     config = AutoConfig.from_pretrained(changed(moe_folder, tmp_path / "config", **settings))
     make_model(config, seed=5).save_pretrained(tmp_path / "made")
     pair = make_pair(tmp_path / "made", moe_aux_loss_coeff=0.0)
@@ -125,14 +125,14 @@ def test_mixed_moe_layers_match_transformers(settings, moe_folder, tmp_path):
     assert_parity(pair)
 
 
-def test_tower_without_deepstack_matches_transformers(untied_folder, tmp_path):
+def test_vision_tower_without_deepstack_matches_transformers(untied_folder, tmp_path):
     config = AutoConfig.from_pretrained(untied_folder)
     config.vision_config.deepstack_visual_indexes = []
     make_model(config, seed=6).save_pretrained(tmp_path)
     assert_parity(make_pair(tmp_path))
 
 
-def test_loss_of_gathered_logits_raises(untied_folder, monkeypatch):
+def test_loss_of_gathered_logits_under_tensor_parallelism_raises(untied_folder, monkeypatch):
     """Under tensor parallelism megatron-core would compute wrong gradients."""
     text = make_pair(untied_folder).megatron.language_model
     monkeypatch.setattr(text, "parallel_output", False)
@@ -142,7 +142,7 @@ def test_loss_of_gathered_logits_raises(untied_folder, monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
-def test_recomputed_moe_layer_keeps_no_graph(family, moe_folder, tmp_path, monkeypatch):
+def test_recomputed_moe_layer_keeps_no_autograd_graph(family, moe_folder, tmp_path, monkeypatch):
     """megatron-core's own layer keeps the graph of its last forward pass. Its gradients are equal to the last bit."""
     if family == "qwen3_5":
         moe_folder = tiny.make_checkpoint(tmp_path / "qwen3_5", moe=True)

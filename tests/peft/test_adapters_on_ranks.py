@@ -162,7 +162,7 @@ def check_what_is_saved(job: Job, out: Path, losses: list[float], readable: Path
 
 
 @pytest.mark.slow
-def test_adapters_on_ranks_saved_model_has_same_loss(jobs, found, moe_folder):
+def test_adapters_saved_on_two_ranks_give_same_losses_in_transformers_and_peft(jobs, found, moe_folder):
     out, of_jobs = found
     for job in jobs:
         if "losses" in of_jobs[job.name]:
@@ -170,7 +170,7 @@ def test_adapters_on_ranks_saved_model_has_same_loss(jobs, found, moe_folder):
             check_what_is_saved(job, out, of_jobs[job.name]["losses"], readable)
 
 
-def test_adapters_pipeline_stages_equal_full_model(found):
+def test_adapter_names_on_pipeline_stages_match_full_model(found):
     """Patterns count layers of the full model. VLMLoRA works on stages without a vision tower."""
     names = {name: of_job["adapters"] for name, of_job in found[1].items()}
     if "stages" in names:  # Qwen3.5
@@ -201,7 +201,7 @@ def test_adapters_help_imports_no_torch():
         assert "usage: adapters.py" in found.stdout
 
 
-def test_adapter_settings_reads_plain_data(tmp_path):
+def test_adapter_settings_are_read_from_run_config_yaml(tmp_path):
     (tmp_path / "run_config.yaml").write_text(LORA)
     found = adapter_settings(read_run_config(tmp_path), tmp_path)
     assert (found.dim, found.alpha, found.dora, found.components) == (4, 8, False, {"language_model"})
@@ -215,32 +215,32 @@ def test_adapter_settings_reads_plain_data(tmp_path):
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("peft: null\n", "was saved by a run without adapters"), ("- 1\n", "holds a list, expected sections"),
+    ("peft: null\n", "was saved by a run without adapters"), ("- 1\n", "holds a list, expected the sections"),
     ("a: [\n", "run_config.yaml: while parsing"),
     ("peft: !!python/object/apply:os.system [false]\n", "could not determine a constructor"),
     (LORA.replace("Qwen3VLLoRA", "Other"), "peft is 'qwen3vl_bridge.peft.Other', expected"),
     (LORA.replace("dim: 4", "dim: many"), "peft has dim 'many', alpha 8, .*expected a whole number"),
     (LORA.replace("[linear_qkv]", "linear_qkv"), "target_modules 'linear_qkv' .* lists of names"),
-    (LORA.replace("dim: 4, ", ""), "peft lacks 'dim'"), ("[" * 50_000, "more than 50 deep"),
+    (LORA.replace("dim: 4, ", ""), "found no 'dim' in the section peft"), ("[" * 50_000, "more than 50 deep"),
     (LORA.replace("dim: 4", "dim: .inf"), "peft.dim is inf, expected a finite number"),
     (LORA.replace("alpha: 8", "alpha: .nan"), "peft.alpha is nan, expected a finite number"),
     ("model: [1]", r"model is \[1\], expected a section of settings"),
     ("peft: x", "peft is x, expected a section of settings"),
 ])  # fmt: skip
-def test_adapter_settings_invalid_config_raises(text, message, tmp_path):
+def test_adapter_settings_invalid_run_config_yaml_raises(text, message, tmp_path):
     (tmp_path / "run_config.yaml").write_text(text)
     with pytest.raises(CheckpointError, match=message) as error:
         adapter_settings(read_run_config(tmp_path), tmp_path)
     assert str(tmp_path) in str(error.value)
 
 
-def test_open_adapters_converted_checkpoint_raises(untied_folder, tmp_path):
+def test_export_adapters_of_checkpoint_without_adapters_raises(untied_folder, tmp_path):
     import_checkpoint(untied_folder, tmp_path / "megatron", progress=False)
     with pytest.raises(CheckpointError, match="was saved by a run without adapters"):
         export_adapters(tmp_path / "megatron", tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
 
 
-def test_adapter_settings_ignores_other_sections(tmp_path):
+def test_adapter_settings_ignore_infinite_value_in_optimizer_section(tmp_path):
     (tmp_path / "run_config.yaml").write_text(LORA + "optimizer: {grad_norm_skip_threshold: .inf}\n")
     assert adapter_settings(read_run_config(tmp_path), tmp_path).dim == 4

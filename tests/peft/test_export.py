@@ -230,7 +230,7 @@ def trained(request) -> Trained:
 
 
 @pytest.mark.one_case_in(3)
-def test_save_hf_adapter_loads_in_peft(trained, tmp_path):
+def test_saved_adapter_in_peft_gives_logits_of_megatron_model(trained, tmp_path):
     if trained.case.own_weights:
         return
     trained.save(tmp_path)
@@ -244,7 +244,7 @@ def test_save_hf_adapter_loads_in_peft(trained, tmp_path):
 
 
 @pytest.mark.one_case_in(3)
-def test_export_merged_matches_peft(trained, tmp_path):
+def test_merged_model_in_transformers_gives_logits_of_megatron_model(trained, tmp_path):
     trained.adapted.pair.bridge.save_hf_pretrained([trained.adapted.model], tmp_path, show_progress=False)
     merged = AutoModelForImageTextToText.from_pretrained(tmp_path)
     check_logits(trained.logits, merged, trained.adapted.samples)
@@ -269,7 +269,7 @@ def megatron_gradients(adapted: Adapted) -> dict[str, torch.Tensor]:
 
 @pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("packed", [True, False])
-def test_adapter_gradients_match_peft(trained, tmp_path, packed):
+def test_adapter_gradients_of_megatron_model_match_peft(trained, tmp_path, packed):
     """Padded rows are included: megatron-core computes experts for padding too."""
     case, adapted, _, folder = trained
     if not case.gradients:
@@ -294,7 +294,7 @@ def test_adapter_gradients_match_peft(trained, tmp_path, packed):
     check({"gradients": error(found, expected())}, {"gradients": limit(expected, error, reference)})
 
 
-def test_expert_adapter_names_match_vllm(moe_folder, tmp_path):
+def test_expert_adapter_names_and_shapes_match_vllm_format(moe_folder, tmp_path):
     """VLLM reads `experts.base_layer` for gate and up, `experts` for down, and requires both."""
     adapted = adapt(moe_folder, Qwen3VLLoRA(**SIZE, adapt_experts=True))
     save_hf_adapter(adapted.pair.bridge, [adapted.model], tmp_path, adapted.peft)
@@ -315,7 +315,7 @@ def test_expert_adapter_names_match_vllm(moe_folder, tmp_path):
 
 
 @pytest.mark.parametrize("layout", [ExpertLayout.INPUT_MAJOR, ExpertLayout.OUTPUT_MAJOR])
-def test_export_merged_experts_every_layout(moe_folders, layout, tmp_path):
+def test_merged_expert_adapters_in_every_layout_give_logits_of_megatron_model(moe_folders, layout, tmp_path):
     """The layouts of released checkpoints and of transformers 5."""
     adapted = adapt(moe_folders[layout], Qwen3VLLoRA(**SIZE, adapt_experts=True))
     adapted.train()
@@ -325,7 +325,7 @@ def test_export_merged_experts_every_layout(moe_folders, layout, tmp_path):
 
 
 @pytest.mark.parametrize("shapes", [((4, 48), (80, 4)), ((6, 4, 48), (6, 80, 4)), ((6, 4, 48), (80, 4))])
-def test_export_merged_grouped_experts(moe_folders, shapes):
+def test_merge_of_grouped_expert_adapters_adds_scaled_product_to_each_expert(moe_folders, shapes):
     """Transformer Engine has one adapter for all experts, or a stack. Only tensors are tested, without a GPU."""
     prefix = "language_model.decoder.layers.2.mlp.experts.linear_fc2"
     adapted = adapt(moe_folders[ExpertLayout.INPUT_MAJOR], LoRA(**SIZE, target_modules=["linear_proj"]))
@@ -346,7 +346,7 @@ def test_export_merged_grouped_experts(moe_folders, shapes):
         torch.testing.assert_close(merged["down"], weight + 8 / 4 * (b @ a).t())
 
 
-def test_save_hf_adapter_excluded_prefixes(untied_folder, tmp_path):
+def test_save_hf_adapter_omits_layers_with_excluded_prefixes(untied_folder, tmp_path):
     """Prefixes of names, as in Megatron-Bridge's method."""
     adapted = adapt(untied_folder, Qwen3VLDoRA(**SIZE, **ALL_PARTS))
     left_out = ["vision_model", "language_model.decoder.layers.0.mlp"]
@@ -358,7 +358,7 @@ def test_save_hf_adapter_excluded_prefixes(untied_folder, tmp_path):
 
 @pytest.mark.parametrize("method", [Qwen3VLLoRA, Qwen3VLDoRA])
 @pytest.mark.parametrize("model", ["untied", "3.5"])
-def test_export_merged_bfloat16_rounds_once(request, model, method):
+def test_merged_bfloat16_weights_are_rounded_once(request, model, method):
     folders = request.getfixturevalue("qwen3_5_folders") if model == "3.5" else {}
     folder = folders.get("dense") or request.getfixturevalue("untied_folder")
     adapted = adapt(folder, method(**SIZE, **ALL_PARTS, lora_B_init_method="normal"))
@@ -377,12 +377,12 @@ def test_export_merged_bfloat16_rounds_once(request, model, method):
 
 def test_save_hf_adapter_without_adapters_raises(untied_folder, tmp_path):
     bridge = AutoBridge.from_hf_pretrained(str(untied_folder))
-    with pytest.raises(ValueError, match="no adapters to save"):
+    with pytest.raises(ValueError, match="found no adapters in the model"):
         save_hf_adapter(bridge, [model_of(untied_folder)], tmp_path / "adapter", Qwen3VLLoRA(dim=2))
     assert not (tmp_path / "adapter").exists()
 
 
-def test_stream_adapter_weights_dora_raises(untied_folder):
+def test_export_adapter_weights_of_dora_raises(untied_folder):
     adapted = adapt(untied_folder, DoRA(**SIZE))
     with pytest.raises(ValueError, match=r"40 DoRA adapters, .* save_hf_adapter, or export"):
         adapted.pair.bridge.export_adapter_weights([adapted.model])

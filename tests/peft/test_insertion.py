@@ -40,8 +40,10 @@ class TestWhatIsTrained:
     @pytest.mark.one_case_in(2)
     @pytest.mark.parametrize("rests", EIGHT)
     @pytest.mark.parametrize("provider_rests", EIGHT)
-    def test_freeze_flags_determine_trained_parameters(self, untied_folder, provider_rests, rests):
-        # Each part meets adapters and none over the eight cases.
+    def test_freeze_flags_of_provider_and_adapters_determine_trained_parameters(
+        self, untied_folder, provider_rests, rests
+    ):
+        # Over the eight cases each component has adapters in some, and none in others.
         adapts = (rests[1], rests[2], rests[0]) if any(rests) else (True, True, True)
         peft = Qwen3VLLoRA(dim=2, **chosen("freeze", rests), **chosen("adapt", adapts))
         adapted = adapt(untied_folder, peft, content="one image", **chosen("freeze", provider_rests))
@@ -55,7 +57,7 @@ class TestWhatIsTrained:
         found = {component_of(name) for name, _ in adapted.model.named_parameters() if ".adapter." in name}
         assert found == {part for part, adapt_it in zip(PARTS, adapts, strict=True) if adapt_it}
 
-    def test_frozen_component_warns_about_others(self, untied_folder, caplog):
+    def test_freeze_flag_of_provider_warns_about_components_frozen_by_adapters(self, untied_folder, caplog):
         for provider_flags, peft_flags, names in (
             (dict(freeze_language_model=True), {}, ("vision_model", "vision_projection")),
             (dict(freeze_language_model=True), dict(freeze_vision_model=False), ("vision_projection",)),
@@ -73,14 +75,14 @@ class TestWhatIsTrained:
                 assert said[0].startswith("model.freeze_language_model is True") and f"by {also}. To" in said[0]
 
     @pytest.mark.parametrize("method", [Qwen3VLLoRA, Qwen3VLDoRA])
-    def test_adapters_all_get_gradients(self, untied_folder, method):
+    def test_all_adapter_parameters_get_nonzero_gradients(self, untied_folder, method):
         adapted = adapt(untied_folder, method(dim=2, **ALL_PARTS))
         adapted.train(steps=1)  # before, B is zero, and so is the gradient of A
         adapted.model.zero_grad()
         adapted.backward()
         assert [name for name, p in adapted.trainable().items() if not p.grad.any()] == []
 
-    def test_adapters_training_false_trains_nothing(self, untied_folder):
+    def test_adapters_with_training_false_leave_no_trainable_parameters(self, untied_folder):
         model = model_of(untied_folder)
         Qwen3VLLoRA(dim=2, freeze_vision_model=False)(model, training=False)
         assert not any(p.requires_grad for p in model.parameters()) and not model.training
@@ -92,13 +94,15 @@ class TestWhatIsTrained:
         (dict(target_modules=[], exclude_modules=["linear_qkv", "linear_proj"]), "language", r"\d\.mlp\.linear_.*"),
         (dict(target_modules=[], exclude_modules=["*.layers.0.*"]), "language", r"[1-9]\.\w+\.linear_\w+"),
     ])  # fmt: skip
-    def test_target_modules_select_within_components(self, untied_folder, fields, towers, layers):
+    def test_target_and_exclude_modules_select_layers_of_adapted_components(
+        self, untied_folder, fields, towers, layers
+    ):
         plain, model = model_of(untied_folder), Qwen3VLLoRA(dim=2, **fields)(model_of(untied_folder))
         adapted = {name.partition(".adapter.")[0] for name, p in model.named_parameters() if p.requires_grad}
         wanted = re.compile(rf"({towers})_model\.decoder\.layers\.({layers})")
         assert adapted == {name for name, _ in plain.named_modules() if wanted.fullmatch(name)} and adapted
 
-    def test_checkpoint_filter_keeps_trained_base_weights(self, untied_folder):
+    def test_adapter_key_filter_keeps_adapters_and_trained_base_weights(self, untied_folder):
         """The base weight of an adapted layer has different names as a parameter and in a state dictionary."""
         peft = Qwen3VLLoRA(dim=2, freeze_language_model=False)
         adapted = adapt(untied_folder, peft)
@@ -106,14 +110,14 @@ class TestWhatIsTrained:
         kept = {name for name in kept if not name.endswith("_extra_state")}  # as Megatron-Bridge drops them
         assert kept == {name.replace(".to_wrap.", ".") for name in adapted.trainable()}
 
-    def test_adapt_experts_adapts_every_expert(self, moe_folder):
+    def test_adapt_experts_gives_every_expert_a_different_adapter(self, moe_folder):
         model = Qwen3VLLoRA(dim=2, adapt_experts=True)(model_of(moe_folder))
         adapters = {name: p for name, p in model.named_parameters() if p.requires_grad and ".experts." in name}
         assert len(adapters) == 6 * len({re.sub(r"local_experts\.\d+", "", name) for name in adapters})
         inputs = [p for name, p in adapters.items() if "fc1.adapter.linear_in" in name]
         assert len({tuple(p.flatten().tolist()) for p in inputs}) == len(inputs)
 
-    def test_default_targets_match_megatron_bridge(self, moe_folder, qwen3_5_folders):
+    def test_default_target_modules_exclude_routed_experts_and_linear_attention(self, moe_folder, qwen3_5_folders):
         """The default excludes routed experts and linear attention, as Megatron-Bridge's does."""
         for folder, mlp in ((moe_folder, "mlp"), (qwen3_5_folders["moe"], "mlp.shared_experts")):
             model = Qwen3VLLoRA(dim=2)(model_of(folder))
@@ -122,7 +126,7 @@ class TestWhatIsTrained:
             layers = attention | {f"{mlp}.linear_{last}" for last in ("fc1", "fc2")}
             assert {re.sub(r".*layers\.\d+\.", "", name) for name in adapted} == layers
 
-    def test_vlm_lora_freezes_components(self, untied_folder):
+    def test_vlm_lora_trains_vision_projection_unless_either_flag_freezes_it(self, untied_folder):
         """Components as in the provider's flags: mergers are the projection, although they are modules of the tower."""
         fields = dict(dim=4, target_modules=[f"{TEXT}linear_qkv"], freeze_vision_projection=False)
         (model,) = VLMLoRA(**fields)([model_of(untied_folder)])
@@ -131,17 +135,17 @@ class TestWhatIsTrained:
         assert kinds == {".adapter.", "merger"}
         assert all(p.requires_grad for name, p in model.named_parameters() if "merger" in name)
         frozen = model_of(untied_folder)
-        frozen.config.freeze_vision_projection = True  # the provider's word holds
+        frozen.config.freeze_vision_projection = True  # the provider's flag freezes it too
         VLMLoRA(**fields)([frozen])
         assert not any(p.requires_grad for name, p in frozen.named_parameters() if "merger" in name)
 
-    def test_dora_layers_are_magnitude_linear(self, untied_folder):
+    def test_megatron_bridge_dora_adapts_layers_with_magnitude_linear(self, untied_folder):
         """Megatron-Bridge's own layer requires three dimensions, and also scales the bias."""
         model = DoRA(dim=4)(model_of(untied_folder))
         assert all(isinstance(m, MagnitudeLinear) for m in model.modules() if type(m).__name__.endswith("DoRALinear"))
         assert sum(isinstance(m, MagnitudeLinear) for m in model.modules()) == 40
 
-    def test_router_adapters_keep_expert_load_counts(self, moe_folder):
+    def test_expert_load_counts_all_tokens_of_routers_with_adapters(self, moe_folder):
         adapted = adapt(moe_folder, LoRA(dim=4, target_modules=["router"]))
         load = ExpertLoad([adapted.model])
         adapted.backward()
@@ -160,14 +164,14 @@ class TestRefusals:
         (dict(target_modules=["all-linear"]), r"match no linear layer .*; all are "
          r"\[linear_qkv,linear_proj,linear_fc1,linear_fc2\], and in_proj,out_proj of linear attention"),
         (dict(exclude_modules=["*.layers.0.*"]), r"set target_modules to \[\]"),
-        (dict(adapt_language_model=False), "nothing would be adapted"),
-        (dict(adapt_language_model=False, target_modules=[]), "nothing would be adapted"),
+        (dict(adapt_language_model=False), "no layer would get an adapter"),
+        (dict(adapt_language_model=False, target_modules=[]), "no layer would get an adapter"),
         (dict(canonical_mapping={"linear_qkv": {"linear_q"}}), "canonical_mapping"),
         (dict(lora_dtype=torch.float32), "lora_dtype"),
         (dict(normalize_moe_lora=True), "normalize_moe_lora is True, expected False"),
         (dict(adapt_experts=True), r"adapted layers belongs to experts: .* a model with experts"),
     ])  # fmt: skip
-    def test_check_invalid_settings_raise(self, untied_folder, fields, message):
+    def test_lora_invalid_settings_raise_and_leave_model_unchanged(self, untied_folder, fields, message):
         model = model_of(untied_folder)
         with pytest.raises(ValueError, match=message):
             Qwen3VLLoRA(**fields)(model)
@@ -180,21 +184,21 @@ class TestRefusals:
         (dict(target_modules=["*.local_experts.3.*"]), "adapted layers belongs to experts"),
         (dict(normalize_moe_lora=True), "normalize_moe_lora is True, expected False"),
         (dict(experts_shared_outer_loras=True), "experts_shared_outer_loras is True, expected False"),
-        (dict(adapt_experts=False, share_expert_adapters=False), "expected adapt_experts=True with it"),
-        (dict(adapt_experts=False, target_modules=["*.experts.*"]), r"experts' need adapt_experts=True"),
+        (dict(adapt_experts=False, share_expert_adapters=False), "expected True unless adapt_experts"),
+        (dict(adapt_experts=False, target_modules=["*.experts.*"]), r"layers of experts need adapt_experts"),
     ])  # fmt: skip
-    def test_check_invalid_expert_settings_raise(self, moe_folder, fields, message):
+    def test_lora_invalid_expert_settings_raise_and_leave_model_unchanged(self, moe_folder, fields, message):
         model = model_of(moe_folder)
         with pytest.raises(ValueError, match=message):
             Qwen3VLLoRA(**(dict(adapt_experts=True) | fields))(model)
         assert all(p.requires_grad for p in model.parameters())
 
     @pytest.mark.parametrize(("model", "peft", "message"), [
-        ("untied", lambda: Qwen3VLDoRA(dropout=0.1), "dropout is 0.1, expected 0: DoRA does not support dropout"),
-        ("untied", lambda: DoRA(dropout=0.1), "dropout is 0.1, expected 0: DoRA does not support dropout here"),
+        ("untied", lambda: Qwen3VLDoRA(dropout=0.1), "dropout is 0.1, expected 0: DoRA is supported only without"),
+        ("untied", lambda: DoRA(dropout=0.1), "dropout is 0.1, expected 0: DoRA is supported only without dropout"),
         ("untied", lambda: Qwen3VLDoRA(target_modules=["linear_q"]), "target_modules"),
-        ("untied", lambda: CanonicalLoRA(target_modules=["linear_q"]), "expected target_modules with linear_k"),
-        ("untied", lambda: CanonicalLoRA(target_modules=[f"{TEXT}linear_fc1_up"]), r"a part of language_model"),
+        ("untied", lambda: CanonicalLoRA(target_modules=["linear_q"]), "add linear_k, linear_v to target_modules"),
+        ("untied", lambda: CanonicalLoRA(target_modules=[f"{TEXT}linear_fc1_up"]), r"only some sections of lang"),
         ("untied", lambda: VLMLoRA(freeze_vision_model=False), "freeze_vision_model is False, and vision_"),
         ("untied", lambda: VLMLoRA(freeze_language_model=False), "freeze_language_model is False, and language_"),
         ("untied", lambda: LoRA(target_modules=["q_proj", "linear_fc1", "*.v_proj"]),
@@ -203,41 +207,41 @@ class TestRefusals:
         # NeMo-RL's settings adapt it; merged weights, which its generation runs on, would lack that adapter.
         ("tied", lambda: LoRA(target_modules=[], exclude_modules=[]), r"adapts language_model\.output_layer"),
         ("moe", lambda: Qwen3VLDoRA(adapt_experts=True), "adapt_experts is True, expected False for DoRA"),
-        ("moe", DoRA, r"DoRA adapts .*experts.*, and .* peft does not support DoRA .* qwen3vl_bridge\.Qwen3VLDoRA"),
-        ("moe", lambda: LoRA(experts_shared_outer_loras=True), "experts_shared_outer_loras is True, .* expected"),
+        ("moe", DoRA, r"DoRA adapts .*experts.*, but .* peft does not support DoRA .* qwen3vl_bridge\.Qwen3VLDoRA"),
+        ("moe", lambda: LoRA(experts_shared_outer_loras=True), "experts_shared_outer_loras is True, expected F"),
     ])  # fmt: skip
-    def test_map_modules_invalid_adapters_raise(self, request, model, peft, message):
+    def test_adapter_classes_with_unsupported_settings_raise(self, request, model, peft, message):
         with pytest.raises(ValueError, match=message):
             peft()([model_of(request.getfixturevalue(f"{model}_folder"))])
 
-    def test_canonical_lora_gated_queries_raise(self, qwen3_5_folders):
+    def test_canonical_lora_on_gated_attention_raises(self, qwen3_5_folders):
         """CanonicalLoRA's adapter has one row per query; the projection also has the gates' rows."""
         with pytest.raises(ValueError, match=r"queries, keys and values of language_model.*layers\.3.* rows of gates"):
             CanonicalLoRA(dim=4)([model_of(qwen3_5_folders["dense"])])
 
-    def test_tied_output_layer_can_be_excluded(self, tied_folder):
+    def test_lora_on_all_layers_but_tied_output_layer_is_accepted(self, tied_folder):
         model = LoRA(target_modules=[], exclude_modules=["output_layer"])(model_of(tied_folder))
         assert not any("output_layer.adapter" in name for name, _ in model.named_parameters())
 
     @pytest.mark.parametrize("method", [Qwen3VLDoRA, DoRA])
     @pytest.mark.parametrize("name", ["tensor_model_parallel_size", "pipeline_model_parallel_size"])
-    def test_dora_parallel_model_raises(self, untied_folder, method, name):
+    def test_dora_with_tensor_or_pipeline_parallelism_raises(self, untied_folder, method, name):
         model = model_of(untied_folder)
         setattr(model.config, name, 2)
         with pytest.raises(ValueError, match=f"{name} is 2, expected 1 for DoRA"):
             method()([model])
 
-    def test_adapt_experts_grouped_gemm_raises(self, moe_folder):
+    def test_adapt_experts_with_grouped_gemm_raises(self, moe_folder):
         model = model_of(moe_folder)
         model.config.moe_grouped_gemm = True
-        with pytest.raises(ValueError, match=r"moe_grouped_gemm is .*experts\.linear_fc1 holds all experts of a rank"):
+        with pytest.raises(ValueError, match=r"moe_grouped_gemm is .*experts\.linear_fc1 would hold all experts of a"):
             Qwen3VLLoRA(adapt_experts=True)(model)
 
     @pytest.mark.parametrize("peft", [lambda: Qwen3VLLoRA(adapt_experts=True), LoRA, CanonicalLoRA])
-    def test_adapt_experts_tensor_parallel_raises(self, moe_folder, peft):
+    def test_adapt_experts_with_expert_tensor_parallelism_raises(self, moe_folder, peft):
         model = model_of(moe_folder)
         model.config.expert_tensor_parallel_size = 2
-        with pytest.raises(ValueError, match="expert_tensor_parallel_size is 2, expected 1 where experts have"):
+        with pytest.raises(ValueError, match="expert_tensor_parallel_size is 2, expected 1 if experts have"):
             peft()([model])
 
     def test_adapters_applied_twice_raise(self, untied_folder):
@@ -245,17 +249,17 @@ class TestRefusals:
         with pytest.raises(ValueError, match="already has 16 adapters"):
             Qwen3VLLoRA(dim=2)(model)
 
-    def test_adapters_on_other_model_raise(self):
+    def test_adapters_on_model_that_is_no_qwen3_vl_raise(self):
         with pytest.raises(TypeError, match="found a Linear, expected a Qwen3VLModel"):
             Qwen3VLLoRA()([torch.nn.Linear(2, 2)])
 
-    def test_pipeline_stage_without_component(self, untied_folder):
+    def test_adapters_on_pipeline_stage_without_vision_model_are_accepted(self, untied_folder):
         model = model_of(untied_folder)
         model.pre_process = False
         del model.vision_model
         Qwen3VLLoRA(dim=2, **ALL_PARTS)(model)
 
-    def test_pipeline_stage_without_target(self, untied_folder):
+    def test_adapters_on_pipeline_stage_skip_targets_of_missing_vision_model(self, untied_folder):
         model = model_of(untied_folder)
         model.pre_process = False
         del model.vision_model
@@ -290,7 +294,9 @@ class TestRecompute:
         (dict(target_modules=["linear_fc1"]), dict(recompute_granularity="selective", recompute_modules=["mlp"])),
     ])  # fmt: skip
     @pytest.mark.parametrize("method", [Qwen3VLLoRA, Qwen3VLDoRA])
-    def test_recompute_gradients_equal(self, untied_folder, method, peft_fields, recompute):
+    def test_adapter_gradients_with_recomputation_match_those_without(
+        self, untied_folder, method, peft_fields, recompute
+    ):
         # B starts at zero no longer, else A would have no gradient.
         fields = dict(dim=2, alpha=1, lora_B_init_method="normal") | peft_fields
         plain, recomputed = (gradients(untied_folder, method(**fields), **more) for more in ({}, recompute))
@@ -299,7 +305,7 @@ class TestRecompute:
         assert max(errors.values()) <= RECOMPUTE_TOLERANCE, errors
 
     @pytest.mark.parametrize("recompute", [FULL, dict(recompute_granularity="selective", recompute_modules=["moe"])])
-    def test_recompute_expert_gradients_equal(self, moe_folder, recompute):
+    def test_expert_adapter_gradients_with_recomputation_match_those_without(self, moe_folder, recompute):
         fields = dict(dim=2, alpha=1, adapt_experts=True, lora_B_init_method="normal")
         plain, recomputed = (
             gradients(moe_folder, Qwen3VLLoRA(**fields), **NO_BALANCING, **more) for more in ({}, recompute)
@@ -308,12 +314,12 @@ class TestRecompute:
         assert any(".experts." in name for name in errors) and max(errors.values()) <= 2e-5  # measured 2.2e-6
 
     @pytest.mark.parametrize("method", [LoRA, CanonicalLoRA])
-    def test_recompute_tower_adapters_get_gradients(self, untied_folder, method):
+    def test_vision_adapters_with_vision_recomputation_get_gradients(self, untied_folder, method):
         """Megatron-Bridge checks only the text model's recomputation, so adapters of the tower would not be trained."""
         found = gradients(untied_folder, method(dim=4, lora_B_init_method="normal"), **FULL_VISION)
         assert [name for name, gradient in found.items() if not gradient.any()] == []
 
-    def test_recompute_frozen_tower_has_no_graph(self, untied_folder):
+    def test_frozen_vision_model_with_recomputation_builds_no_autograd_graph(self, untied_folder):
         adapted = adapt(untied_folder, Qwen3VLLoRA(dim=2), **FULL, **FULL_VISION)
         tower = []
         adapted.model.vision_model.register_forward_hook(lambda module, inputs, output: tower.append(output))
@@ -321,7 +327,7 @@ class TestRecompute:
         assert not any(tensor.requires_grad for tensor in tower[0])
 
 
-def test_adapters_applied_by_megatron_bridge_match(untied_folder, caplog):
+def test_adapters_of_pre_wrap_hook_are_only_parameters_reduced_by_ddp(untied_folder, caplog):
     """A hook of the provider inserts adapters before wrapping in DistributedDataParallel."""
     peft = Qwen3VLLoRA(dim=2, **ALL_PARTS)
     assert isinstance(peft, LoRA)  # Megatron-Bridge counts operations by it

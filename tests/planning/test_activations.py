@@ -141,7 +141,7 @@ def compare(model, config, chunk, training: TrainingSettings, contents: tuple[st
 @pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("case", CASES)
-def test_activations_match_autograd(case, family):
+def test_estimated_activations_match_bytes_saved_by_autograd(case, family):
     precision, recompute, vision = CASES[case]
     if family in WITHOUT.get(case, ()):
         pytest.skip("this model has no such module")
@@ -173,7 +173,7 @@ FROZEN = [(family, targets) for family, cases in TARGETS.items() for targets in 
 @pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("precision", [BF16, FP32], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize(("family", "targets"), FROZEN, ids=lambda one: one if isinstance(one, str) else str(one))
-def test_activations_frozen_weights_match_autograd(family, targets, precision):
+def test_estimated_activations_with_frozen_weights_match_autograd(family, targets, precision):
     """Frozen language model: with adapters and a frozen tower, or without adapters and with a trained tower."""
     config = FAMILIES[family]()
     dims, parallel = dimensions_of(config.to_dict()), ParallelLayout(1)
@@ -207,7 +207,7 @@ SIZES = st.sampled_from(list(presets.PRESETS))
 
 @given(SIZES, RUNS)
 @settings(max_examples=40)
-def test_activations_are_linear_in_rows(size, training):
+def test_estimated_activations_double_with_micro_batch_size(size, training):
     once = total(size, ParallelLayout(1), training)
     twice = total(size, ParallelLayout(1), replace(training, micro_batch_size=2 * training.micro_batch_size))
     blank = 0.0 if training.max_patches != 0 else 0.02  # a row without images has a small blank one
@@ -216,7 +216,7 @@ def test_activations_are_linear_in_rows(size, training):
 
 @given(SIZES, RUNS)
 @settings(max_examples=40)
-def test_activations_fall_with_parallelism_and_recompute(size, training):
+def test_estimated_activations_fall_with_parallelism_and_recomputation(size, training):
     whole = total(size, ParallelLayout(8, tp=1), training)
     assert (
         total(size, ParallelLayout(8, tp=2, etp=1 if "A" in size else None, sequence_parallel=True), training) < whole
@@ -237,7 +237,7 @@ def attention_bytes(parallel: ParallelLayout, *, packed: bool) -> dict[str, floa
     return saved_by_attention(LocalSizes(dimensions_of(tiny_qwen3_vl(moe=False).to_dict()), parallel, training))
 
 
-def test_attention_more_ranks_than_kv_heads():
+def test_attention_activations_with_more_tp_ranks_than_kv_heads_are_not_divided():
     """More ranks than groups gather queries, keys and values (measured in test_memory_on_ranks)."""
     whole, three, six = (
         attention_bytes(ParallelLayout(tp, tp=tp), packed=True)["linear_qkv: output"] for tp in (1, 3, 6)
@@ -246,7 +246,7 @@ def test_attention_more_ranks_than_kv_heads():
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_attention_context_parallel_saves_all_keys(packed):
+def test_attention_activations_with_context_parallelism_count_keys_of_all_ranks(packed):
     """Measured in test_memory_on_ranks."""
     one, two = (attention_bytes(ParallelLayout(cp, cp=cp), packed=packed) for cp in (1, 2))
     assert ("attention: output" in one) == packed
@@ -257,7 +257,7 @@ def test_attention_context_parallel_saves_all_keys(packed):
 @pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("kernel", [True, False], ids=["Transformer Engine", "formula"])
 @pytest.mark.parametrize("precision", [BF16, FP32], ids=["bfloat16", "float32"])
-def test_rotary_angles_match_layers(precision, kernel):
+def test_estimated_rotary_angle_bytes_match_layer_outputs(precision, kernel):
     """Angles for the kernel, cosines and sines for the formula: of a token of the text model and of a patch."""
     config, tokens = tiny_qwen3_vl(moe=False), 7
     dims = dimensions_of(config.to_dict())

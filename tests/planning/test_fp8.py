@@ -28,7 +28,7 @@ LAYER_WEIGHTS = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288
     (Fp8Settings(), 0.0), (Fp8Settings(fp8_param=False), 2.0), (Fp8Settings(scale=1 / 32), 1 / 16),
     (Fp8Settings(fp8_param=False, scale=1 / 32), 2 + 1 / 16),
 ])  # fmt: skip
-def test_states_fp8_weights_have_two_copies(fp8, more):
+def test_estimated_fp8_parameter_bytes_count_two_fp8_copies(fp8, more):
     chunks = ONE_RANK.chunks(36)[0]
     bf16, found = (estimate_states(DIMS, ONE_RANK, chunks, each) for each in (BF16_RUN, replace(BF16_RUN, fp8=fp8)))
     assert found.parameters - bf16.parameters == round(36 * LAYER_WEIGHTS * more)
@@ -41,7 +41,7 @@ def test_states_fp8_weights_have_two_copies(fp8, more):
 @pytest.mark.parametrize(
     ("fp8", "layers"), [(Fp8Settings(), 36), (Fp8Settings(first_bf16_layers=1, last_bf16_layers=1), 34)]
 )
-def test_activations_fp8_inputs_take_one_byte(fp8, layers):
+def test_estimated_fp8_activations_count_saved_inputs_as_one_byte(fp8, layers):
     """Inputs of linear_qkv, linear_fc1 and linear_fc2 are saved in FP8; attention still saves bf16."""
     (chunk,) = ONE_RANK.chunks(36)[0]
     bf16, found = (
@@ -51,7 +51,7 @@ def test_activations_fp8_inputs_take_one_byte(fp8, layers):
     assert bf16 - found == layers * (2 * 4096 + 12288) * BF16_RUN.seq_length
 
 
-def test_states_fp8_pipeline_stages_count_own_layers():
+def test_estimated_fp8_parameter_bytes_count_only_layers_of_pipeline_stage():
     layout = ParallelLayout(2, pp=2)
     fp8 = replace(BF16_RUN, fp8=Fp8Settings(fp8_param=False, first_bf16_layers=1))
     first, last = (estimate_states(DIMS, layout, chunks, fp8) for chunks in layout.chunks(36))
@@ -60,7 +60,7 @@ def test_states_fp8_pipeline_stages_count_own_layers():
     assert last.parameters - plain[1].parameters == 18 * LAYER_WEIGHTS * 2
 
 
-def test_estimate_fp8_misaligned_sizes_raise():
+def test_estimate_fp8_misaligned_sizes_or_fsdp_raise():
     fp8 = replace(BF16_RUN, fp8=Fp8Settings(multiple=32))
     with pytest.raises(ValueError, match="seq_length is 4080, expected a multiple of 32"):
         estimate(DIMS, ONE_RANK, replace(fp8, seq_length=4080))
@@ -77,12 +77,12 @@ def test_estimate_fp8_misaligned_sizes_raise():
 @pytest.mark.parametrize(("kind", "expected"), [
     ("cs", Fp8Settings(first_bf16_layers=1, last_bf16_layers=1)), ("mx", Fp8Settings(multiple=32, scale=1 / 32)),
 ])  # fmt: skip
-def test_memory_plan_fp8_recipes(kind, expected):
+def test_estimate_memory_reads_fp8_settings_of_recipes(kind, expected):
     recipe = find(f"qwen3_vl_30b_a3b_pretrain_fp8_{kind}_config")
     assert estimate_memory(recipe(), recipe.gpus).training.fp8 == expected
 
 
-def test_plan_fp8_precisions(capsys):
+def test_plan_with_fp8_current_scaling_needs_less_memory_than_bf16(capsys):
     words = ["--model", "8B", "--gpus", "8", "--tp", "2", "--json"]
     found = {}
     for precision in ("bf16", "fp8_cs", "fp8_mx"):
@@ -93,7 +93,7 @@ def test_plan_fp8_precisions(capsys):
 
 
 @pytest.mark.usefixtures("no_groups")
-def test_memory_plan_nvfp4_raises():
+def test_estimate_memory_with_nvfp4_raises():
     recipe = find("qwen3_vl_30b_a3b_pretrain_fp8_cs_config")
     cfg = recipe()
     cfg.mixed_precision = "bf16_with_fp8_subchannel_scaling_mixed"

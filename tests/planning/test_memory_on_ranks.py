@@ -259,14 +259,14 @@ def cases_with_estimates(found, folders):
             yield f"{family} {name}", dims, layout, training, stages[one["stage"]], one
 
 
-def test_count_parameters_matches_ranks(found, folders):
+def test_counted_parameters_match_model_on_each_rank(found, folders):
     for case, dims, layout, _, chunks, one in cases_with_estimates(found, folders):
         counted = sum((count_parameters(dims, layout, chunk) for chunk in chunks), Counter())
         real = Counter(**one["parameters"])
         assert counted == real, case
 
 
-def test_states_match_ranks(found, folders):
+def test_estimated_gradient_and_optimizer_bytes_match_each_rank(found, folders):
     for case, dims, layout, training, chunks, one in cases_with_estimates(found, folders):
         states = estimate_states(dims, layout, chunks, training)
         near = PADDING if training.sharding is Sharding.OPTIMIZER else 0
@@ -274,7 +274,7 @@ def test_states_match_ranks(found, folders):
         assert one["optimizer"] == pytest.approx(states.optimizer, rel=near), case
 
 
-def test_host_gathered_matches_ranks(found, folders):
+def test_estimated_host_memory_of_optimizer_save_matches_each_rank(found, folders):
     """A fully reshardable state gathers the rank's parameters in float32; one saved by index gathers padding."""
     looked_at = False
     for case, dims, layout, training, chunks, one in cases_with_estimates(found, folders):
@@ -288,7 +288,7 @@ def test_host_gathered_matches_ranks(found, folders):
     assert looked_at or not any("distributed optimizer" in name for _, name in found)
 
 
-def test_activations_match_ranks(found, folders):
+def test_estimated_activations_match_bytes_saved_on_each_rank(found, folders):
     for case, dims, layout, training, chunks, one in cases_with_estimates(found, folders):
         work = MicrobatchWork(one["tokens"], one["patches"], one["vision_tokens"], one["slots"])
         stored = sum(chunk_activations(dims, layout, training, chunk, work).total for chunk in chunks)

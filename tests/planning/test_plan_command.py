@@ -48,7 +48,7 @@ def run(capsys, *arguments: str) -> tuple[int, dict | list]:
     return status, json.loads(capsys.readouterr().out)
 
 
-def test_plan_json_sums_memory_of_stages(capsys):
+def test_plan_json_total_of_stage_is_sum_of_memory_kinds(capsys):
     status, found = run(capsys, "--tp", "2", "--pp", "2")
     assert status == 0 and found["fits"]
     assert found["parallel_layout"]["sequence_parallel"] and found["parallel_layout"]["dp"] == 4
@@ -60,14 +60,14 @@ def test_plan_json_sums_memory_of_stages(capsys):
     assert first["total"] == pytest.approx(sum_of_kinds, abs=10)
 
 
-def test_plan_too_small_gpu_exits_1(capsys):
+def test_plan_for_too_small_gpu_exits_with_code_1(capsys):
     status, found = run(capsys, "--tp", "1", "--gpu", "A100-40GB")
     assert status == 1 and not found["fits"]
     assert main([*RUN, "--tp", "1", "--gpu-memory", "200"]) == 0
     assert "fits: " in capsys.readouterr().out
 
 
-def test_plan_fit_without_margin_is_reported(capsys):
+def test_plan_fitting_only_without_margin_is_reported_but_not_proposed(capsys):
     """The proposals exclude a layout that fits only without the margin, and their table states the limit."""
     rows = ["--model", "30B-A3B", "--gpus", "16", "--seq-length", "8192", "--gpu-memory", "55"]
     words = [*rows, "--ep", "8", "--pp", "2"]
@@ -78,7 +78,7 @@ def test_plan_fit_without_margin_is_reported(capsys):
     assert "into 52.2 of 55.0 GiB (5 % left free)" in said and "54.0" not in said
 
 
-def test_plan_fsdp_counts_memory_before_sharding(capsys):
+def test_plan_with_fsdp_counts_full_model_before_sharding(capsys):
     """32B on 64 GPUs: a step would fit, but each rank creates the complete model before sharding."""
     sharded = ["--model", "32B", "--gpus", "64", "--fsdp", "--seq-length", "2048", "--recompute", "full"]
     assert main([*sharded, "--vision-recompute", "full", "--gpu", "A100-40GB"]) == 1
@@ -86,7 +86,7 @@ def test_plan_fsdp_counts_memory_before_sharding(capsys):
     assert "does not fit: 67.6 GiB" in said and "before sharding" in said and "63.6" in said
 
 
-def test_plan_reports_host_memory_of_saving(capsys):
+def test_plan_reports_host_memory_for_saving_checkpoint(capsys):
     """8B with TP 2: 12 bytes for each of a rank's 4.39e9 parameters, and 1/8 of 14 bytes."""
     _, found = run(capsys, "--tp", "2")
     held = found["stages"][0]["parameters"] / 2
@@ -98,7 +98,7 @@ def test_plan_reports_host_memory_of_saving(capsys):
     assert "saving does not fit: 105.1 GiB" in " ".join(capsys.readouterr().out.split())
 
 
-def test_plan_many_stages_prints_first_and_last(capsys):
+def test_plan_of_16_pipeline_stages_prints_first_two_and_last(capsys):
     words = ["--model", "30B-A3B", "--gpus", "16", "--pp", "16"]
     main([*words])
     said = capsys.readouterr().out
@@ -108,7 +108,7 @@ def test_plan_many_stages_prints_first_and_last(capsys):
     assert len(json.loads(capsys.readouterr().out)["stages"]) == 16
 
 
-def test_plan_options_change_the_total(capsys):
+def test_plan_options_lower_or_raise_total_memory(capsys):
     _, plain = run(capsys, "--tp", "2")
     fewer = ("--recompute full", "--recompute selective --recompute-modules mlp", "--vision-recompute full", "--fsdp",
              "--kind peft", "--freeze language_model", "--cp 2")  # fmt: skip
@@ -155,7 +155,7 @@ INVALID_OPTIONS = {
     "--recompute full": "--propose chooses recomputation",
     "--no-sequence-parallel": "--propose chooses recomputation and sequence parallelism",
     "--propose --ep 2": "no parallel layout of 16 GPUs is possible: ep is 2 and etp None",
-    "--propose --vpp 2": "does not try vpp",
+    "--propose --vpp 2": "does not try --vpp",
     "--vision-gpus 4 --fsdp --tp 2": "sharding is optim_grads_params, expected the distributed optimizer",
     "--vision-gpus 8 --cp 2": "cp is 2 and vpp is None with separate vision ranks",
     "--vision-gpus 8 --pp 2 --vpp 2": "cp is 1 and vpp is 2 with separate vision ranks",
@@ -171,7 +171,7 @@ INVALID_OPTIONS = {
 
 
 @pytest.mark.parametrize("options", INVALID_OPTIONS)
-def test_plan_invalid_options_exit_2(capsys, options):
+def test_plan_invalid_options_exit_with_code_2(capsys, options):
     assert main([*RUN, *options.split()]) == 2
     assert INVALID_OPTIONS[options] in capsys.readouterr().err
 
@@ -184,13 +184,13 @@ RELEASE_NAMES = {
 
 
 @pytest.mark.parametrize(("size", "name"), [(size, name) for size, names in RELEASE_NAMES.items() for name in names])
-def test_preset_release_names_have_same_config(size, name):
+def test_preset_of_release_name_equals_preset_of_its_size(size, name):
     assert preset(f"Qwen/{name}") == preset(size)
     with pytest.raises(ValueError, match=rf"the nearest name whose dimensions are known is Qwen/{name}\Z"):
         preset(f"Qwen/{name}!")
 
 
-def test_preset_ignores_case_and_suggests_names():
+def test_preset_name_ignores_case_and_unknown_name_suggests_nearest():
     assert preset("30b-a3b") == preset("qwen/qwen3-vl-30b-a3b-instruct") == preset("30B-A3B")
     assert nearest_name("Qwen/Qwen3-VL-8B").endswith("is Qwen/Qwen3-VL-8B-Instruct")
     for other in ("Qwen/Qwen2.5-VL-7B", "Qwen/Qwen2.5-VL-7B-Instruct"):
@@ -199,7 +199,7 @@ def test_preset_ignores_case_and_suggests_names():
     assert nearest_name("me/mine") == nearest_name("27B-of-mine") == ""
 
 
-def test_plan_unknown_hub_id_uses_cached_config(capsys, tmp_path, monkeypatch):
+def test_plan_for_unknown_hub_id_fails_unless_config_is_in_hub_cache(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     ask = ["--model", "Qwen/Qwen3.9-27B", "--gpus", "64", "--seq-length", "8192", "--max-patches", "8192"]
@@ -220,12 +220,12 @@ def test_plan_unknown_hub_id_uses_cached_config(capsys, tmp_path, monkeypatch):
     (qwen3_5.config_dict("9B"), dict(lora=LoraSettings(8, ())), "no such layers .* in_proj, linear_fc1, linear_fc2"),
     (presets.config_dict("30B-A3B"), dict(lora=LoraSettings(8, ("linear_fc1",))), "layers outside its experts"),
 ])  # fmt: skip
-def test_estimate_lora_targets_without_layers_raises(config, training, message):
+def test_estimate_with_lora_target_modules_matching_no_layer_raises(config, training, message):
     with pytest.raises(ValueError, match=message):
         estimate(dimensions_of(config), ParallelLayout(8), TrainingSettings(**training))
 
 
-def test_training_settings_wrong_modules_raises():
+def test_training_settings_with_unsupported_recompute_modules_raise():
     mlp, activation = (Recompute("selective", frozenset({name})) for name in ("mlp", "moe_act"))
     with pytest.raises(ValueError, match="vision_recompute_modules has"):
         TrainingSettings(vision_recompute=mlp)
@@ -233,12 +233,12 @@ def test_training_settings_wrong_modules_raises():
         TrainingSettings(recompute=activation, transformer_engine=False)
 
 
-def test_plan_local_folder(capsys, untied_folder):
+def test_plan_reads_config_of_local_model_folder(capsys, untied_folder):
     assert main(["--model", str(untied_folder), "--gpus", "1", "--tp", "1", "--precision", "fp32", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["stages"][0]["layers"] == 4
 
 
-def test_plan_proposals_fit_and_are_sorted(capsys):
+def test_plan_proposals_fit_and_are_sorted_by_model_parallel_size(capsys):
     status, proposals = run(capsys)
     assert status == 0 and len(proposals) == 5
     layouts = [proposal["parallel_layout"] for proposal in proposals]
@@ -266,7 +266,7 @@ def sort_key(proposal) -> tuple:
 @pytest.mark.parametrize(
     ("size", "world", "seq_length"), [("8B", 16, 32768), ("30B-A3B", 16, 8192), ("235B-A22B", 128, 8192)]
 )
-def test_propose_returns_first_of_all_that_fit(size, world, seq_length):
+def test_propose_returns_first_in_sort_order_of_all_layouts_that_fit(size, world, seq_length):
     """Each proposal also equals an estimate of all stages, although only some are estimated in the search."""
     config, gpu = presets.config_dict(size), GPUS["H100"]
     training = TrainingSettings(seq_length=seq_length, max_patches=4096, global_batch_size=256)
@@ -280,19 +280,20 @@ def test_propose_returns_first_of_all_that_fit(size, world, seq_length):
     assert propose(dims, world, gpu, training, fixed=fixed)[0] == everything[-1:]
 
 
-def test_plan_nothing_fits_says_what_to_change(capsys):
+def test_plan_where_no_layout_fits_says_what_to_change(capsys):
     assert main(["--model", "235B-A22B", "--gpus", "2"]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert re.fullmatch(
-        r"nothing fits into 75.1 of 79.1 GiB \(5 % left free\); TP 2, SP, EP 2 \(.*\) needs least, [\d.]+ GiB: "
-        r"use more GPUs, --fsdp \(Megatron-FSDP\), --kind peft \(LoRA\), shorter rows, or --max-patches",
+        r"no parallel layout fits into 75.1 of 79.1 GiB \(5 % left free\); TP 2, SP, EP 2 \(.*\) needs least, "
+        r"[\d.]+ GiB. To reduce memory: use more GPUs, --fsdp \(Megatron-FSDP\), --kind peft \(LoRA\), a smaller "
+        r"--seq-length, or --max-patches",
         said,
     ), said
 
 
 @pytest.mark.parametrize(("size", "world", "fixed"), [("8B", 2, {}), ("30B-A3B", 8, {"tp": 2})])
 @pytest.mark.parametrize("sharding", [Sharding.OPTIMIZER, Sharding.ALL])
-def test_propose_smallest_layout_fits_first(size, world, fixed, sharding):
+def test_propose_layout_that_needs_least_is_found_once_memory_suffices_for_it(size, world, fixed, sharding):
     dims = dimensions_of(presets.config_dict(size))
     training = TrainingSettings(seq_length=4096, max_patches=4096, sharding=sharding)
     none, smallest = propose(dims, world, replace(GPUS["H100"], memory_bytes=1), training, fixed=fixed)
@@ -309,7 +310,7 @@ ROWS = TrainingSettings(seq_length=8192, max_patches=27205, global_batch_size=96
 
 
 @pytest.mark.parametrize("name", presets.PRESETS)
-def test_dist_train_parameters_are_on_one_side(name):
+def test_dist_train_vision_and_language_parameters_add_up_to_model(name):
     dims = dimensions_of(presets.config_dict(name))
     ((chunk,),) = ParallelLayout(1, vision=False).chunks(len(dims.indices["text_layers"]))
     vision, language = (count_parameters(dims, ParallelLayout(1), side) for side in (VISION_CHUNK, chunk))
@@ -323,7 +324,7 @@ def test_dist_train_parameters_are_on_one_side(name):
     st.sampled_from(list(presets.PRESETS)), st.frozensets(st.sampled_from(list(Component)), max_size=2),
     st.sampled_from([Recompute(), FULL]), st.sampled_from([Recompute(), FULL]),
 )  # fmt: skip
-def test_dist_train_memory_sums_to_one_rank(name, parts, recompute, vision_recompute):
+def test_dist_train_vision_and_language_memory_adds_up_to_one_rank(name, parts, recompute, vision_recompute):
     config, sent = presets.config_dict(name), "sent between towers"
     training = replace(
         ROWS, global_batch_size=1, frozen=parts, recompute=recompute, vision_recompute=vision_recompute,
@@ -342,7 +343,7 @@ def test_dist_train_memory_sums_to_one_rank(name, parts, recompute, vision_recom
 
 
 @pytest.mark.parametrize(("vision", "share"), [(1, 4), (2, 2), (4, 1), (8, 1 / 2)])
-def test_dist_train_vision_rank_serves_replicas(vision, share):
+def test_dist_train_vision_rank_memory_scales_with_replicas_it_serves(vision, share):
     """Vision ranks hold one microbatch more than the first stage, unless the step has fewer."""
     dims = dimensions_of(presets.config_dict("2B"))
     equal, *_ = estimate(dims, ParallelLayout(8, pp=2), ROWS, vision_layout=ParallelLayout(4)).stages
@@ -355,7 +356,7 @@ def test_dist_train_vision_rank_serves_replicas(vision, share):
 
 
 @pytest.mark.parametrize("name", ["30B-A3B", "35B-A3B"])
-def test_estimate_overlap_counts_next_microbatch(name):
+def test_estimate_with_expert_overlap_counts_activations_of_next_microbatch(name):
     """The first layers and the tower of the next microbatch count, and outputs of Qwen3.5's shared experts."""
     dims = dimensions_of((presets if name == "30B-A3B" else qwen3_5).config_dict(name))
     layout, layers = ParallelLayout(8, ep=8), len(dims.indices["text_layers"])
@@ -374,7 +375,7 @@ def test_estimate_overlap_counts_next_microbatch(name):
         assert least <= ahead <= most if rows > 8 else ahead == 0
 
 
-def test_propose_overlap_only_where_supported():
+def test_propose_enables_expert_overlap_only_where_supported():
     dims = dimensions_of(presets.config_dict("30B-A3B"))
     found, _ = propose(dims, 32, H100, replace(ROWS, overlaps_experts=True))
     for one in found:
@@ -384,7 +385,7 @@ def test_propose_overlap_only_where_supported():
 
 
 @pytest.mark.parametrize(("name", "gpus", "vision"), [("2B", 8, 2), ("8B", 16, 4), ("30B-A3B", 32, 8)])
-def test_propose_with_vision_ranks_fits(name, gpus, vision):
+def test_propose_with_separate_vision_ranks_returns_layouts_that_fit(name, gpus, vision):
     config, vision_layout = presets.config_dict(name), ParallelLayout(vision)
     proposals, _ = propose(dimensions_of(config), gpus, H100, ROWS, vision_layout=vision_layout)
     assert proposals
@@ -395,11 +396,11 @@ def test_propose_with_vision_ranks_fits(name, gpus, vision):
         assert proposal.peak.total <= 0.95 * H100.memory_bytes
     ranks = [proposal.layout.tp * proposal.layout.pp for proposal in proposals]
     assert ranks == sorted(ranks)
-    with pytest.raises(ValueError, match=f"{gpus} vision ranks, expected fewer than all GPUs"):
+    with pytest.raises(ValueError, match=f"{gpus} vision ranks, expected fewer than the number of GPUs"):
         propose(dimensions_of(config), gpus, H100, ROWS, vision_layout=ParallelLayout(gpus))
 
 
-def test_plan_dist_train_json_has_bridge_fields(capsys):
+def test_plan_json_with_vision_ranks_has_fields_of_dist_train_config(capsys):
     from megatron.bridge.models.qwen_vl.qwen3_vl_provider import DistTrainConfig
 
     _, plan = run(capsys, "--tp", "2", "--recompute", "full", "--vision-gpus", "8", "--vision-tp", "2")
@@ -444,7 +445,7 @@ def estimate_of_folder(folder, layout: ParallelLayout, training: TrainingSetting
     return estimate(dimensions_of(json.loads((folder / "config.json").read_text())), layout, training)
 
 
-def test_estimate_run_unchanged_recipe(cfg, untied_folder):
+def test_estimate_run_of_recipe_equals_estimate_from_its_settings(cfg, untied_folder):
     assert estimate_run(cfg, 2) == estimate_of_folder(untied_folder, ParallelLayout(2), RUN_OF_CONFIG)
 
 
@@ -505,7 +506,7 @@ MODELED = {
 
 
 @pytest.mark.parametrize("name", MODELED)
-def test_estimate_run_modeled_settings(name, cfg, untied_folder):
+def test_estimate_run_translates_each_supported_setting(name, cfg, untied_folder):
     settings, fields, layout = (*MODELED[name], ParallelLayout(4))[:3]
     change(cfg, **{"train__global_batch_size": 4} | settings)
     assert estimate_run(cfg, 4) == estimate_of_folder(
@@ -513,7 +514,7 @@ def test_estimate_run_modeled_settings(name, cfg, untied_folder):
     )
 
 
-def test_estimate_run_pipeline_layout(cfg, untied_folder):
+def test_estimate_run_reads_pipeline_model_parallel_layout(cfg, untied_folder):
     change(cfg, model__pipeline_model_parallel_size=2, model__pipeline_model_parallel_layout="Ettt|tL",
            model__pipeline_dtype=torch.float32, ddp__use_megatron_fsdp=False)  # fmt: skip
     cfg.model.finalize()
@@ -523,7 +524,7 @@ def test_estimate_run_pipeline_layout(cfg, untied_folder):
     assert estimate_run(cfg, 2).stages == expected.stages
 
 
-def test_estimate_run_experts(cfg):
+def test_estimate_run_reads_expert_parallel_settings(cfg):
     cfg.model = AutoBridge.from_hf_config(presets.hf_config("30B-A3B")).to_megatron_provider(load_weights=False)
     change(cfg, model__expert_model_parallel_size=8, model__expert_tensor_parallel_size=1,
            mixed_precision="bf16_mixed", train__global_batch_size=8)  # fmt: skip
@@ -534,7 +535,7 @@ def test_estimate_run_experts(cfg):
     assert estimate_run(cfg, 8) == estimate(dims, ParallelLayout(8, ep=8, etp=1), training)
 
 
-def test_estimate_run_dist_train(cfg, untied_folder):
+def test_estimate_run_reads_dist_train_settings_and_checks_rank_count(cfg, untied_folder):
     cfg.model.dist_train = DistTrainConfig(use_dist_train=True, vision_world_size=4, language_world_size=4,
                                            vision_tensor_model_parallel_size=2)  # fmt: skip
     change(cfg, model__pipeline_model_parallel_size=2, ddp__use_megatron_fsdp=False)
@@ -547,10 +548,10 @@ def test_estimate_run_dist_train(cfg, untied_folder):
     proposals = propose_for_run(cfg, plan, GPUS["H100"])
     assert proposals == propose(dimensions_of(config), 8, H100, training, vision_layout=ParallelLayout(4, tp=2))[0]
     cfg.model.dist_train.vision_world_size = None
-    with pytest.raises(ValueError, match="None vision and 4 language ranks, expected a total of 8"):
+    with pytest.raises(ValueError, match="vision_world_size None and language_world_size 4, expected a sum of 8"):
         estimate_run(cfg, 8)
     cfg.model.dist_train.vision_world_size = 4
-    with pytest.raises(ValueError, match="4 vision and 4 language ranks, expected a total of 16"):
+    with pytest.raises(ValueError, match="vision_world_size 4 and language_world_size 4, expected a sum of 16"):
         estimate_run(cfg, 16)
 
 
@@ -575,13 +576,13 @@ NOT_MODELED = {
 
 
 @pytest.mark.parametrize("message", NOT_MODELED)
-def test_estimate_run_unmodeled_settings_raise(message, cfg):
+def test_estimate_run_unsupported_settings_raise(message, cfg):
     change(cfg, **NOT_MODELED[message])
     with pytest.raises(ValueError, match=message.replace(".", "\\.")):
         estimate_run(cfg, 4)
 
 
-def test_validate_fsdp_max_connections_raises(cfg, monkeypatch):
+def test_config_validate_fsdp_with_one_cuda_device_connection_raises(cfg, monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with pytest.raises(AssertionError, match="FSDP requires CUDA_DEVICE_MAX_CONNECTIONS > 1 or unset"):
         cfg.validate()

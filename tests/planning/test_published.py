@@ -31,7 +31,7 @@ NOT_IN_GPT = ("norm of queries", "norm of keys", "statistic", "log-sum-exp")
     ("tp", "sequence", "expected"), [(1, False, 34), (8, False, 10 + Fraction(24, 8)), (8, True, Fraction(34, 8))],
     ids=["equation 1", "equation 2", "equation 4"],
 )  # fmt: skip
-def test_saved_tensors_match_korthikanti(tp, sequence, expected):
+def test_saved_activation_bytes_per_layer_match_korthikanti_et_al(tp, sequence, expected):
     """A layer saves 34 bytes per element of the hidden state, without the attention matrix.
 
     The paper adds two dropout masks of one byte, which are divided only under sequence parallelism. We have none.
@@ -45,14 +45,14 @@ def test_saved_tensors_match_korthikanti(tp, sequence, expected):
 
 
 @pytest.mark.parametrize(("stages", "chunks"), [(4, 1), (8, 1), (4, 3), (8, 4)])
-def test_microbatches_in_flight_match_korthikanti(stages, chunks):
+def test_microbatches_in_flight_match_korthikanti_et_al(stages, chunks):
     """Korthikanti et al., section 4.2.3: p microbatches, times 1 + (p - 1) / (p m) with interleaved stages."""
     layout = ParallelLayout(stages, pp=stages, vpp=chunks if chunks > 1 else None)
     counts = microbatches_in_flight(layout, 0, 4 * stages, [1.0] * chunks)
     assert sum(counts) == (stages if chunks == 1 else stages * chunks + stages - 1)
 
 
-def test_softmax_matches_published_size():
+def test_loss_softmax_bytes_match_published_size():
     """3.79 GiB for [4096, 1, 248320]: https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5508."""
     dims = dimensions_of(presets.config_dict("8B")).with_vocab(248_320)
     local = activations.LocalSizes(dims, ParallelLayout(1), TrainingSettings(loss_fusion=None))
@@ -61,7 +61,7 @@ def test_softmax_matches_published_size():
 
 
 @pytest.mark.parametrize(("tp", "world"), [(1, 8), (2, 16)])
-def test_states_match_megatron_bridge_estimator(tp, world, untied_folder):
+def test_estimated_model_states_match_megatron_bridge_estimator(tp, world, untied_folder):
     """The estimator ignores the tower, counts 4 h for the norms of a layer, and no norms of queries and keys."""
     from megatron.bridge import AutoBridge
     from megatron.bridge.training.utils.theoretical_memory_utils import estimate_training_memory
@@ -108,7 +108,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_estimate_near_published_memory(name):
+def test_estimate_is_75_to_100_percent_of_published_memory(name):
     """Measured 0.81, 0.91 and 0.97 of the published memory, including the reserve."""
     seen, config, layout, training = PUBLISHED[name]
     found = estimate(dimensions_of(config), layout, training).peak.total / GIB / seen
@@ -140,7 +140,7 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_estimate_megatron_bridge_recipes(name):
+def test_estimate_says_which_megatron_bridge_recipes_fit_h100(name):
     """Benchmarks fit, even if everything is trained (as published, both towers are frozen).
 
     Full fine-tuning does not fit with full rows: model states leave at most 6 GiB.

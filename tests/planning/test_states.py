@@ -56,7 +56,7 @@ LAYOUTS = [*((size, ONE) for size in SIZES), *STAGES.items()]
 
 @pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(("size", "layout"), LAYOUTS)
-def test_count_parameters_stages_sum_to_model(size, layout):
+def test_parameter_counts_of_pipeline_stages_add_up_to_model(size, layout):
     """The embedding counts twice if the last stage needs it too; the last stage has multi-token prediction."""
     config, parameters, mtp = SIZES[size]
     dims = dimensions_of(config)
@@ -89,7 +89,7 @@ ALONE = TrainingSettings(precision=FP32, sharding=Sharding.NONE, transformer_eng
 @pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("kind", ["untied", "moe"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "bfloat16 gradients"])
-def test_states_match_real_optimizer(precision, kind, request):
+def test_estimated_model_states_match_bytes_after_training_step(precision, kind, request):
     def change(cfg):
         if precision != "float32":
             cfg.model.bf16 = cfg.optimizer.bf16 = True
@@ -108,7 +108,7 @@ def test_states_match_real_optimizer(precision, kind, request):
 
 
 @pytest.mark.parametrize("kind", ["untied", "moe"])
-def test_optimizer_temporary_matches_torch_adam(kind, request, monkeypatch):
+def test_estimated_optimizer_temporary_memory_matches_torch_adam(kind, request, monkeypatch):
     """With foreach=True, which is torch's default on a GPU."""
     folder, peaks = request.getfixturevalue(f"{kind}_folder"), []
     run = set_up_run(folder)
@@ -135,7 +135,7 @@ def recorded(step, peaks: list[int]):
     return call
 
 
-def test_optimizer_step_is_the_peak_for_short_rows():
+def test_optimizer_step_is_memory_peak_for_short_rows_only():
     """2B without Transformer Engine: 4 bytes per parameter are more than the activations of a short row."""
     dims = dimensions_of(presets.config_dict("2B"))
     short, long = (
@@ -165,7 +165,7 @@ def test_optimizer_step_is_the_peak_for_short_rows():
 
 
 @pytest.mark.parametrize("kind", ["untied", "moe"])
-def test_states_adapters_match_model(kind, request):
+def test_estimated_states_with_lora_or_dora_match_adapted_model(kind, request):
     check_adapters(request.getfixturevalue(f"{kind}_folder"))
 
 
@@ -187,7 +187,7 @@ def check_states(folder, peft) -> None:
     assert states.parameters == 4 * sum(p.numel() for p in pair.megatron.parameters())
 
 
-def test_states_frozen_components_have_only_weights():
+def test_estimated_states_of_frozen_components_are_weights_alone():
     config, layout = presets.config_dict("30B-A3B"), ParallelLayout(8, ep=8)
     count = count_parameters(dimensions_of(config), layout, layout.chunks(48)[0][0])
     everything = model_states(config, TrainingSettings(), layout)
@@ -201,7 +201,7 @@ def test_states_frozen_components_have_only_weights():
     assert left == 0  # of all parts
 
 
-def test_states_by_zero_stage():
+def test_estimated_states_match_formula_of_each_zero_stage():
     def states(**settings):
         return model_states(presets.config_dict("8B"), TrainingSettings(**settings), ParallelLayout(8))
 
@@ -222,7 +222,7 @@ def test_states_by_zero_stage():
 
 
 @pytest.mark.parametrize(("rows", "logits"), [(1, False), (4, True)])
-def test_zero_3_logits_and_gradients_not_added(rows, logits):
+def test_zero_3_peak_counts_logits_or_unsharded_gradients_not_both(rows, logits):
     """2B: logits of a row of 8K tokens take 2.3 GiB, unsharded gradients 3.8 GiB."""
     dims, layout = dimensions_of(presets.config_dict("2B")), ParallelLayout(8)
     training = TrainingSettings(

@@ -29,10 +29,10 @@ RECIPE = ["--recipe", "qwen3_vl_2b_sft_config"]
     (["--recipe", "qwen3_vl_30b_sft_config"], "there is no recipe .*; did you mean qwen3_vl_30b_a3b_sft_config"),
     ([*RECIPE, "--save", "run", "train.gbs=4"], "no setting train.gbs; did you mean train.global_batch_size"),
     (["--recipe", "no.such:function"], "no.such: No module named 'no'; expected a module, or a file"),
-    (["--recipe", "wanting.py:make"], "wanting.py: No module named 'absent'; it imports that, and it is not installed"),
-    (["--recipe", "mine.py"], "--recipe is mine.py, expected one of its functions: mine.py:FUNCTION"),
+    (["--recipe", "wanting.py:make"], "wanting.py: No module named 'absent'; wanting.py imports this module, which is"),
+    (["--recipe", "mine.py"], "--recipe is the file mine.py, expected a function in it: mine.py:FUNCTION"),
     (["--recipe", "mine.py:made"], "mine.py has no function 'made'"),
-    (["--recipe", "mine.py:make"], "mine.py:make returned 3, expected a configuration"),
+    (["--recipe", "mine.py:make"], "mine.py:make returned 3, expected a Qwen3VLConfigContainer"),
     (RECIPE, "checkpoint.save is None, expected a folder used only by this run"),
     ([*RECIPE, "--simulate-gpu", "--rank", "8"], "--rank is 8, expected 0 to 7 of 8 GPUs"),
     ([*RECIPE, "--simulate-gpu", "--rank", "2", "--gpus", "2"], "--rank is 2, expected 0 to 1 of 2 GPUs"),
@@ -43,7 +43,7 @@ RECIPE = ["--recipe", "qwen3_vl_2b_sft_config"]
     ([*RECIPE, "--save", "run", "--data-path", "/nowhere"],
      r"dataset.path \(--data-path\) is /nowhere: there is no such file or folder"),
 ])  # fmt: skip
-def test_train_invalid_arguments_exit_with_2(words, message, tmp_path, monkeypatch, capsys):
+def test_train_invalid_arguments_exit_with_code_2(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def make():\n    return 3\n")
     (tmp_path / "wanting.py").write_text("import absent\n")
@@ -61,7 +61,7 @@ def train_arguments(folder, tmp_path) -> list[str]:
             "--save", str(tmp_path / "run")]  # fmt: skip
 
 
-def test_train_selects_initial_weights(untied_folder, tied_folder, tmp_path, monkeypatch, capsys):
+def test_train_options_select_initial_weights(untied_folder, tied_folder, tmp_path, monkeypatch, capsys):
     runs = []
 
     def note(cfg, needs_weights):
@@ -78,7 +78,7 @@ def test_train_selects_initial_weights(untied_folder, tied_folder, tmp_path, mon
     assert "pretrained_checkpoint is MEGATRON, expected None with --from-scratch" in capsys.readouterr().err
 
 
-def test_set_paths_other_kind_of_model_raises(untied_folder, moe_folder, tmp_path, caplog):
+def test_set_paths_model_folder_unlike_recipe_raises_or_warns(untied_folder, moe_folder, tmp_path, caplog):
     for name, folder, message in (
         (
             "qwen35_vl_800m_sft",
@@ -101,7 +101,7 @@ def test_set_paths_other_kind_of_model_raises(untied_folder, moe_folder, tmp_pat
         assert ("check the parallel sizes" in caplog.text) is warns
 
 
-def test_model_without_weights_accepted_with_other_weights(untied_folder, digits, tmp_path):
+def test_hf_model_without_weights_raises_unless_pretrained_checkpoint_is_set(untied_folder, digits, tmp_path):
     (tmp_path / "config.json").write_text((untied_folder / "config.json").read_text())
     words = [
         "--recipe",
@@ -118,7 +118,7 @@ def test_model_without_weights_accepted_with_other_weights(untied_folder, digits
         check_command_line(cli._parse(cli._parser("train"), words))
 
 
-def test_interruption_message_names_where_the_run_continues(tmp_path):
+def test_interruption_message_names_step_where_run_continues(tmp_path):
     folders = types.SimpleNamespace(save=str(tmp_path / "none yet"), load=str(tmp_path))
     without = cli._describe_interruption(None, folders)
     assert without.startswith("interrupted before the end of the first step: there is no checkpoint yet, and the same ")
@@ -136,7 +136,7 @@ class _Broken:
         raise DataError("train.jsonl:1", "found nothing, expected a message")
 
 
-def test_data_error_of_worker_has_no_traceback(untied_folder, tmp_path, monkeypatch, capsys):
+def test_train_data_error_in_worker_prints_message_without_traceback(untied_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cli, "_run", lambda cfg, needs_weights: next(iter(DataLoader(_Broken(), num_workers=1))))
     with pytest.raises(SystemExit) as end:
         cli.train(train_arguments(untied_folder, tmp_path))
@@ -145,7 +145,7 @@ def test_data_error_of_worker_has_no_traceback(untied_folder, tmp_path, monkeypa
 
 
 @pytest.mark.usefixtures("no_groups")
-def test_dry_run_full_and_json_output(capsys, tmp_path):
+def test_dry_run_full_and_json_print_settings_and_memory_plan(capsys, tmp_path):
     file = tmp_path / "more.yaml"
     file.write_text("optimizer:\n  lr: 3.0e-5\n")
     words = ["--recipe", "qwen3_vl_30b_a3b_sft_config", "--dry-run", "--gpus", "32", "--gpu", "H200", "--config"]
@@ -162,7 +162,7 @@ def test_dry_run_full_and_json_output(capsys, tmp_path):
 
 
 @pytest.mark.usefixtures("no_groups")
-def test_dry_run_summary_describes_run(untied_folder, digits, capsys, tmp_path, monkeypatch):
+def test_dry_run_summary_describes_model_data_and_steps(untied_folder, digits, capsys, tmp_path, monkeypatch):
     """The summary fits a screen; it opens the data and reads the free disk space."""
     monkeypatch.chdir(tmp_path)
     words = ["--recipe", "qwen3_vl_digits_sft_config", "--hf-model", str(untied_folder), "--dry-run"]
@@ -186,7 +186,7 @@ def test_dry_run_summary_describes_run(untied_folder, digits, capsys, tmp_path, 
 
 
 @pytest.mark.usefixtures("no_groups")
-def test_dry_run_without_data_or_processor(untied_folder, digits, capsys, tmp_path, monkeypatch):
+def test_dry_run_without_data_or_processor_says_what_is_missing(untied_folder, digits, capsys, tmp_path, monkeypatch):
     words = ["--recipe", "qwen3_vl_2b_sft_config", "--dry-run", "--json"]
     model = ["--hf-model", str(untied_folder)]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -212,7 +212,7 @@ def test_dry_run_without_data_or_processor(untied_folder, digits, capsys, tmp_pa
 
 
 @pytest.mark.usefixtures("no_groups")
-def test_dry_run_many_errors_shows_all(capsys, tmp_path):
+def test_dry_run_with_many_errors_prints_each_once(capsys, tmp_path):
     (tmp_path / "file").touch()
     words = ["--recipe", "qwen3_vl_30b_a3b_sft_config", "--dry-run", "--gpus", "12", "--data-path", "/nowhere"]
     words += [
@@ -241,7 +241,7 @@ def test_dry_run_many_errors_shows_all(capsys, tmp_path):
 
 
 @pytest.mark.usefixtures("no_groups")
-def test_dry_run_without_enough_memory_fails(capsys):
+def test_dry_run_without_enough_gpu_memory_fails(capsys):
     assert cli.train(["--recipe", "qwen3_vl_8b_sft_config", "--dry-run", "--json", "--gpu", "A100-40GB"]) == 1
     found = json.loads(capsys.readouterr().out)
     (error,) = found["errors"]
@@ -252,7 +252,7 @@ def test_dry_run_without_enough_memory_fails(capsys):
 
 
 @pytest.mark.usefixtures("no_groups")
-def test_dry_run_within_planner_error_is_no_error(capsys):
+def test_dry_run_exceeding_memory_within_estimation_error_succeeds(capsys):
     words = ["--recipe", "qwen3_vl_2b_peft_dora_config", "--dry-run", "--json", "--gpu", "A100-40GB"]
     assert cli.train(words) == 0
     found = json.loads(capsys.readouterr().out)
@@ -263,7 +263,7 @@ def test_dry_run_within_planner_error_is_no_error(capsys):
 
 
 @pytest.mark.usefixtures("no_groups")
-def test_dry_run_mixture_lists_validation_and_missing_paths(digits, capsys, tmp_path):
+def test_dry_run_with_mixture_shows_validation_and_missing_paths(digits, capsys, tmp_path):
     file = tmp_path / "mixture.yaml"
     sets = "".join(f"- {{path: {digits}, name: {name}, weight: 1}}\n" for name in "abcd")
     file.write_text(sets)
@@ -283,7 +283,7 @@ def test_dry_run_mixture_lists_validation_and_missing_paths(digits, capsys, tmp_
     (["peft.adapt_vision_model=True"], "cannot be estimated: peft.adapt_vision_model is True, expected False"),
     ([], "fits: 40.3 GiB on stage 0, of 79.1 GiB"),
 ])  # fmt: skip
-def test_dry_run_dora_shows_parallelism_without_estimate(words, memory, capsys):
+def test_dry_run_with_dora_shows_parallelism_even_without_memory_estimate(words, memory, capsys):
     """The parallelism is shown even if the planner does not support the adapters."""
     cli.train(["--recipe", "qwen3_vl_2b_peft_dora_config", "--dry-run", "--json", *words])
     found = json.loads(capsys.readouterr().out)["summary"]
@@ -291,7 +291,7 @@ def test_dry_run_dora_shows_parallelism_without_estimate(words, memory, capsys):
 
 
 @pytest.mark.usefixtures("no_groups")
-def test_dry_run_dist_train(capsys):
+def test_dry_run_with_dist_train_shows_vision_and_language_ranks(capsys):
     words = ["--recipe", "qwen3_vl_235b_a22b_sft_dist_train_config", "--dry-run", "--full"]
     cli.train(words)
     said = capsys.readouterr().out
@@ -315,9 +315,9 @@ def test_dry_run_dist_train(capsys):
     (dict(train__train_iters=40), "lr_warmup_iters is 50 with train.train_iters 40: .*such as .*lr_warmup_iters=2"),
     (dict(scheduler__lr_decay_iters=50), "lr_warmup_iters is 50 with scheduler.lr_decay_iters 50"),
     (dict(train__global_batch_size=30), "train.global_batch_size is 30, expected a multiple of 8"),
-    (dict(dataset__balance_over=512), r"balance_over is 512 with .* 32, .*set dataset.balance_over=32 too"),
+    (dict(dataset__balance_over=512), r"balance_over is 512 with .* 32, .*set dataset.balance_over=32 and"),
 ])  # fmt: skip
-def test_finalize_copy_contradicting_settings_raise(settings, message):
+def test_finalize_copy_invalid_or_contradicting_settings_raise(settings, message):
     cfg = qwen3_vl_2b_sft_config()
     for name, value in settings.items():
         section, _, field = name.partition("__")
@@ -377,7 +377,7 @@ def with_adapters():
 
 @pytest.mark.usefixtures("no_groups")
 @pytest.mark.parametrize(("settings", "ranks", "message"), INVALID)
-def test_run_and_dry_run_invalid_settings_fail_alike(
+def test_train_and_dry_run_print_same_error_for_invalid_settings(
     settings, ranks, message, untied_folder, tmp_path, monkeypatch, capsys
 ):
     """Both have the same message, and the run fails before it joins other ranks."""

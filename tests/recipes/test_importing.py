@@ -52,14 +52,14 @@ import megatron.bridge.training.finetune
 """
 
 
-def test_quiet_hides_messages_of_imports():
+def test_quiet_hides_log_messages_of_imports():
     """Without `quiet`, importing Megatron-Bridge logs 40 lines and a traceback."""
     done = subprocess.run([sys.executable, "-c", QUIET], capture_output=True, text=True)
     assert done.returncode == 0 and not done.stdout
     assert not [line for line in done.stderr.splitlines() if "No CUDA runtime is found" not in line]
 
 
-def test_quiet_keeps_logging_of_script(tmp_path):
+def test_quiet_libraries_keeps_logging_and_warnings_of_user_script(tmp_path):
     code = (
         "import logging, warnings; from qwen3vl_bridge.upstream import library_logs; library_logs.quiet_libraries(); "
         "logging.basicConfig(level=logging.INFO, filename='run.log'); logging.info('mine'); warnings.warn('my warning')"

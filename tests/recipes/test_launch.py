@@ -10,7 +10,7 @@ from qwen3vl_recipes.registry import recipes
 
 @pytest.mark.usefixtures("no_groups")
 @mock.patch.dict(os.environ)
-def test_recipes_use_expandable_segments():
+def test_recipes_set_expandable_segments_unless_user_set_allocator():
     """Megatron-Bridge's set-up sets the variable unless it is set; a dry run leaves the environment unchanged."""
     from megatron.bridge.training.config import apply_environment_variables
 
@@ -32,5 +32,5 @@ def test_recipes_use_expandable_segments():
 @pytest.mark.parametrize(
     ("name", "experts"), [("qwen3_vl_30b_a3b_sft_config", True), ("qwen3_vl_8b_sft_config", False)]
 )
-def test_moe_recipes_use_cutlass_grouped_gemm(name, experts):
+def test_only_moe_recipes_set_cutlass_grouped_gemm_variable(name, experts):
     assert recipes()[name]().env_vars.get("NVTE_USE_CUTLASS_GROUPED_GEMM") == ("1" if experts else None)

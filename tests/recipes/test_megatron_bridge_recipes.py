@@ -58,7 +58,7 @@ def recipes():
 
 @pytest.mark.usefixtures("no_groups")
 @pytest.mark.parametrize("name", RECIPES)
-def test_megatron_bridge_recipe_finalizes(recipes, name, monkeypatch):
+def test_megatron_bridge_recipe_passes_config_checks_with_our_provider(recipes, name, monkeypatch):
     module, names = recipes
     bridges = SimpleNamespace(
         from_hf_pretrained=lambda path, **_: AutoBridge.from_hf_config(

@@ -22,7 +22,7 @@ def cfg():
     return qwen3_vl_8b_sft_config()
 
 
-def test_apply_files_in_order_then_words(cfg, tmp_path):
+def test_apply_overrides_files_in_order_then_command_line(cfg, tmp_path):
     file, other = tmp_path / "one.yaml", tmp_path / "two.yaml"
     file.write_text("train:\n  global_batch_size: 64\n  train_iters: 7\noptimizer:\n  lr: 2.0e-5\n")
     other.write_text("train:\n  train_iters: 8\n")
@@ -32,7 +32,7 @@ def test_apply_files_in_order_then_words(cfg, tmp_path):
     assert cfg.dataset.path == "/data" and cfg.model.freeze_vision_model and cfg.guard.on_nan == "skip"
 
 
-def test_apply_keeps_other_settings(cfg):
+def test_apply_override_changes_no_setting_it_does_not_name(cfg):
     before = qwen3_vl_8b_sft_config()
     vision, dtype = cfg.model.vision_config, cfg.model.params_dtype
     overrides.apply(cfg, ["train.train_iters=3"])
@@ -41,7 +41,7 @@ def test_apply_keeps_other_settings(cfg):
     assert cfg.to_dict() == before.to_dict()
 
 
-def test_apply_weight_decay_sets_schedule_unless_given(cfg):
+def test_apply_weight_decay_sets_scheduler_weight_decay_unless_given(cfg):
     """megatron-core's scheduler replaces the optimizer's weight decay in each step."""
     overrides.apply(cfg, ["optimizer.weight_decay=0.05"])
     assert cfg.scheduler.start_weight_decay == cfg.scheduler.end_weight_decay == cfg.optimizer.weight_decay == 0.05
@@ -50,12 +50,13 @@ def test_apply_weight_decay_sets_schedule_unless_given(cfg):
 
 
 @pytest.mark.usefixtures("no_groups")
-def test_warmup_of_recipe_is_shortened_with_the_run(cfg, caplog, tmp_path):
+def test_recipe_warmup_is_shortened_to_short_run_but_user_warmup_raises(cfg, caplog, tmp_path):
     """A warm-up from the command line is never shortened; too long, it raises an error."""
     with caplog.at_level("INFO", logger="qwen3vl_bridge"):
         short = finalize_copy(overrides.apply(cfg, ["train.train_iters=40"]), 8)
     assert short.scheduler.lr_warmup_iters == 2 and short.scheduler.lr_warmup_steps == 2 * 32
-    assert "the recipe's scheduler.lr_warmup_iters of 50 is shortened to 2: train.train_iters is 40" in caplog.messages
+    message = "the recipe's scheduler.lr_warmup_iters is shortened from 50 to 2, because train.train_iters is 40"
+    assert message in caplog.messages
     same = overrides.apply(qwen3_vl_8b_sft_config(), ["train.train_iters=51"])
     assert finalize_copy(same, 8).scheduler.lr_warmup_iters == 50
     other = overrides.apply(qwen3_vl_8b_sft_config(), ["train.train_iters=40", "scheduler.lr_warmup_init=1e-8"])
@@ -69,7 +70,7 @@ def test_warmup_of_recipe_is_shortened_with_the_run(cfg, caplog, tmp_path):
         finalize_copy(given, 8)
 
 
-def test_apply_sets_fields_that_were_none(cfg):
+def test_apply_override_sets_settings_that_were_none(cfg):
     words = ["dataset.max_patches=4096", "optimizer_config_override_provider.vision_model_lr=1e-6"]
     words += ["train.exit_duration_in_mins=30", "logger.tensorboard_dir=/logs", "checkpoint.ckpt_step=3", "guard=null"]
     overrides.apply(cfg, words)
@@ -89,12 +90,12 @@ def test_check_names_accepts_all_settings_of_recipes(name):
     setting_names.check_names(names)
 
 
-def test_apply_nested_settings(cfg):
+def test_apply_override_sets_nested_vision_settings(cfg):
     overrides.apply(cfg, ["dataset.vision.image_max_pixels=50176", "dataset.vision.video_fps=0.5"])
     assert cfg.dataset.vision.image_max_pixels == 50176 and cfg.dataset.vision.video_fps == 0.5
 
 
-def test_apply_media_root_text_or_list(cfg):
+def test_apply_media_root_accepts_text_or_list_and_raises_otherwise(cfg):
     assert overrides.apply(cfg, ["dataset.media_root=/mnt/coco"]).dataset.media_root == "/mnt/coco"
     assert overrides.apply(cfg, ["dataset.media_root=[/a,/b]"]).dataset.media_root == ["/a", "/b"]
     assert overrides.apply(cfg, ["dataset.media_root=/c"]).dataset.media_root == "/c"
@@ -105,7 +106,7 @@ def test_apply_media_root_text_or_list(cfg):
     cfg.dataset.finalize()
 
 
-def test_apply_peft_settings(tmp_path):
+def test_apply_peft_overrides_change_adapter_settings(tmp_path):
     file = tmp_path / "settings.yaml"
     file.write_text("peft:\n  alpha: 64\n  target_modules: [linear_qkv]\n")
     cfg = overrides.apply(qwen3_vl_8b_peft_config(), ["peft.dim=16", "peft.adapt_vision_model=true"], [file])
@@ -116,7 +117,7 @@ def test_apply_peft_settings(tmp_path):
     assert overrides.apply(cfg, ["peft=null"]).peft is None
 
 
-def test_apply_adapters_of_experts():
+def test_apply_adapt_experts_override_enables_expert_adapters():
     cfg = qwen3_vl_30b_a3b_peft_config()
     assert not cfg.peft.adapt_experts
     overrides.apply(cfg, ["peft.adapt_experts=true", "peft.dim=8", "model.moe_grouped_gemm=false"])
@@ -141,7 +142,7 @@ def test_apply_adapters_of_experts():
     (["optimizer.lr=high"], "optimizer.lr is 'high', expected a number"),
     (["train=3"], "train is 3, expected settings"), (["train.train_iters=[1"], "train.train_iters"),
 ])  # fmt: skip
-def test_apply_invalid_words_raise(cfg, words, message):
+def test_apply_invalid_command_line_overrides_raise(cfg, words, message):
     with pytest.raises(ValueError, match=message.replace("[", r"\[")):
         overrides.apply(cfg, words)
 
@@ -150,7 +151,7 @@ def test_apply_invalid_words_raise(cfg, words, message):
     ("train:\n  train_iter: 3\n", r"wrong\.yaml: .*train_iter"), ("train: [\n", r"wrong\.yaml"),
     ("[" * 50_000, r"wrong\.yaml: nests objects or lists more than 50 deep"),  # parsers exceed the recursion limit
 ])  # fmt: skip
-def test_apply_invalid_files_raise(cfg, tmp_path, text, message):
+def test_apply_invalid_or_missing_override_files_raise(cfg, tmp_path, text, message):
     (tmp_path / "wrong.yaml").write_text(text)
     with pytest.raises(ValueError, match=message):
         overrides.apply(cfg, files=[tmp_path / "wrong.yaml"])

@@ -63,7 +63,7 @@ def _no_network(monkeypatch):
 
 @pytest.mark.usefixtures("no_groups")
 @pytest.mark.parametrize("name", [name for name in NAMES if "_peft" not in name])
-def test_recipe_saves_reshardable_optimizer_if_host_memory_suffices(name):
+def test_recipe_saves_fully_reshardable_optimizer_if_host_memory_suffices(name):
     """All ranks of a machine save at once; with too little memory, the run would end at its first save."""
     recipe = find(name)
     cfg = recipe()
@@ -73,7 +73,7 @@ def test_recipe_saves_reshardable_optimizer_if_host_memory_suffices(name):
     assert chosen == (saving.host_total <= room)
 
 
-def test_recipes_cover_all_sizes_and_kinds():
+def test_recipes_cover_all_model_sizes_and_training_kinds():
     expected = {f"{size}_{kind}_config" for size in (*SIZES, *SIZES_3_5) for kind in KINDS} - TOO_LONG
     with_dora = {f"{size}_peft_dora_config" for size in SIZES}
     assert expected | with_dora | DIST_TRAIN | PROXY | IN_8_BITS == set(NAMES)
@@ -85,7 +85,7 @@ def test_recipes_cover_all_sizes_and_kinds():
 
 @pytest.mark.usefixtures("no_groups")
 @pytest.mark.parametrize("name", NAMES)
-def test_recipe_finalizes_for_its_gpus(name):
+def test_recipe_finalized_for_its_gpus_has_settings_of_its_name(name):
     recipe = find(name)
     cfg = finalize_copy(recipe(), recipe.gpus)
     model, data = cfg.model, cfg.dataset
@@ -116,7 +116,7 @@ def test_recipe_finalizes_for_its_gpus(name):
 
 @pytest.mark.usefixtures("no_groups")
 @pytest.mark.parametrize("name", sorted(DIST_TRAIN))
-def test_dist_train_recipe_uses_all_gpus(name):
+def test_dist_train_recipe_uses_all_gpus_and_raises_for_other_counts(name):
     recipe = find(name)
     cfg = finalize_copy(recipe(), recipe.gpus)
     split, replicas = cfg.model.dist_train, dist_train_replicas(cfg.model)
@@ -131,7 +131,7 @@ def test_dist_train_recipe_uses_all_gpus(name):
 
 
 @pytest.mark.usefixtures("no_groups")
-def test_dist_train_sets_required_settings():
+def test_dist_train_config_raises_if_required_setting_is_off():
     for section, name, other in (
         ("model", "variable_seq_lengths", False),
         ("dist", "use_decentralized_pg", False),
@@ -143,14 +143,14 @@ def test_dist_train_sets_required_settings():
             finalize_copy(cfg, 3)
 
 
-def test_recipe_with_options_raises():
+def test_recipe_called_with_arguments_raises():
     with pytest.raises(TypeError, match=r"given {'peft_scheme': 'dora'}.* such as qwen3_vl_8b_peft_dora_config"):
         qwen3vl_recipes.qwen3_vl_8b_peft_config(peft_scheme="dora")
     assert not inspect.signature(qwen3vl_recipes.qwen3_vl_8b_peft_config).parameters  # its launcher looks there
     assert "qwen3_vl_8b_peft_dora_config" in recipes()
 
 
-def test_recipe_calls_are_independent():
+def test_recipe_calls_return_independent_configs():
     first, second = (qwen3vl_recipes.qwen3_vl_8b_sft_config() for _ in range(2))
     first.train.global_batch_size, first.model.vision_config.depth = 7, 1
     assert second.train.global_batch_size != 7 and second.model.vision_config.depth != 1
@@ -163,7 +163,7 @@ def test_find_unknown_recipe_raises():
         qwen3vl_recipes.qwen3_vl_9b_sft_config  # noqa: B018
 
 
-def test_find_recipe_of_user(tmp_path):
+def test_find_loads_recipe_function_from_user_file(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "from qwen3vl_recipes import qwen3_vl_2b_sft_config as base\n\n\ndef mine():\n"
@@ -173,11 +173,11 @@ def test_find_recipe_of_user(tmp_path):
         assert find(f"{file}:{name}")().train.train_iters == 3
     with pytest.raises(ValueError, match="has no function 'yours'"):
         find(f"{file}:yours")
-    with pytest.raises(ValueError, match="found nothing, expected a Python file"):
+    with pytest.raises(ValueError, match="does not exist, expected a Python file"):
         find(f"{tmp_path}/nothing.py:mine")
 
 
-def test_peft_recipes_adapt_linear_attention():
+def test_peft_recipes_use_method_of_their_name_and_adapt_linear_attention():
     names = [name for name in NAMES if "_peft_" in name]
     assert len(names) == 6 + 6 + 8  # Qwen3.5-VL has no recipes for DoRA
     for name in names:
@@ -189,7 +189,7 @@ def test_peft_recipes_adapt_linear_attention():
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl_2b_peft_config", "qwen3_vl_30b_a3b_peft_dora_config"])
-def test_adapters_survive_run_config_yaml(name, tmp_path):
+def test_adapter_settings_roundtrip_through_run_config_yaml(name, tmp_path):
     cfg = recipes()[name]()
     cfg.peft.dim, cfg.peft.exclude_modules, cfg.peft.target_modules = 8, ["linear_proj"], []
     cfg.peft.params_to_save = {"noted during a run"}
@@ -201,12 +201,12 @@ def test_adapters_survive_run_config_yaml(name, tmp_path):
 
 @pytest.mark.usefixtures("no_groups")
 @pytest.mark.parametrize("name", NAMES)
-def test_recipe_fits_on_its_gpus(name):
+def test_recipe_estimated_memory_fits_its_gpu(name):
     recipe = recipes()[name]
     assert estimate_memory(recipe(), recipe.gpus).peak.total <= (1 - FREE) * GPUS[recipe.gpu].memory_bytes
 
 
-def test_simulated_memory_matches_plan():
+def test_stored_simulated_memory_of_recipes_matches_planned_memory():
     """The plan is within 2 %, or 5 % under Megatron-FSDP, and 5 % of the GPU remains free."""
     latest = latest_simulations(ROOT / SIMULATIONS)
     assert latest.keys() == set(NAMES) - DIST_TRAIN  # `--simulate-gpu` refuses separate vision ranks
@@ -221,7 +221,7 @@ def test_simulated_memory_matches_plan():
 
 
 @pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn is installed")
-def test_flash_attn_shapes_stub_replaces_package(tmp_path, monkeypatch):
+def test_flash_attn_stub_imports_and_returns_right_shapes(tmp_path, monkeypatch):
     """Transformer Engine finds and imports the stub."""
     monkeypatch.syspath_prepend(flash_attn_shapes.provide(tmp_path))
     assert importlib.metadata.version("flash-attn") == flash_attn_shapes.VERSION
@@ -237,7 +237,7 @@ def test_flash_attn_shapes_stub_replaces_package(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("no_groups")
-def test_planned_memory_in_simulation_results_is_current():
+def test_planned_memory_in_stored_simulation_results_is_current():
     """For Qwen3.5 with local layers it depends on whether flash-linear-attention is installed."""
     for name, ranks in latest_simulations(ROOT / SIMULATIONS).items():
         for row in ranks:

@@ -1,5 +1,6 @@
-"""Every recipe trains: one step of its twin (the same settings for a tiny model on a few ranks, split in the same
-ways) is the step of the whole twin.
+"""Every recipe trains: one step of its twin equals the step of the same tiny model in one process.
+
+The twin has the recipe's settings, a tiny model, and at most two ranks for each kind of parallelism of the recipe.
 """
 
 import re
@@ -199,7 +200,7 @@ def whole(places, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
-def test_twin_step_matches_single_process(ranks, places, whole, tmp_path):
+def test_recipe_step_with_tiny_model_on_ranks_matches_one_process(ranks, places, whole, tmp_path):
     folders, data = places
     # Recipes of which the twins have the same settings, all of them, are one run.
     alike: dict[str, list[str]] = {}
@@ -223,7 +224,7 @@ def test_twin_step_matches_single_process(ranks, places, whole, tmp_path):
         assert step["saved"] > 0, name
 
 
-def test_twin_patterns_cover_all_recipes():
+def test_tiny_recipe_layouts_cover_every_kind_of_parallelism():
     overlapped = [name for name in NAMES if recipes()[name]().model.overlap_moe_expert_parallel_comm]
     assert len(overlapped) == 5 and all(pattern(name).expert == 2 for name in overlapped)
     patterns = {name: pattern(name) for name in NAMES}

@@ -50,7 +50,7 @@ def run(code: str) -> subprocess.CompletedProcess:
     "from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider",
     "import megatron.core.models.gpt; import qwen3vl_bridge, megatron.bridge",
 ])  # fmt: skip
-def test_registration_any_import_order(first):
+def test_model_bridge_is_registered_in_any_import_order(first):
     done = run(first + CHECK)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -59,7 +59,7 @@ def test_registration_any_import_order(first):
     "code", ["import qwen3vl_bridge", "from qwen3vl_bridge.cli.main import main; main(['train', '--help'])"],
     ids=["import", "help"],
 )  # fmt: skip
-def test_import_takes_less_than_half_a_second(code):
+def test_import_and_help_take_less_than_half_a_second(code):
     """Processor time; measured 0.05 to 0.1 s with compiled modules."""
     ended = f"import atexit, sys, time; atexit.register(lambda: print(time.process_time(), file=sys.stderr)); {code}"
     done = run(ended)
@@ -68,7 +68,7 @@ def test_import_takes_less_than_half_a_second(code):
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_import_pauses_garbage_collector(enabled, tmp_path, monkeypatch):
+def test_submodule_import_pauses_garbage_collector_and_restores_it(enabled, tmp_path, monkeypatch):
     inner, outer, failing = (f"probe_{name}_{enabled}" for name in ("inner", "outer", "failing"))
     seen = "import gc\nseen = gc.isenabled()\n"
     (tmp_path / f"{inner}.py").write_text(seen)
@@ -90,7 +90,7 @@ def test_import_pauses_garbage_collector(enabled, tmp_path, monkeypatch):
     assert after == after_an_error == enabled
 
 
-def test_rng_tracker_uses_cpu_generator(caplog):
+def test_cuda_rng_states_tracker_draws_from_cpu_generator(caplog):
     tracker = random.CudaRNGStatesTracker()
     tracker.add("dropout", 1)
     with tracker.fork("dropout"):
@@ -119,7 +119,7 @@ from megatron.core.datasets import helpers
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["import qwen3vl_bridge", "import megatron.core.datasets.utils, qwen3vl_bridge"])
-def test_bridge_loop_imports_without_resiliency_package(first):
+def test_megatron_bridge_training_imports_without_nvidia_resiliency_ext(first):
     """The loop of Megatron-Bridge is imported like in a script, without nvidia_resiliency_ext and a Makefile."""
     done = run(f"{first}\n{TRAINING}")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -145,7 +145,7 @@ for error in (ValueError("set this"), SystemExit(0), KeyboardInterrupt(), Runtim
 """
 
 
-def test_failed_run_logs_only_unexpected_errors():
+def test_quiet_logs_traceback_of_failed_run_only_for_unexpected_errors():
     done = run(FAILS)
     assert done.returncode == 0 and "set this" not in done.stderr, done.stderr
     before, after = done.stderr.split("it failed with nobody knows")
@@ -157,7 +157,7 @@ SETTINGS = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_adam_steps_equal_torch(decoupled):
+def test_replacement_adam_steps_equal_torch_adam_bit_exactly(decoupled):
     """Equal to the last bit, including a parameter without a gradient."""
     weights = [torch.randn(5, 3, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
@@ -173,7 +173,7 @@ def test_adam_steps_equal_torch(decoupled):
     assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-def test_adam_state_is_like_fused_adam():
+def test_replacement_adam_state_has_format_of_fused_adam_and_resumes():
     """Steps are counted by group, every parameter has moments, and another instance resumes from the state."""
     parameters = [torch.nn.Parameter(torch.randn(4)) for _ in range(3)]
     adam = Adam([dict(params=parameters[:2]), dict(params=[]), dict(params=parameters[2:])], **SETTINGS)
@@ -192,14 +192,14 @@ def test_adam_state_is_like_fused_adam():
     assert torch.equal(copies[0], parameters[0]) and again.param_groups[0]["step"] == 2
 
 
-def test_adam_unsupported_arguments_raise():
+def test_replacement_adam_unsupported_arguments_raise():
     with pytest.raises(ValueError, match="capturable is True"):
         Adam([torch.nn.Parameter(torch.zeros(1))], capturable=True)
     with pytest.raises(TypeError, match="exp_avg_dtype"):
         Adam([torch.nn.Parameter(torch.zeros(1))], exp_avg_dtype=torch.bfloat16)
 
 
-def test_megatron_core_uses_adam_without_fused_one():
+def test_megatron_core_without_fused_adam_uses_replacement_adam():
     if optimizer.Adam.__module__.startswith(("transformer_engine", "apex")):
         pytest.skip("a fused Adam is installed")
     assert optimizer.Adam is distrib_optimizer.Adam is Adam
@@ -211,7 +211,7 @@ def test_megatron_core_uses_adam_without_fused_one():
     st.lists(st.lists(st.integers(1, 5), max_size=3), min_size=1, max_size=6),
     st.sampled_from([torch.float32, torch.bfloat16]), st.floats(-6, 6), st.integers(0, 9),
 )  # fmt: skip
-def test_l2_norm_equals_megatron_core(shapes, dtype, exponent, seed):
+def test_l2_norm_equals_megatron_core_local_l2_norm(shapes, dtype, exponent, seed):
     generator = torch.Generator().manual_seed(seed)
     tensors = [(torch.randn(shape, generator=generator) * 10**exponent).to(dtype) for shape in shapes]
     found, per_tensor = l2_norm.l2_norm(2048, torch.zeros(1), [tensors], False)
@@ -221,12 +221,12 @@ def test_l2_norm_equals_megatron_core(shapes, dtype, exponent, seed):
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_l2_norm_nonfinite_is_nonfinite(value):
+def test_l2_norm_of_nonfinite_tensor_is_nonfinite(value):
     found, _ = l2_norm.l2_norm(2048, torch.zeros(1), [[torch.ones(3), torch.tensor([1.0, value])]], False)
     assert not found.isfinite()
 
 
-def test_l2_norm_does_not_replace_fused_one():
+def test_l2_norm_replaces_local_but_not_fused_implementation():
     assert clip_grads.l2_norm_impl is l2_norm.l2_norm
     fused = SimpleNamespace(l2_norm_impl=torch.norm)
     l2_norm.stay_on_device(fused)
@@ -239,7 +239,7 @@ BUFFERS = ("param_and_grad_buffer", "fsdp.src.megatron_fsdp.param_and_grad_buffe
 
 
 @without_cuda
-def test_megatron_modules_use_cpu():
+def test_megatron_modules_without_cuda_create_cuda_tensors_on_cpu():
     theirs = clip_grads.torch
     assert theirs is not torch
     assert theirs.cuda.current_device() == torch.device("cpu")
@@ -252,7 +252,7 @@ def test_megatron_modules_use_cpu():
 
 
 @without_cuda
-def test_torch_itself_is_unchanged():
+def test_torch_outside_megatron_modules_still_raises_without_cuda():
     assert torch.zeros(1).type() == "torch.FloatTensor"
     for attempt in (lambda: torch.zeros(1, device="cuda"), lambda: torch.zeros(1).cuda(), torch.cuda.current_device):
         with pytest.raises((RuntimeError, AssertionError)):
@@ -260,7 +260,7 @@ def test_torch_itself_is_unchanged():
 
 
 @without_cuda
-def test_tensor_methods_redirected_only_for_megatron():
+def test_tensor_cuda_and_type_are_redirected_in_megatron_modules():
     module = type(sys)("megatron.pretended")
     exec("def kind(x): return x.type()\ndef move(x): return x.cuda()", vars(module))
     x = torch.zeros(1, dtype=torch.bfloat16)
@@ -270,7 +270,7 @@ def test_tensor_methods_redirected_only_for_megatron():
 
 @without_cuda
 @pytest.mark.parametrize("name", BUFFERS)
-def test_coalescing_manager_completes_collectives(name):
+def test_megatron_coalescing_manager_on_gloo_completes_collectives_at_once(name):
     initialize(Qwen3VLModelProvider(num_layers=3), seed=7)
     theirs = importlib.import_module(f"megatron.core.distributed.{name}")
     group, whole, part = torch.distributed.group.WORLD, torch.zeros(3), torch.arange(3.0)
@@ -286,7 +286,7 @@ def test_coalescing_manager_completes_collectives(name):
 
 @without_cuda
 @pytest.mark.parametrize("name", BUFFERS)
-def test_coalescing_manager_several_dtypes(name):
+def test_megatron_coalescing_manager_on_gloo_handles_several_dtypes(name):
     """Without our manager gloo gathers all bytes with the first dtype, and rejects the reduction."""
     initialize(Qwen3VLModelProvider(num_layers=3), seed=7)
     theirs, group = importlib.import_module(f"megatron.core.distributed.{name}"), torch.distributed.group.WORLD
@@ -334,7 +334,7 @@ assert torch.equal(dist_checkpointing.load(state, folder)["x"], torch.arange(6.0
 
 @without_cuda
 @pytest.mark.slow
-def test_async_save_process_uses_cpu(tmp_path):
+def test_async_save_without_gpu_writes_loadable_checkpoint(tmp_path):
     """Megatron-Bridge's `checkpoint.async_save` spawns a process; without our redirection it needs a GPU and hangs."""
     command = [sys.executable, "-W", "ignore", "-c", SAVE, str(tmp_path)]
     found = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -373,7 +373,7 @@ def _on_two_ranks(rank: int, folder: str) -> None:
 @pytest.mark.slow
 @without_cuda
 @linux
-def test_gloo_groups_share_one_thread(tmp_path):
+def test_gloo_process_groups_share_one_thread(tmp_path):
     processes.spawn(_on_two_ranks, (str(tmp_path),), nprocs=2)
 
 
@@ -385,7 +385,7 @@ def _forked(answers) -> None:
 
 @without_cuda
 @linux
-def test_gloo_forked_process_has_own_device():
+def test_gloo_group_in_forked_process_starts_new_thread():
     group = distributed_c10d.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=timedelta(seconds=60))
     context = processes.get_context("fork")
     answers = context.SimpleQueue()
@@ -396,7 +396,7 @@ def test_gloo_forked_process_has_own_device():
     del group
 
 
-def test_stand_ins_restore_existing_module(monkeypatch):
+def test_import_stand_ins_restore_modules_that_existed_before(monkeypatch):
     stub = ModuleType("transformer_engine")
     monkeypatch.setitem(sys.modules, "transformer_engine", stub)
     with import_hook._stand_ins("transformer_engine", "transformer_engine.pytorch"):

@@ -33,12 +33,12 @@ def test_simulation_peak_excludes_first_step(name, counted):
     assert (seen.peak, seen.reserved) == (9 if counted else 7, 10)
 
 
-def test_simulation_failed_run_has_peak():
+def test_simulation_peak_of_failed_run_is_peak_until_failure():
     phases = [Phase("model", 5, 9, 10, 0.0), Phase("step 0, passes", 5, 12, 12, 0.0), Phase("failed", 5, 70, 79, 0.0)]
     assert Simulation(0, 1, phases=phases).peak == 70
 
 
-def test_line_ignores_folders_named_like_packages():
+def test_line_of_stack_frame_ignores_folders_named_like_our_package():
     """A clone of the repository has torch in a virtual environment below a folder named like our package."""
     upstream = Path(parallel_state.__file__)
     files = ["/home/qwen3vl_bridge/.venv/lib/site-packages/torch/nn/functional.py", str(upstream)]
@@ -47,7 +47,7 @@ def test_line_ignores_folders_named_like_packages():
     assert one_rank._line(frames[:1]) == "nn/functional.py:7 forward"
 
 
-def test_count_launches_grouped_gemm_flops():
+def test_count_launches_counts_flops_of_grouped_gemm_once():
     """FLOPs come from marks if one kernel computes all experts, and from GEMMs if there is one per expert."""
 
     def event(kind: str, name: str, amount: int = 0) -> Event:
@@ -61,7 +61,7 @@ def test_count_launches_grouped_gemm_flops():
 
 
 @pytest.mark.parametrize("transposed", [(True, False), (False, False), (False, True)])
-def test_flops_of_grouped_gemm(transposed):
+def test_flops_of_grouped_gemm_equal_sum_over_experts(transposed):
     """Transpositions for outputs, gradients of inputs and gradients of weights."""
     tokens, (n, k) = [3, 0, 5], (4, 6)
     x, y, weight = [torch.empty(t, k) for t in tokens], [torch.empty(t, n) for t in tokens], [torch.empty(n, k)] * 3
@@ -73,7 +73,7 @@ def test_flops_of_grouped_gemm(transposed):
 @pytest.mark.parametrize(
     ("replicas_last", "stages"), [(False, [0, 0, 0, 0, 1, 1, 1, 1]), (True, [0, 0, 1, 1, 0, 0, 1, 1])]
 )
-def test_stage_of_matches_rank_generator(replicas_last, stages):
+def test_find_stage_matches_megatron_core_rank_generator(replicas_last, stages):
     """Compare with megatron-core's RankGenerator, with and without `use_tp_pp_dp_mapping`."""
     plan = SimpleNamespace(
         layout=ParallelLayout(8, tp=2, pp=2), stages=[SimpleNamespace(stage=stage) for stage in range(2)]
@@ -85,7 +85,9 @@ def test_stage_of_matches_rank_generator(replicas_last, stages):
 
 
 @pytest.mark.parametrize(("reserved", "status"), [(35.2, 0), (35.4, 1), (38.37, 1)])
-def test_run_too_little_free_memory_fails(reserved, status, tmp_path, monkeypatch, caplog, capsys):
+def test_simulation_leaving_too_little_free_memory_exits_with_code_1(
+    reserved, status, tmp_path, monkeypatch, caplog, capsys
+):
     """An A100-40GB has 39.3 GiB, of which 4 are reserved. Hints about the configuration are logged once."""
     seen = Simulation(0, 8, phases=[Phase("step 1, passes", 0, 0, round(reserved * GIB), 0.0)])
     model = dict(transformer_impl="local", num_moe_experts=None, fp8=None, init_model_with_meta_device=False)
@@ -111,7 +113,7 @@ def test_run_too_little_free_memory_fails(reserved, status, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(("full", "compared"), [(True, ": 0.500"), (False, "; planned for rows full of images")])
-def test_report_compares_plan_only_with_full_rows(full, compared, capsys):
+def test_simulation_report_compares_plan_only_with_full_rows(full, compared, capsys):
     seen = Simulation(0, 1, phases=[Phase("step 1, passes", 0, 4 * GIB, 4 * GIB, 0.0)])
     simulation._print(seen, 8 * GIB, "transformer_engine", 40 * GIB, rows_are_full=full)
     assert f"planned 8.00 GiB without reserve, allocated 4.00{compared}\n" in capsys.readouterr().out
@@ -127,7 +129,7 @@ def test_report_compares_plan_only_with_full_rows(full, compared, capsys):
     {"checkpoint.load": "run", "checkpoint.ckpt_step": 100},
     {"logger.wandb_project": "p", "logger.wandb_exp_name": "n", "logger.mlflow_experiment": "m"},
 ])  # fmt: skip
-def test_shorten_runs_three_steps_and_saves_nothing(settings):
+def test_shortened_simulation_config_runs_three_steps_and_saves_nothing(settings):
     cfg = qwen3_vl_8b_peft_config()
     for path, value in settings.items():
         part, name = path.split(".")
@@ -141,7 +143,7 @@ def test_shorten_runs_three_steps_and_saves_nothing(settings):
 
 @pytest.mark.usefixtures("no_groups")
 @pytest.mark.parametrize(("length", "patches", "images"), [(8192, None, 8), (8192, 24, 6), (32, None, 4), (8, 4, 1)])
-def test_full_row_small_rows_have_images(length, patches, images):
+def test_full_row_of_any_length_has_images(length, patches, images):
     cfg = qwen3_vl_8b_peft_config()
     cfg.dataset.seq_length = cfg.model.seq_length = length
     cfg.dataset.max_patches = patches
@@ -150,7 +152,7 @@ def test_full_row_small_rows_have_images(length, patches, images):
     assert len(row.vision.pixel_values) <= (patches or 4 * length)
 
 
-def test_largest_row_has_most_patches(tmp_path):
+def test_largest_row_of_data_has_most_patches(tmp_path):
     make_rows(tmp_path)
     cfg = set_paths(qwen3_vl_8b_peft_config(), hf_path=tmp_path / "model", data_path=tmp_path)
     cfg.dataset.seq_length = 64

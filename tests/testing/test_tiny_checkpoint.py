@@ -27,7 +27,7 @@ def processor(untied_folder):
     return AutoProcessor.from_pretrained(untied_folder)
 
 
-def test_checkpoint_qwen3_vl_has_every_component(untied_folder):
+def test_tiny_qwen3_vl_checkpoint_has_every_component_of_released_models(untied_folder):
     model, loading = Qwen3VLForConditionalGeneration.from_pretrained(untied_folder, output_loading_info=True)
     assert not any(loading.values())
     text, vision = model.config.text_config, model.config.vision_config
@@ -46,12 +46,12 @@ def test_checkpoint_qwen3_vl_has_every_component(untied_folder):
     assert model.lm_head.weight is not model.model.language_model.embed_tokens.weight
 
 
-def test_checkpoint_norms_and_biases_are_not_constant(untied_folder):
+def test_tiny_checkpoint_norms_and_biases_are_not_constant(untied_folder):
     for name, tensor in load_file(untied_folder / "model.safetensors").items():
         assert tensor.unique().numel() > 1, name
 
 
-def test_checkpoint_same_seed_gives_same_files(untied_folder, tmp_path):
+def test_tiny_checkpoint_same_seed_gives_same_files(untied_folder, tmp_path):
     state = torch.get_rng_state()
     again, other = make_checkpoint(tmp_path / "again", seed=1), make_checkpoint(tmp_path / "other", seed=2)
     assert torch.equal(torch.get_rng_state(), state)
@@ -61,7 +61,7 @@ def test_checkpoint_same_seed_gives_same_files(untied_folder, tmp_path):
     assert (other / "tokenizer.json").read_bytes() == (untied_folder / "tokenizer.json").read_bytes()
 
 
-def test_checkpoint_qwen3_5_has_every_component(tmp_path):
+def test_tiny_qwen3_5_checkpoint_has_every_component_of_released_models(tmp_path):
     folder = make_checkpoint(tmp_path, family="qwen3_5")
     model, loading = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
     assert type(model).__name__ == "Qwen3_5ForConditionalGeneration" and not any(loading.values())

@@ -47,7 +47,7 @@ class Limit(Callback):
     ("train.max_steps", "train.train_iters"), ("peft.target_module", "peft.target_modules"),
     ("chekpoint", "checkpoint.*"), ("train.gibberish", "train.*"), ("dataset.vision.max_pixel", "dataset.vision.*"),
 ])  # fmt: skip
-def test_unknown_setting_in_python_raises(name, meant, tmp_path):
+def test_unknown_setting_assigned_in_script_raises_and_suggests_name(name, meant, tmp_path):
     cfg = qwen3vl_recipes.qwen3_vl_2b_peft_config()
     (tmp_path / "train.jsonl").touch()
     cfg.dataset.path = cfg.checkpoint.pretrained_checkpoint = str(tmp_path)
@@ -59,7 +59,7 @@ def test_unknown_setting_in_python_raises(name, meant, tmp_path):
         runtime_config_update(cfg)
 
 
-def test_unknown_setting_in_stock_container_raises():
+def test_unknown_setting_in_megatron_bridge_config_container_raises():
     ours = qwen3vl_recipes.qwen3_vl_2b_sft_config()
     sections = [field.name for field in fields(config.ConfigContainer) if field.init]
     cfg = config.ConfigContainer(**{name: getattr(ours, name) for name in sections})
@@ -69,20 +69,20 @@ def test_unknown_setting_in_stock_container_raises():
 
 
 @pytest.mark.parametrize(("path", "message"), [
-    (None, "dataset.path is None, .*; set_paths of qwen3vl_recipes.paths sets all"),
+    (None, "dataset.path is None, .*; set one of them, or call set_paths of qwen3vl"),
     ("nothere", r"dataset.path \(--data-path\) is nothere: there is no such file or folder"),
 ])  # fmt: skip
-def test_callbacks_missing_data_raises(inputs, path, message):
+def test_training_callbacks_with_missing_data_path_raise(inputs, path, message):
     with pytest.raises(ValueError, match=message):
         qwen3vl_bridge.training_callbacks(replicated(inputs, None, dataset__path=path))
 
 
 @pytest.mark.parametrize("reached", [False, True])
-def test_processor_of_hub_with_local_weights(inputs, monkeypatch, reached):
+def test_hub_processor_with_local_weights_warns_or_raises_if_hub_is_unreachable(inputs, monkeypatch, reached):
     monkeypatch.setattr(run_validation, "exists_on_hub", lambda name: reached and name == "Qwen/Qwen3-VL-2B-Instruct")
     cfg = qwen3vl_recipes.qwen3_vl_2b_sft_config()
     cfg.dataset.path, cfg.checkpoint.pretrained_checkpoint = str(inputs.data), str(inputs.hf)
-    message = f"of the hub, Qwen/Qwen3-VL-2B-Instruct, and .* is {inputs.hf}, which has its own: expected "
+    message = f"is Qwen/Qwen3-VL-2B-Instruct, of the hub, but .* is {inputs.hf}, which has a processor"
     with messages("qwen3vl_bridge") as said:
         if reached:
             qwen3vl_bridge.training_callbacks(cfg)
@@ -96,7 +96,7 @@ def test_processor_of_hub_with_local_weights(inputs, monkeypatch, reached):
     assert not said
 
 
-def test_processor_of_hub_with_weights_in_cache(inputs, monkeypatch, tmp_path):
+def test_hub_processor_with_weights_of_hub_cache_does_not_warn(inputs, monkeypatch, tmp_path):
     """The command starts a run this way: weights in the hub's cache, and a processor with the hub's name."""
     cfg = qwen3vl_recipes.qwen3_vl_2b_sft_config()
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
@@ -120,7 +120,7 @@ def test_exists_on_hub_without_connection_is_false(monkeypatch):
     assert not exists_on_hub("nobody/nothing")
 
 
-def test_other_forward_step_raises(inputs):
+def test_megatron_bridge_forward_step_with_our_dataset_raises(inputs):
     destroy_global_state()  # from other tests
     shutdown()
     cfg = replicated(inputs, None)
@@ -139,18 +139,18 @@ def test_check_names_accepts_attributes_set_by_megatron(tmp_path):
     run_validation.check_names(finalize_copy(finalize_copy(cfg, 8), 8))
 
 
-def test_apply_name_of_transformers_suggests_setting():
+def test_override_with_transformers_argument_name_suggests_our_setting():
     with pytest.raises(ValueError, match=r"no setting learning_rate; did you mean optimizer\.lr\?"):
         apply(qwen3vl_recipes.qwen3_vl_2b_sft_config(), ["learning_rate=1e-5"])
 
 
-def test_run_without_callbacks_raises(inputs):
+def test_run_without_training_callbacks_raises(inputs):
     message = "guard would be ignored: no callbacks were made for this configuration; expected finetune(cfg, "
     with pytest.raises(ValueError, match=re.escape(message)):
         finetune(replicated(inputs, None), qwen3vl_bridge.forward_step)
 
 
-def test_finished_run_started_again_does_nothing(inputs, tmp_path, capfd):
+def test_finished_run_started_again_trains_and_saves_nothing(inputs, tmp_path, capfd):
     """A scheduler may requeue a finished job: nothing is trained, validated or saved."""
     settings = dict(train__train_iters=3, checkpoint__save_interval=2)
     run_bridges_loop(replicated(inputs, tmp_path, **settings))
@@ -172,7 +172,7 @@ def test_finished_run_started_again_does_nothing(inputs, tmp_path, capfd):
 
 
 @pytest.mark.parametrize("settings", [dict(checkpoint__save=None), dict(checkpoint__save_interval=0)])
-def test_run_without_save_warns(inputs, tmp_path, settings):
+def test_run_that_saves_no_checkpoint_warns(inputs, tmp_path, settings):
     short = dict(train__train_iters=1, scheduler__lr_warmup_iters=0, validation__eval_iters=0)
     with messages("qwen3vl_bridge") as said:
         train(replicated(inputs, tmp_path, **short | settings))
@@ -181,7 +181,7 @@ def test_run_without_save_warns(inputs, tmp_path, settings):
     assert not list(tmp_path.glob("iter_*"))
 
 
-def test_unwritable_folder_raises_before_model_is_built(inputs, tmp_path, monkeypatch):
+def test_unwritable_save_folder_raises_before_model_is_built(inputs, tmp_path, monkeypatch):
     """A folder below a file fails for every user, including root."""
     (tmp_path / "file").touch()
     cfg = replicated(inputs, tmp_path / "file" / "run")
@@ -208,26 +208,26 @@ def test_num_epochs_sets_number_of_steps(inputs, tmp_path, pack):
 
 
 @pytest.mark.parametrize(("settings", "message"), [
-    (dict(), "is 2 with train.train_iters 6, expected a number above 0, and None for train_iters"),
+    (dict(), "is 2 with train.train_iters 6, expected a number above 0, and None for train.train_iters"),
     (dict(train__num_epochs=0, train__train_iters=None), "is 0, expected a number above 0"),
     (dict(train__train_iters=None, scheduler__lr_warmup_iters=50), "lr_warmup_iters is 50 with train.train_iters 1:"),
     (dict(train__train_iters=None, dataset__streaming=True, dataset__path="hf://a/b#train"), "streaming is on"),
 ])  # fmt: skip
-def test_num_epochs_invalid_raises(inputs, settings, message):
+def test_num_epochs_invalid_or_contradicting_settings_raise(inputs, settings, message):
     cfg = replicated(inputs, None, **dict(train__num_epochs=2, train__global_batch_size=16) | settings)
     qwen3vl_bridge.training_callbacks(cfg)
     with pytest.raises(ValueError, match=message):
         runtime_config_update(cfg)
 
 
-def test_num_epochs_of_webdatasets_raises(inputs):
+def test_num_epochs_with_energon_dataset_raises(inputs):
     cfg = replicated(inputs, None, train__num_epochs=2, train__train_iters=None)
     cfg.dataset = Qwen3VLEnergonProvider(path="unread", hf_processor_path=str(inputs.hf), seq_length=128)
     with pytest.raises(ValueError, match="num_epochs is 2 with a Qwen3VLEnergonProvider, expected None: the rows of"):
         runtime_config_update(cfg)
 
 
-def test_apply_num_epochs_replaces_steps_of_recipe():
+def test_override_num_epochs_replaces_train_iters_of_recipe():
     made = [apply(qwen3vl_recipes.qwen3_vl_2b_sft_config(), ["train.num_epochs=3", *more]).train
             for more in ([], ["train.train_iters=20"])]  # fmt: skip
     assert [(train.num_epochs, train.train_iters) for train in made] == [(3, None), (3, 20)]  # validation rejects both
@@ -246,7 +246,7 @@ def test_log_begins_with_length_of_epoch(inputs, capfd):
     assert any(message.startswith(warning) for message in said)
 
 
-def test_log_shows_progress_of_long_evaluation(inputs, monkeypatch, capfd):
+def test_log_shows_progress_within_long_steps_and_evaluations(inputs, monkeypatch, capfd):
     monkeypatch.setattr(run_log, "_SECONDS_BETWEEN_LINES", 0.01)
     monkeypatch.setattr(run_log, "_MANY_TOKENS", 4 * 128 - 1)
     settings = dict(train__train_iters=2, validation__eval_interval=1, validation__eval_iters=3)
@@ -266,7 +266,7 @@ def test_log_shows_progress_of_long_evaluation(inputs, monkeypatch, capfd):
     )
 
 
-def test_epoch_estimate_is_near_count(inputs):
+def test_estimated_epoch_length_is_within_25_percent_of_counted(inputs):
     rows = inputs.config(None, dataset__window_size=16).dataset.rows("train")
     estimated, counted = rows.epoch(), rows.epoch(counted=True)
     assert (estimated.samples, estimated.is_counted) == (40, False) and counted.is_counted
@@ -298,7 +298,7 @@ def test_save_on_full_disk_keeps_previous_checkpoint(inputs, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["replicated", "sharded", "adapters", "frozen", "weights"])
-def test_checkpoint_bytes_matches_written_files(inputs, tmp_path, kind):
+def test_estimated_checkpoint_bytes_match_written_files(inputs, tmp_path, kind):
     make = sharded if kind == "sharded" else replicated
     cfg = make(inputs, tmp_path, train__train_iters=1, scheduler__lr_warmup_iters=0, validation__eval_iters=0)
     cfg.peft = Qwen3VLLoRA(dim=64) if kind == "adapters" else None
@@ -310,14 +310,14 @@ def test_checkpoint_bytes_matches_written_files(inputs, tmp_path, kind):
     assert abs(checkpoint_bytes(cfg) / written - 1) < 0.1
 
 
-def test_disk_without_space_warns(inputs, tmp_path):
+def test_too_little_disk_space_for_checkpoints_warns(inputs, tmp_path):
     shutdown()  # groups of other tests
     cfg = qwen3vl_recipes.qwen3_vl_235b_a22b_sft_config()
     cfg.dataset.path, cfg.checkpoint.save = str(tmp_path), str(tmp_path / "later" / "run")
     with messages("qwen3vl_bridge") as said:
         finalize_copy(cfg, 512)
     (message,) = [message for message in said if "B free" in message]
-    assert f"{tmp_path}/later/run, whose disk has" in message and re.search(
-        r"free, expected about [\d.]+ GB: for 3 checkpoints of (329|330)\d\.\d\d GB", message
+    assert f"{tmp_path}/later/run, and its disk has" in message and re.search(
+        r"free, expected about [\d.]+ GB: 3 checkpoints of (329|330)\d\.\d\d GB", message
     )
     assert not (tmp_path / "later").exists()

@@ -1,4 +1,4 @@
-"""A mixture trained on two data-parallel ranks in Megatron-Bridge's loop: the rows of one rank, and an exact resume."""
+"""A mixture on two data-parallel ranks in Megatron-Bridge's loop: rows as on one rank, and bit-exact resume."""
 
 import contextlib
 import json
@@ -102,7 +102,7 @@ def found(inputs, sets, tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", SHARES)
-def test_mixture_two_ranks_equal_one_and_resume(found, inputs, sets, kind):
+def test_mixture_run_resumed_on_two_ranks_matches_one_rank(found, inputs, sets, kind):
     alone = run(Mixed(kind, str(inputs.hf), sets[kind]))
     first, second = found[f"{kind}, first"], found[f"{kind}, second"]
     assert [entry[0] for entry in alone["log"]] == list(range(1, STEPS + 1))

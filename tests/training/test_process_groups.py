@@ -1,4 +1,4 @@
-"""Initialization of process groups; and no collectives of ours in groups of one rank."""
+"""Initialization of process groups; our code calls no collectives in groups of one rank."""
 
 import ast
 import inspect
@@ -86,7 +86,7 @@ def calls(monkeypatch):
     return found
 
 
-def test_load_model_sets_device_first(calls, monkeypatch, untied_folder):
+def test_load_model_sets_cuda_device_before_process_group(calls, monkeypatch, untied_folder):
     """The device is set before anything is created on a GPU; otherwise all ranks of a node use the first GPU."""
     process_groups.shutdown()  # groups of other tests
     for name, value in dict(WORLD_SIZE="2", RANK="1", LOCAL_RANK="1").items():
@@ -102,7 +102,7 @@ def test_load_model_sets_device_first(calls, monkeypatch, untied_folder):
     assert calls == [1, "nccl"]
 
 
-def test_init_single_process_sets_no_device(calls):
+def test_init_distributed_in_single_process_sets_no_cuda_device(calls):
     process_groups.init_distributed()
     assert calls == ["nccl"]
 
@@ -118,7 +118,7 @@ def packages_that_sent(sent) -> set[str]:
     return {owner for owner, *_ in sent}
 
 
-def test_step_on_one_rank_has_no_own_collectives(inputs, sent):
+def test_step_on_one_rank_calls_no_collectives_in_our_code(inputs, sent):
     """The step has a guard, gradient norms and logged metrics."""
     run = set_up(replicate(inputs.config(None, logger__log_interval=1)))
     run.cfg.guard = GuardConfig(on_nan="skip", on_spike="skip")
@@ -131,7 +131,7 @@ def test_step_on_one_rank_has_no_own_collectives(inputs, sent):
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
-def test_moe_pass_on_one_rank_has_no_own_collectives(family, folders, sent):
+def test_moe_forward_and_backward_on_one_rank_call_no_collectives_in_our_code(family, folders, sent):
     pair = make_pair(folders[family, "moe"], moe_aux_loss_coeff=0.01)
     inputs = make_batch(make_samples("mixed", pair.config, seed=8), pair.config, packed=True).local()
     sent.clear()
@@ -140,7 +140,7 @@ def test_moe_pass_on_one_rank_has_no_own_collectives(family, folders, sent):
 
 
 @pytest.mark.slow
-def test_no_own_collectives_in_groups_of_one_rank(moe_folder):
+def test_step_on_two_ranks_calls_no_collectives_of_ours_in_one_rank_groups(moe_folder):
     for found in results_of_ranks(sent_by_ranks, 2, moe_folder, timeout=200):
         print(found)
         ours = {ranks for (owner, *_, ranks), times in found.items() if owner == "ours"}
@@ -148,7 +148,7 @@ def test_no_own_collectives_in_groups_of_one_rank(moe_folder):
         assert ours == {2} and 1 in theirs  # both kinds are seen
 
 
-def test_all_called_collectives_are_watched():
+def test_every_collective_called_in_our_code_is_watched_by_tests():
     """Collectives are called as attributes of torch.distributed, which the test replaces; none is imported by name."""
     with_group = {
         name

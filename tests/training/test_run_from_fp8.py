@@ -18,7 +18,7 @@ STEPS = dict(train__train_iters=3, checkpoint__save_interval=3, validation__eval
 @pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("fsdp", [True, False], ids=["Megatron-FSDP", "torch_dist"])
 @pytest.mark.parametrize("model", ["qwen3_vl dense", "qwen3_vl moe", "qwen3_5 dense", "qwen3_5 moe"])
-def test_run_from_fp8_equals_run_from_values(model, fsdp, inputs, folders, tmp_path):
+def test_run_from_fp8_weights_equals_run_from_dequantized_weights(model, fsdp, inputs, folders, tmp_path):
     family, kind = model.split()
     source = fp8.in_fp8(folders.get((family, kind), inputs.hf), tmp_path / "fp8")
     import_checkpoint(source, tmp_path / "values")
@@ -48,7 +48,7 @@ def test_run_from_fp8_equals_run_from_values(model, fsdp, inputs, folders, tmp_p
     assert next(settings) == next(settings)
 
 
-def test_adapters_on_fp8_equal_adapters_on_values(inputs, tmp_path):
+def test_lora_run_on_fp8_weights_equals_run_on_dequantized_weights(inputs, tmp_path):
     source = fp8.in_fp8(inputs.hf, tmp_path / "fp8")
     import_checkpoint(source, tmp_path / "values")
     export_checkpoint(tmp_path / "values", tmp_path / "bf16")

@@ -69,7 +69,7 @@ def test_run_lock_second_process_raises(holder, tmp_path):
     assert (tmp_path / FILE).read_text() == before and os.listdir(tmp_path) == [FILE]
 
 
-def test_run_lock_killed_holder_is_taken_over(holder, tmp_path, caplog):
+def test_run_lock_of_killed_process_is_taken_over(holder, tmp_path, caplog):
     holder.send_signal(signal.SIGKILL)
     while not os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT):  # stays a zombie, because nobody reaps it
         time.sleep(0.01)
@@ -79,12 +79,12 @@ def test_run_lock_killed_holder_is_taken_over(holder, tmp_path, caplog):
     assert not os.listdir(tmp_path)
 
 
-def test_run_lock_holder_that_ends_removes_file(holder, tmp_path):
+def test_run_lock_file_is_removed_when_process_ends(holder, tmp_path):
     holder.communicate()
     assert holder.returncode == 0 and not os.listdir(tmp_path)
 
 
-def test_run_lock_same_process_locks_again(tmp_path):
+def test_run_lock_can_be_taken_again_by_same_process(tmp_path):
     """Also by another path, and after the folder was removed and created again."""
     folder, link = tmp_path / "run", tmp_path / "link"
     folder.mkdir()
@@ -103,7 +103,7 @@ def test_run_lock_same_process_locks_again(tmp_path):
     assert not os.listdir(folder)
 
 
-def test_run_lock_forked_process_raises(tmp_path):
+def test_run_lock_in_forked_process_raises(tmp_path):
     lock, answers = lock_folder(tmp_path), multiprocessing.get_context("fork").SimpleQueue()
 
     def second():
@@ -119,7 +119,7 @@ def test_run_lock_forked_process_raises(tmp_path):
     lock.release()
 
 
-def test_run_lock_reused_process_id_is_taken_over(tmp_path):
+def test_run_lock_with_reused_process_id_is_taken_over(tmp_path):
     lock = lock_folder(tmp_path)
     holder = json.loads((tmp_path / FILE).read_text())
     lock.release()
@@ -136,7 +136,7 @@ def on_another_node(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_run_lock_other_node_renewing_raises(on_another_node):
+def test_run_lock_renewed_by_different_node_raises(on_another_node):
     timer = threading.Timer(0.5, os.utime, [on_another_node / FILE])
     timer.start()
     with pytest.raises(FolderInUseError, match=r"on node7 .*: it renewed its lock just now"):
@@ -145,7 +145,7 @@ def test_run_lock_other_node_renewing_raises(on_another_node):
 
 
 @pytest.mark.parametrize("content", [None, ""])
-def test_run_lock_other_node_silent_is_taken_over(content, on_another_node, caplog):
+def test_run_lock_not_renewed_by_different_node_is_taken_over(content, on_another_node, caplog):
     if content is not None:  # the node failed before the holder was written
         (on_another_node / FILE).write_text(content)
     begun = time.monotonic()
@@ -154,7 +154,7 @@ def test_run_lock_other_node_silent_is_taken_over(content, on_another_node, capl
     assert "waiting up to 2 s" in caplog.text and "did not renew the lock; taking it over" in caplog.text
 
 
-def test_run_lock_renewal_changes_only_own_file(tmp_path, monkeypatch, caplog):
+def test_run_lock_renewal_leaves_lock_file_of_different_run_unchanged(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(run_lock, "RENEWAL_INTERVAL", 0.05)
     lock, file = lock_folder(tmp_path), tmp_path / FILE
     before = file.stat().st_mtime_ns
@@ -174,7 +174,7 @@ def is_open(descriptor):
     return os.path.exists(f"/proc/self/fd/{descriptor}")
 
 
-def test_run_lock_renewal_that_fails_is_tried_again(tmp_path, monkeypatch, caplog):
+def test_run_lock_failed_renewal_is_tried_again(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(run_lock, "RENEWAL_INTERVAL", 0.05)
     failures = iter([errno.EIO, errno.ESTALE, errno.EIO])
     utime = os.utime
@@ -220,7 +220,7 @@ class Witness(Callback):
 
 
 @pytest.mark.parametrize("manager", [MANAGER, "megatron.bridge.training.checkpointing.DefaultCheckpointManager"])
-def test_run_holds_lock_during_final_evaluation(manager, inputs, tmp_path):
+def test_run_holds_folder_lock_during_final_evaluation(manager, inputs, tmp_path):
     """The checkpoint manager locks the folder, or the log if the manager is Megatron-Bridge's."""
     cfg = replicated(
         inputs, tmp_path, train__train_iters=1, scheduler__lr_warmup_iters=0, validation__eval_iters=1,
@@ -233,7 +233,7 @@ def test_run_holds_lock_during_final_evaluation(manager, inputs, tmp_path):
     assert witness.owners == [os.getpid()] * 2 and not (tmp_path / FILE).exists()
 
 
-def test_run_lock_stale_race_has_one_winner(tmp_path):
+def test_run_lock_stale_is_taken_over_by_only_one_of_six_processes(tmp_path):
     lock = lock_folder(tmp_path)
     stale = json.loads((tmp_path / FILE).read_text()) | {"started": "1"}
     lock.release()

@@ -12,7 +12,7 @@ CONTRACT = Contract("async_save")
 WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
 
-def test_results_in_this_process_sets_queue_of_writer():
+def test_results_in_this_process_replaces_results_queue_of_writer():
     CONTRACT.find(WRITER, "_results_queue")
     CONTRACT.takes(WRITER, "get_write_results_queue", "mp_mode")
     CONTRACT.mentions(WRITER, "get_write_results_queue", "_results_queue")
@@ -27,7 +27,7 @@ def test_results_in_this_process_sets_queue_of_writer():
     assert vars(filesystem_async)["_results_queue"] is None
 
 
-def test_is_importing_main_script_inheriting_returns_true():
+def test_is_importing_main_script_follows_inheriting_flag_of_multiprocessing():
     CONTRACT.mentions("multiprocessing.spawn", "_main", "_inheriting")
     CONTRACT.mentions("multiprocessing.spawn", "_check_not_importing_main", "_inheriting")
     from qwen3vl_bridge.upstream.async_save import is_importing_main_script

@@ -8,5 +8,5 @@ pytestmark = pytest.mark.upstream
 CONTRACT = Contract("auto_bridge")
 
 
-def test_auto_bridge_model_bridge_is_property():
+def test_auto_bridge_private_model_bridge_is_a_property():
     CONTRACT.find("megatron.bridge.models.conversion.auto_bridge", "AutoBridge._model_bridge", property)

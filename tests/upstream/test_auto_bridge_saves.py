@@ -14,7 +14,7 @@ CONTRACT = Contract("auto_bridge_saves")
 MODULE, SAVE = "megatron.bridge.models.conversion.auto_bridge", "AutoBridge.save_hf_adapter"
 
 
-def test_auto_bridge_methods_take_what_is_passed_on():
+def test_auto_bridge_adapter_methods_have_expected_parameters():
     CONTRACT.takes(MODULE, "AutoBridge.__init__", "self", "hf_pretrained")
     # Since megatron-bridge 0.7; `peft/running_model_export.py` takes it too.
     newer = ("expand_shared_outer",) if CONTRACT.has_parameter(MODULE, SAVE, "expand_shared_outer") else ()
@@ -30,7 +30,7 @@ def test_auto_bridge_methods_take_what_is_passed_on():
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
-def test_save_adapters_with_calls_ours_for_our_bridges(is_ours, monkeypatch):
+def test_save_adapters_with_calls_our_function_only_for_our_bridges(is_ours, monkeypatch):
     from qwen3vl_bridge.upstream import auto_bridge_saves, replacements
 
     called, module = [], ModuleType("stand_in")

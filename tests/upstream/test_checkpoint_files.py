@@ -9,7 +9,7 @@ CONTRACT = Contract("checkpoint_files")
 CHECKPOINTING = "megatron.bridge.training.checkpointing"
 
 
-def test_checkpoint_functions_take_known_parameters():
+def test_megatron_bridge_checkpoint_functions_have_expected_parameters():
     CONTRACT.takes(CHECKPOINTING, "_get_global_non_persistent_checkpoint_dirs", "load_dir", "ckpt_cfg")
     CONTRACT.takes(
         CHECKPOINTING, "_load_model_weights_from_checkpoint",
@@ -30,6 +30,6 @@ def test_non_persistent_folders_returns_configured_folder(tmp_path):
     assert isinstance(storage_reader(tmp_path), FileSystemReader)
 
 
-def test_fsdp_loader_reads_model_by_known_key():
+def test_megatron_bridge_fsdp_loader_mentions_state_dict_key_model():
     CONTRACT.mentions(CHECKPOINTING, "load_fsdp_dtensor_checkpoint", "_model")
     CONTRACT.mentions(CHECKPOINTING, "_load_checkpoint_from_path", "_model")

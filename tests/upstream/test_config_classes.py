@@ -13,19 +13,19 @@ CONTRACT = Contract("config_classes")
 PROVIDER = "megatron.bridge.models.distillation_provider"
 
 
-def test_distillation_provider_sets_super_class():
+def test_distillation_provider_sets_and_reads_private_super_class():
     CONTRACT.mentions(PROVIDER, "DistillationProvider.__post_init__", "self._super_class")
     CONTRACT.mentions(PROVIDER, "DistillationProvider.provide", "self._super_class")
 
 
-def test_distillation_provider_sets_removed_attributes():
+def test_distillation_provider_sets_attributes_that_we_remove():
     CONTRACT.mentions(
         PROVIDER, "convert_to_distillation_provider", "teacher", "kd_config", "distill_submodule", "_pre_wrap_hooks"
     )
     CONTRACT.mentions(PROVIDER, "DistillationProvider", "self.full_model")
 
 
-def test_remove_teacher_keeps_other_attributes():
+def test_remove_teacher_removes_only_distillation_attributes():
     from qwen3vl_bridge.upstream.config_classes import is_student, own_class, remove_teacher
 
     student = SimpleNamespace(_super_class=dict, teacher=1, kd_config=2, full_model=3, hidden_size=4)

@@ -15,7 +15,7 @@ CONTRACT = Contract("cpu")
 CORE = "megatron.core"
 
 
-def test_rng_tracker_calls_replaced_functions():
+def test_cuda_rng_tracker_calls_functions_that_we_replace():
     module = f"{CORE}.tensor_parallel.random"
     CONTRACT.declares(module, "_get_cuda_rng_state", "device", "clone", "graph_safe")
     CONTRACT.declares(module, "_set_cuda_rng_state", "new_state", "device", "graph_safe")
@@ -26,13 +26,13 @@ def test_rng_tracker_calls_replaced_functions():
 @pytest.mark.parametrize(
     "module", ["distributed.param_and_grad_buffer", "distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer"]
 )
-def test_buffers_coalescing_manager_takes_known_parameters(module):
+def test_coalescing_manager_of_gradient_buffers_has_expected_parameters(module):
     CONTRACT.takes("torch.distributed.distributed_c10d", "_coalescing_manager", "group", "device", "async_ops")
     CONTRACT.find("torch.distributed.distributed_c10d", "_world.pg_coalesce_state")
     CONTRACT.find(f"{CORE}.{module}", "_coalescing_manager")
 
 
-def test_process_group_gloo_accepts_options():
+def test_process_group_gloo_is_built_from_options_or_timeout():
     """The class is written in C++: it has no signatures, but documents its constructors."""
     module = "torch.distributed.distributed_c10d"
     CONTRACT.mentions(module, "_new_process_group_helper", "ProcessGroupGloo", "timeout")
@@ -48,19 +48,19 @@ def test_process_group_gloo_accepts_options():
             CONTRACT.fail(module, f"ProcessGroupGloo._Options has no {name}")
 
 
-def test_async_loop_takes_known_parameters():
+def test_persistent_async_caller_loop_has_expected_parameters():
     CONTRACT.declares(
         f"{CORE}.dist_checkpointing.strategies.async_utils", "PersistentAsyncCaller.async_loop",
         "rank", "queue", "preload_q", "comp_q", "log_level", "cpu_priority", "io_priority",
     )  # fmt: skip
 
 
-def test_fsdp_adapter_has_device_mesh():
+def test_megatron_fsdp_adapter_imports_device_mesh():
     CONTRACT.find(f"{CORE}.distributed.fsdp.mcore_fsdp_adapter", "DeviceMesh")
     CONTRACT.find("torch.distributed.device_mesh", "DeviceMesh.from_group")
 
 
-def test_initialize_megatron_checks_cuda():
+def test_initialize_megatron_checks_that_cuda_is_available():
     CONTRACT.mentions("megatron.bridge.training.initialize", "initialize_megatron", "torch.cuda.is_available")
     module = "megatron.bridge.training.flex_dispatcher_backend"
     CONTRACT.declares(module, "validate_flex_dispatcher_backend", "model_config")

@@ -11,7 +11,7 @@ CONTRACT = Contract("dcp_storage")
 FILES = "torch.distributed.checkpoint.filesystem"
 
 
-def test_storage_info_has_known_fields():
+def test_torch_checkpoint_storage_info_has_expected_fields():
     found = [field.name for field in dataclasses.fields(CONTRACT.find(FILES, "_StorageInfo", type))]
     expected = ["relative_path", "offset", "length", "transform_descriptors"]
     if found != expected:

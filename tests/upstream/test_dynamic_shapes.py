@@ -11,12 +11,12 @@ pytestmark = pytest.mark.upstream
 CONTRACT = Contract("dynamic_shapes")
 
 
-def test_maybe_mark_dynamic_takes_tensor_and_dimension():
+def test_maybe_mark_dynamic_has_parameters_for_tensor_and_dimension():
     newer = ("min", "max") if CONTRACT.has_parameter("torch._dynamo", "maybe_mark_dynamic", "min") else ()  # torch 2.15
     CONTRACT.takes("torch._dynamo", "maybe_mark_dynamic", "t", "index", *newer)
 
 
-def test_mark_dynamic_three_sizes_compiles_once():
+def test_mark_dynamic_compiles_once_for_three_sizes():
     from qwen3vl_bridge.upstream.dynamic_shapes import mark_dynamic
 
     graphs = []

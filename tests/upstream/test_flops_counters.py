@@ -15,12 +15,12 @@ COUNTERS = (
 )
 
 
-def test_train_resets_and_reads_counters():
+def test_megatron_bridge_training_loop_uses_flops_counters_that_we_set():
     CONTRACT.mentions(TRAIN, "train", *COUNTERS)
     CONTRACT.mentions(FLOPS, "resolve_global_flops_runtime_stats", *COUNTERS)
 
 
-def test_add_operations_twice_sums_global_stats():
+def test_add_operations_twice_sums_flops_statistics():
     CONTRACT.find(FLOPS, "resolve_global_flops_runtime_stats")
     from qwen3vl_bridge.upstream.flops_counters import add_operations
 

@@ -9,7 +9,7 @@ CONTRACT = Contract("fsdp_checkpoints")
 MODULE, NAME = "megatron.bridge.training.checkpointing", "load_fsdp_dtensor_checkpoint"
 
 
-def test_load_fsdp_dtensor_checkpoint_takes_what_is_passed_on():
+def test_load_fsdp_dtensor_checkpoint_has_expected_parameters():
     CONTRACT.takes(
         MODULE, NAME, "load_dir", "ckpt_cfg", "rank0", "sharded_state_dict", "iteration", "release",
         "checkpoint_path_override", "checkpointing_context", "cfg",

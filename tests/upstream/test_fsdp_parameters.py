@@ -12,13 +12,13 @@ FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp"
 
 
 @pytest.mark.parametrize("name", ["_replace_param_with_raw_if_needed", "_replace_param_with_distributed_if_needed"])
-def test_megatron_fsdp_replaces_parameters_by_method(name):
+def test_megatron_fsdp_has_private_methods_that_replace_parameters(name):
     CONTRACT.takes(FSDP, f"MegatronFSDP.{name}", "self")
     CONTRACT.mentions(FSDP, f"MegatronFSDP.{name}", "is_param_fsdp_distributed")
 
 
 @pytest.mark.parametrize("distributed", [True, False])
-def test_module_parameters_error_restores_parameters(distributed):
+def test_module_parameters_context_that_raises_restores_distributed_parameters(distributed):
     from qwen3vl_bridge.upstream.fsdp_parameters import module_parameters
 
     class Model:

@@ -11,24 +11,24 @@ CONTRACT = Contract("gated_delta_kernels")
 GDN = "megatron.core.ssm.gated_delta_net"
 
 
-def test_common_builds_a_layer_only_with_the_package():
+def test_gated_delta_net_checks_that_flash_linear_attention_is_installed():
     CONTRACT.find(f"{GDN}.common", "HAVE_FLA", bool)
     CONTRACT.mentions(f"{GDN}.common", "_GDNBase.__init__", "HAVE_FLA")
 
 
-def test_common_calls_the_norm_by_its_name():
+def test_gated_delta_net_calls_l2norm_of_its_module():
     CONTRACT.find(f"{GDN}.common", "l2norm")
     CONTRACT.mentions(f"{GDN}.common", "_GDNBase._prepare_input_for_gated_delta_rule", "l2norm")
 
 
-def test_gdn_calls_the_convolution_by_its_name():
+def test_gated_delta_net_calls_causal_conv1d_of_its_module():
     CONTRACT.find(f"{GDN}.gdn", "causal_conv1d")
     CONTRACT.mentions(
         f"{GDN}.gdn", "GatedDeltaNet.forward", "causal_conv1d", "cu_seqlens", "initial_state", "output_final_state"
     )
 
 
-def test_without_package_check_restores_what_was_found(monkeypatch):
+def test_without_package_check_restores_flag_after_error(monkeypatch):
     from qwen3vl_bridge.upstream import gated_delta_kernels
 
     monkeypatch.setattr(gated_delta_kernels.common, "HAVE_FLA", False)

@@ -11,7 +11,7 @@ CONTRACT = Contract("gated_delta_net")
 GDN = "megatron.core.ssm.gated_delta_net"
 
 
-def test_setup_variant_attrs_sets_delta_rule():
+def test_gated_delta_net_setup_variant_attrs_sets_delta_rule():
     CONTRACT.takes(f"{GDN}.gdn", "GatedDeltaNet._setup_variant_attrs", "self")
     CONTRACT.mentions(
         f"{GDN}.gdn", "GatedDeltaNet._setup_variant_attrs",
@@ -20,7 +20,7 @@ def test_setup_variant_attrs_sets_delta_rule():
     CONTRACT.mentions(f"{GDN}.common", "_GDNBase.__init__", "_setup_variant_attrs")
 
 
-def test_forward_calls_delta_rule_with_offsets():
+def test_gated_delta_net_forward_calls_delta_rule_with_cu_seqlens():
     CONTRACT.takes(
         f"{GDN}.gdn", "GatedDeltaNet.forward", "self", "hidden_states", "attention_mask", "inference_context",
         "packed_seq_params", "sequence_len_offset", "inference_params", "**kwargs",
@@ -28,7 +28,7 @@ def test_forward_calls_delta_rule_with_offsets():
     CONTRACT.mentions(f"{GDN}.gdn", "GatedDeltaNet.forward", "self.gated_delta_rule", "cu_seqlens")
 
 
-def test_forward_calls_resolve_cu_seqlens():
+def test_gated_delta_net_forward_calls_resolve_cu_seqlens():
     CONTRACT.takes(
         f"{GDN}.gdn", "GatedDeltaNet._resolve_cu_seqlens",
         "self", "cu_seqlens_padded", "cu_seqlens_actual", "total_seq_len", "name", "cp_size",
@@ -36,7 +36,7 @@ def test_forward_calls_resolve_cu_seqlens():
     CONTRACT.mentions(f"{GDN}.gdn", "GatedDeltaNet.forward", "_resolve_cu_seqlens")
 
 
-def test_split_tensor_factory_takes_known_parameters():
+def test_split_tensor_factory_has_expected_parameters():
     CONTRACT.takes(
         "megatron.core.ssm.utils", "_split_tensor_factory", "orig_sh_ten", "split_sections", "split_names", "split_dim"
     )

@@ -11,7 +11,7 @@ CONTRACT = Contract("gpt_model")
 GPT = "megatron.core.models.gpt.gpt_model"
 
 
-def test_postprocess_takes_known_parameters():
+def test_gpt_model_postprocess_has_expected_parameters():
     CONTRACT.takes(
         GPT, "GPTModel._postprocess", "self", "hidden_states", "input_ids", "position_ids", "labels", "rotary_pos_emb",
         "rotary_pos_cos", "rotary_pos_sin", "mtp_in_postprocess", "loss_mask", "decoder_input", "attention_mask",
@@ -20,12 +20,12 @@ def test_postprocess_takes_known_parameters():
     )  # fmt: skip
 
 
-def test_forward_and_schedule_call_postprocess():
+def test_gpt_model_forward_and_schedule_node_call_postprocess():
     CONTRACT.mentions(GPT, "GPTModel.forward", "_postprocess")
     CONTRACT.mentions("megatron.core.models.common.utils", "PostProcessNode.forward_impl", "_postprocess")
 
 
-def test_postprocess_calls_compute_output():
+def test_output_gpt_model_postprocess_calls_compute_output():
     from qwen3vl_bridge.upstream.gpt_model import OutputGPTModel
 
     class Model(OutputGPTModel):

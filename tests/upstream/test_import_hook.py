@@ -12,13 +12,13 @@ CONTRACT = Contract("import_hook")
     ("megatron.bridge.peft.lora_layers", "import transformer_engine.pytorch"),
     ("megatron.bridge.training.pretrain", "nvidia_resiliency_ext.inprocess"),
 ])  # fmt: skip
-def test_substituted_modules_are_imported(module, imports):
+def test_megatron_bridge_still_imports_modules_that_we_substitute(module, imports):
     """Otherwise the module no longer needs one, and the entry can be deleted."""
     if imports not in CONTRACT.source(module):
         CONTRACT.fail(module, f"{module} does not import {imports}")
 
 
-def test_get_model_bridge_returns_ours():
+def test_get_model_bridge_of_qwen3_vl_returns_our_bridge():
     from qwen3vl_bridge.models.qwen3_vl.bridge import Qwen3VLBridge
 
     import transformers
@@ -33,7 +33,7 @@ def test_get_model_bridge_returns_ours():
     ("export.unified_export_megatron", "torch.cuda.current_device()"),
     ("utils.plugins.mbridge", "torch.cuda.current_device()"),
 ])  # fmt: skip
-def test_modelopt_modules_call_cuda(module, call):
+def test_modelopt_modules_that_we_patch_still_call_cuda(module, call):
     """Otherwise the module no longer needs the CPU's `torch`, and the entry can be deleted."""
     if call not in CONTRACT.source(f"modelopt.torch.{module}"):
         CONTRACT.fail("modelopt.torch", f"modelopt.torch.{module} does not call {call}")

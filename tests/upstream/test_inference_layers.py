@@ -19,7 +19,7 @@ CHECK = "is_inference_column_parallel_linear"
 CALLED_IN = "megatron.core.transformer.multi_token_prediction"
 
 
-def test_check_is_called_by_multi_token_prediction():
+def test_multi_token_prediction_calls_inference_layer_check_since_0_20():
     """The check does not exist before megatron-core 0.20."""
     if Version(version("megatron-core")) < Version("0.20.dev0"):
         CONTRACT.find(CALLED_IN, "MultiTokenPredictionLayer", type)
@@ -29,7 +29,7 @@ def test_check_is_called_by_multi_token_prediction():
     CONTRACT.mentions(CALLED_IN, "MultiTokenPredictionLayer.__init__", CHECK)
 
 
-def test_find_no_inference_layers_without_transformer_engine_is_false(monkeypatch):
+def test_find_no_inference_layers_replaces_check_without_transformer_engine(monkeypatch):
     module = ModuleType(CALLED_IN)
     monkeypatch.setattr(inference_layers, "multi_token_prediction", module)
     monkeypatch.setattr(replacements, "_done", {})

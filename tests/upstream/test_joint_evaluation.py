@@ -18,7 +18,7 @@ def test_evaluate_and_print_results_calls_evaluate():
     CONTRACT.mentions(EVAL, "evaluate_and_print_results", "evaluate")
 
 
-def test_add_arguments_of_evaluation_passes_arguments(monkeypatch):
+def test_add_arguments_of_evaluation_passes_added_arguments_to_evaluate(monkeypatch):
     CONTRACT.find(EVAL, "evaluate")
     from qwen3vl_bridge.upstream import replacements
     from qwen3vl_bridge.upstream.joint_evaluation import add_arguments_of_evaluation

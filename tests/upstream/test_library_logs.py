@@ -11,13 +11,13 @@ CONTRACT = Contract("library_logs")
 @pytest.mark.parametrize(
     "module", ["megatron.bridge.utils.import_utils", "megatron.bridge.peft.lora", "megatron.bridge.peft.dora"]
 )
-def test_hidden_loggers_exist(module):
+def test_library_loggers_that_we_silence_have_module_names(module):
     logger = CONTRACT.find(module, "logger")
     if logger.name != module:
         CONTRACT.fail(module, f"logs as {logger.name}")
 
 
-def test_pretrain_has_logger():
+def test_pretrain_logger_and_transformers_verbosity_functions_exist():
     CONTRACT.find("megatron.bridge.training.pretrain", "logger")
     CONTRACT.find("transformers.utils.logging", "set_verbosity_error")
     CONTRACT.find("transformers.utils.logging", "disable_progress_bar")

@@ -9,7 +9,7 @@ CONTRACT = Contract("missing_transformer_engine")
 
 
 @pytest.mark.parametrize("module", ["megatron.bridge.peft.utils", "megatron.bridge.peft.module_matcher"])
-def test_peft_flags_without_package_are_false(module):
+def test_megatron_bridge_peft_flags_are_false_without_transformer_engine(module):
     from qwen3vl_bridge.lazy import is_installed
 
     for name in ("HAVE_TE", "HAVE_TE_COL_LINEAR", "HAVE_TE_LN_COL_LINEAR", "HAVE_TE_ROW_LINEAR"):
@@ -18,7 +18,7 @@ def test_peft_flags_without_package_are_false(module):
             CONTRACT.fail(module, f"{name} is True without Transformer Engine")
 
 
-def test_install_pg_collection_compares_with_te_attention():
+def test_install_pg_collection_looks_for_transformer_engine_attention():
     module = "megatron.bridge.training.eval_context_parallel_rebinding"
     CONTRACT.takes(module, "install_pg_collection", "model", "target")
     CONTRACT.mentions(

@@ -13,7 +13,7 @@ MODULE, DISTRIBUTED = "megatron.core.optimizer.optimizer", "megatron.core.optimi
 HALF = "Float16OptimizerWithFloat16Params"
 
 
-def test_optimizers_pass_through_one_constructor():
+def test_megatron_core_optimizers_call_constructor_of_megatron_optimizer():
     CONTRACT.takes(MODULE, "MegatronOptimizer.__init__", "self", "optimizer", "config", "init_state_fn")
     base = CONTRACT.find(MODULE, "MegatronOptimizer")
     for module, name in ((MODULE, HALF), (DISTRIBUTED, "DistributedOptimizer")):
@@ -22,7 +22,7 @@ def test_optimizers_pass_through_one_constructor():
         CONTRACT.mentions(module, f"{name}.__init__", "super().__init__")
 
 
-def test_groups_are_built_and_saved_by_corrected_methods():
+def test_mixed_precision_optimizers_use_methods_that_we_correct():
     CONTRACT.takes(
         DISTRIBUTED, "DistributedOptimizer._build_optimizer_group_ranges", "cls", "param_groups", "gbuf_ranges"
     )
@@ -40,9 +40,9 @@ HALVES, FULL = torch.bfloat16, torch.float32
 
 @pytest.mark.parametrize(
     "groups", [[[HALVES]], [[HALVES, FULL]], [[HALVES], [FULL]], [[FULL], [HALVES]], [[FULL]]],
-    ids=["one", "both", "apart", "apart reversed", "float32"],
+    ids=["bfloat16", "one group of both", "two groups", "two groups reversed", "float32"],
 )  # fmt: skip
-def test_float16_optimizer_with_float32_parameters_saves_and_loads(groups):
+def test_float16_optimizer_with_float32_parameters_saves_state_of_all_parameters(groups):
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params

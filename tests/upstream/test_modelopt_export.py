@@ -11,7 +11,7 @@ CONTRACT = Contract("modelopt_export")
 MODULE, KIND = "modelopt.torch.export.unified_export_megatron", "GPTModelExporter"
 
 
-def test_exporter_has_overridden_attributes():
+def test_modelopt_exporter_has_attributes_that_we_override():
     kind = CONTRACT.find(MODULE, KIND)
     CONTRACT.mentions(MODULE, "export_mcore_gpt_to_hf", KIND)
     CONTRACT.declares(

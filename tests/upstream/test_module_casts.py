@@ -13,18 +13,18 @@ CONTRACT = Contract("module_casts")
 MODULE = "torch.nn.modules.module"
 
 
-def test_module_casts_call_apply():
+def test_torch_module_casts_call_private_apply():
     CONTRACT.takes(MODULE, "Module._apply", "self", "fn", "recurse")
     for name in ("half", "bfloat16", "to", "float"):
         CONTRACT.mentions(MODULE, f"Module.{name}", "_apply")
 
 
-def test_apply_calls_apply_of_children():
+def test_torch_module_apply_calls_apply_of_children():
     CONTRACT.mentions(MODULE, "Module._apply", "module._apply")
 
 
 @pytest.mark.parametrize("cast", ["half", "bfloat16"])
-def test_keep_float32_cast_keeps_named_parameters(cast):
+def test_keep_float32_module_cast_keeps_named_parameters_in_float32(cast):
     from qwen3vl_bridge.upstream.module_casts import KeepFloat32
 
     class Kept(KeepFloat32, nn.Linear):

@@ -8,7 +8,7 @@ pytestmark = pytest.mark.upstream
 CONTRACT = Contract("module_groups")
 
 
-def test_group_functions_take_known_parameters():
+def test_functions_creating_process_groups_have_expected_parameters():
     CONTRACT.takes("megatron.core.parallel_state", "_set_global_memory_buffer")
     CONTRACT.takes(
         "megatron.bridge.training.initialize", "_create_dist_train_pgs",

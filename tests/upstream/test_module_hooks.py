@@ -14,13 +14,13 @@ NAMES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_module_has_hook_attributes(name):
+def test_torch_module_has_private_hook_attributes(name):
     if not hasattr(nn.Module(), name):
         CONTRACT.fail(MODULE, f"a module has no {name}")
     CONTRACT.mentions(MODULE, "Module._call_impl", name)
 
 
-def test_hook_functions_return_registered_hooks():
+def test_forward_pre_hooks_and_has_later_hooks_find_registered_hooks():
     from qwen3vl_bridge.upstream.module_hooks import forward_pre_hooks, has_later_hooks
 
     def hook(*_):

@@ -19,23 +19,23 @@ TENSORS = {
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_dispatcher_sets_cleared_attributes(name):
+def test_token_dispatchers_set_attributes_that_we_clear(name):
     CONTRACT.find(DISPATCHER, name, type)
     CONTRACT.mentions(DISPATCHER, name, *(f"self.{tensor}" for tensor in TENSORS[name]))
 
 
-def test_flex_dispatcher_has_comm_manager():
+def test_flex_token_dispatcher_has_private_comm_manager():
     CONTRACT.find(DISPATCHER, "MoEFlexTokenDispatcher", type)
     CONTRACT.mentions(DISPATCHER, "MoEFlexTokenDispatcher", "self._comm_manager", "_DeepepManager", "_HybridEPManager")
 
 
-def test_moe_layer_postprocess_takes_known_parameters():
+def test_moe_layer_postprocess_has_expected_parameters():
     CONTRACT.takes(
         "megatron.core.transformer.moe.moe_layer", "MoELayer.postprocess", "self", "output", "shared_expert_output"
     )
 
 
-def test_drop_routed_tensors_clears_every_dispatcher():
+def test_drop_routed_tensors_clears_listed_attributes_of_every_dispatcher():
     from qwen3vl_bridge.upstream.moe_dispatcher import ROUTED_TENSORS, MoEFlexTokenDispatcher, drop_routed_tensors
 
     assert {kind.__name__: names for kind, names in ROUTED_TENSORS.items()} == TENSORS

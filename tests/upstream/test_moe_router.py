@@ -13,18 +13,18 @@ LOSSES = ("_apply_aux_loss", "_apply_global_aux_loss")
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_router_loss_takes_known_parameters(name):
+def test_router_load_balancing_loss_has_expected_parameters(name):
     CONTRACT.takes(
         ROUTER, f"TopKRouter.{name}", "self", "probs", "scores_for_aux_loss", "routing_map", "with_padding_mask"
     )
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_routing_calls_router_loss(name):
+def test_router_routing_calls_load_balancing_loss(name):
     CONTRACT.mentions(ROUTER, "TopKRouter.routing", name)
 
 
-def test_balancing_router_calls_public_methods():
+def test_balancing_router_private_losses_call_its_public_methods():
     from qwen3vl_bridge.upstream.moe_router import BalancingRouter
 
     class Router(BalancingRouter):

@@ -11,7 +11,7 @@ CONTRACT = Contract("multi_token_prediction")
 MTP = "megatron.core.transformer.multi_token_prediction"
 
 
-def test_forward_calls_get_embeddings():
+def test_mtp_layer_forward_calls_get_embeddings():
     CONTRACT.takes(
         MTP, "MultiTokenPredictionLayer._get_embeddings", "self", "input_ids", "position_ids", "embedding",
         "hidden_states", "packed_seq_params", "padding_mask",
@@ -19,14 +19,14 @@ def test_forward_calls_get_embeddings():
     CONTRACT.mentions(MTP, "MultiTokenPredictionLayer.forward", "_get_embeddings")
 
 
-def test_acceptance_counts_takes_known_parameters():
+def test_mtp_acceptance_counts_function_has_expected_parameters():
     CONTRACT.takes(
         MTP, "_compute_mtp_acceptance_counts",
         "mtp_logits", "mtp_labels", "loss_mask", "output_layer", "runtime_gather_output", "tp_group",
     )  # fmt: skip
 
 
-def test_get_embeddings_returns_upstream_order():
+def test_mtp_get_embeddings_override_returns_values_in_order_of_megatron_core():
     from qwen3vl_bridge.upstream.multi_token_prediction import EmbeddedPredictionLayer
 
     layer = EmbeddedPredictionLayer.__new__(EmbeddedPredictionLayer)

@@ -9,13 +9,13 @@ CONTRACT = Contract("muon")
 MODULE, NAME = "megatron.core.optimizer", "_get_megatron_emerging_optimizer"
 
 
-def test_get_megatron_optimizer_calls_replaced_function():
+def test_get_megatron_optimizer_calls_emerging_optimizer_that_we_replace():
     CONTRACT.takes(MODULE, NAME, "config", "model_chunks", "config_overrides", "pg_collection")
     CONTRACT.mentions(MODULE, NAME, "is_qkv", "qkv_split_shapes", "default_param_overrides", "muon_scalar_optimizer")
     CONTRACT.mentions(MODULE, "get_megatron_optimizer", NAME)
 
 
-def test_muon_orthogonalize_reads_parameter_attributes():
+def test_muon_orthogonalize_reads_qkv_attributes_of_parameters():
     muon = "TensorParallelMuon.orthogonalize"
     CONTRACT.mentions(f"{MODULE}.emerging_optimizers", muon, "qkv_split_shapes", "is_qkv_fn")
     CONTRACT.mentions(f"{MODULE}.emerging_optimizers", "_muon_config_to_kwargs", "is_qkv")

@@ -12,12 +12,12 @@ CONTRACT = Contract("parameter_mapping")
 MAPPING = "megatron.bridge.models.conversion.param_mapping"
 
 
-def test_get_config_takes_module():
+def test_param_mapping_get_config_has_expected_parameters():
     CONTRACT.takes(MAPPING, "MegatronParamMapping._get_config", "self", "module")
     CONTRACT.find(MAPPING, "AutoMapping._get_config")
 
 
-def test_config_of_module_returns_its_config():
+def test_config_of_module_returns_config_attribute():
     from qwen3vl_bridge.upstream.parameter_mapping import ConfigMapping
 
     module = nn.Linear(1, 1)

@@ -8,7 +8,7 @@ pytestmark = pytest.mark.upstream
 CONTRACT = Contract("parameter_names")
 
 
-def test_local_name_to_global_takes_known_parameters():
+def test_megatron_local_name_to_global_has_expected_parameters():
     CONTRACT.takes(
         "megatron.bridge.models.conversion.model_bridge", "_megatron_local_name_to_global",
         *("models", "config", "param_name", "vp_stage"),

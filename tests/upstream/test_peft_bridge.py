@@ -10,7 +10,7 @@ MODULE = "megatron.bridge.models.conversion.peft_bridge"
 BRIDGE = "megatron.bridge.models.conversion.model_bridge"
 
 
-def test_overridden_methods_take_known_parameters():
+def test_peft_bridge_methods_that_we_override_have_expected_parameters():
     CONTRACT.takes(MODULE, "MegatronPeftBridge._megatron_global_adapters_info_all_pp_ranks", "self", "megatron_model")
     CONTRACT.takes(
         MODULE, "MegatronPeftBridge._merge_lora_adapter_weights",
@@ -29,7 +29,7 @@ def test_overridden_methods_take_known_parameters():
     )  # fmt: skip
 
 
-def test_called_methods_take_known_parameters():
+def test_peft_bridge_methods_that_we_call_have_expected_parameters():
     CONTRACT.takes(MODULE, "MegatronPeftBridge._gather_expert_adapter_weight", "self", "weight")
     CONTRACT.takes(
         BRIDGE, "MegatronModelBridge._with_progress_tracking", "self", "tasks", "description", "show_progress"

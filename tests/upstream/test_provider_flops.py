@@ -14,7 +14,7 @@ NAME = "_get_num_floating_point_operations_with_runtime_stats"
 ARGUMENTS = ("batch_size", "seqlen_sum", "seqlen_squared_sum", "cross_seqlen_sum", "cross_seqlen_product_sum")
 
 
-def test_flop_utils_calls_provider_with_known_arguments():
+def test_flop_utils_passes_expected_arguments_to_provider():
     CONTRACT.mentions(
         "megatron.bridge.training.utils.flop_utils",
         "num_floating_point_operations",
@@ -23,7 +23,7 @@ def test_flop_utils_calls_provider_with_known_arguments():
     )
 
 
-def test_counts_operations_calls_operations_of_step():
+def test_counts_operations_mixin_calls_operations_of_step():
     from qwen3vl_bridge.upstream.provider_flops import CountsOperations
 
     class Provider(CountsOperations):
@@ -33,7 +33,7 @@ def test_counts_operations_calls_operations_of_step():
     assert getattr(Provider(), NAME)(batch_size=2) == {"batch_size": 2}
 
 
-def test_operations_of_step_takes_known_arguments():
+def test_operations_of_step_has_parameters_that_megatron_bridge_passes():
     from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 
     parameters = [*inspect.signature(VisionLanguageProvider.operations_of_step).parameters]

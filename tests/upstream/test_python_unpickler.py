@@ -10,7 +10,7 @@ pytestmark = pytest.mark.upstream
 CONTRACT = Contract("python_unpickler")
 
 
-def test_unpickler_dispatch_has_overridden_methods():
+def test_python_unpickler_dispatches_to_methods_that_we_override():
     dispatch = CONTRACT.find("pickle", "_Unpickler.dispatch", dict)
     CONTRACT.mentions("pickle", "_Unpickler.load", "dispatch", "stack")
     CONTRACT.mentions("pickle", "_Unpickler.__init__", "memo")

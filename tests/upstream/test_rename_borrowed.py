@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_contract_tests_renamed_upstream_name_fails_by_name():
+def test_contract_test_fails_if_upstream_name_is_renamed():
     """Three names, others each day; the script without arguments tries ten."""
     seed = int(time.time()) // 86400
     command = [sys.executable, "scripts/rename_borrowed.py", "--seed", str(seed), "--count", "3"]

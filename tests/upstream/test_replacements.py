@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.upstream
 
 
-def test_replace_sets_and_records_a_name(monkeypatch):
+def test_replace_sets_name_and_records_replacement(monkeypatch):
     monkeypatch.setattr(replacements, "_done", {})
     module = ModuleType("of_others")
     module.function = len

@@ -9,7 +9,7 @@ CONTRACT = Contract("saved_configs")
 MEGATRON, BRIDGE = "megatron.training.config.instantiate_utils", "megatron.bridge.utils.instantiate_utils"
 
 
-def test_resolve_target_saved_provider_builds_ours():
+def test_saved_megatron_bridge_provider_target_is_instantiated_as_our_provider():
     CONTRACT.takes(MEGATRON, "_resolve_target", "target", "full_key", "check_callable")
     CONTRACT.find(BRIDGE, "_mcore_instantiate_utils._resolve_target")
     CONTRACT.mentions(MEGATRON, "instantiate_node", "_resolve_target")

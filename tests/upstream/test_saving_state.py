@@ -12,7 +12,7 @@ STATE, CONFIG = "megatron.bridge.training.state", "megatron.bridge.training.conf
 LOGGERS = {"wandb_logger": "wandb_project", "mlflow_logger": "mlflow_experiment", "comet_logger": "comet_project"}
 
 
-def test_global_state_sets_private_config_and_loggers():
+def test_global_state_has_private_config_and_loggers():
     CONTRACT.mentions(STATE, "GlobalState.__init__", "_cfg", *(f"_{name}" for name in LOGGERS))
     for name in LOGGERS:
         CONTRACT.find(STATE, f"GlobalState.{name}", property)
@@ -20,7 +20,7 @@ def test_global_state_sets_private_config_and_loggers():
         CONTRACT.find(CONFIG, f"LoggerConfig.{setting}")
 
 
-def test_copy_without_trackers_keeps_original_state():
+def test_copy_without_trackers_clears_loggers_of_copy_only():
     CONTRACT.find(STATE, "GlobalState")
     from qwen3vl_bridge.upstream.saving_state import copy_without_trackers
 

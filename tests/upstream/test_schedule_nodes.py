@@ -12,14 +12,14 @@ PLAN = "megatron.core.models.common.model_chunk_schedule_plan"
 LAYER = "megatron.core.transformer.transformer_layer"
 
 
-def test_build_callable_nodes_takes_known_parameters():
+def test_build_callable_nodes_has_expected_parameters():
     nodes = "TransformerLayerSchedulePlan._build_callable_nodes"
     CONTRACT.takes(PLAN, nodes, "self", "event", "comp_stream", "comm_stream", "extra_args")
     CONTRACT.mentions(PLAN, "TransformerLayerSchedulePlan.__init__", "_build_callable_nodes")
     CONTRACT.mentions(PLAN, nodes, "self.pre_dispatch_computation", "self.mtp_post_process")
 
 
-def test_extra_args_for_layer_takes_known_parameters():
+def test_extra_args_for_layer_has_expected_parameters():
     arguments = "TransformerModelChunkSchedulePlan._extra_args_for_layer"
     CONTRACT.takes(PLAN, arguments, "self", "module", "layer_idx", "num_layers")
     CONTRACT.mentions(PLAN, arguments, "is_first_layer", "is_last_layer")
@@ -27,7 +27,7 @@ def test_extra_args_for_layer_takes_known_parameters():
         CONTRACT.find(PLAN, f"TransformerModelChunkSchedulePlan.{name}")
 
 
-def test_layer_forward_parts_take_known_parameters():
+def test_transformer_layer_forward_parts_have_expected_parameters():
     CONTRACT.takes(
         LAYER, "TransformerLayer._forward_attention", "self", "hidden_states", "attention_mask", "context",
         "context_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "rotary_pos_cos_sin", "attention_bias",
@@ -37,7 +37,7 @@ def test_layer_forward_parts_take_known_parameters():
     CONTRACT.mentions(LAYER, "TransformerLayer._forward_pre_mlp_layernorm", "self.mlp_norm_manager")
 
 
-def test_attend_returns_hidden_states_only():
+def test_attend_returns_attention_output_without_context():
     from qwen3vl_bridge.upstream.schedule_nodes import attend, normalize_before_experts
 
     class Layer:

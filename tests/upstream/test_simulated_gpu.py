@@ -12,7 +12,7 @@ CONTRACT = Contract("simulated_gpu")
 DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 
 
-def test_new_group_takes_known_parameters():
+def test_torch_distributed_functions_that_we_replace_exist():
     found = list(inspect.signature(CONTRACT.find("torch.distributed", "new_group")).parameters)[:4]
     if found != ["ranks", "timeout", "backend", "pg_options"]:
         CONTRACT.fail(
@@ -28,7 +28,7 @@ def test_new_group_takes_known_parameters():
         CONTRACT.find("torch.distributed", name)
 
 
-def test_replaced_value_functions_take_known_parameters():
+def test_functions_whose_values_we_replace_have_expected_parameters():
     CONTRACT.takes(
         "megatron.core.optimizer.optimizer", "get_grad_norm_fp32",
         "grads_for_norm", "norm_type", "grad_stats_parallel_group",
@@ -42,7 +42,7 @@ def test_replaced_value_functions_take_known_parameters():
     CONTRACT.mentions(tuner, "CachingAutotuner.benchmark_all_configs", "launchers")
 
 
-def test_dispatcher_preprocess_sets_known_attributes():
+def test_alltoall_token_dispatcher_preprocess_sets_expected_attributes():
     CONTRACT.takes(DISPATCHER, "MoEAlltoAllTokenDispatcher.preprocess", "self", "routing_map")
     CONTRACT.mentions(
         DISPATCHER, "MoEAlltoAllTokenDispatcher.preprocess", "gather_from_sequence_parallel_region",
@@ -55,7 +55,7 @@ def test_dispatcher_preprocess_sets_known_attributes():
     )
 
 
-def test_torch_grouped_mm_takes_two_tensors():
+def test_torch_grouped_mm_takes_two_matrices_first():
     found = list(inspect.signature(CONTRACT.find("torch.nn.functional", "grouped_mm")).parameters)[:2]
     if found != ["mat_a", "mat_b"]:
         CONTRACT.fail("torch.nn.functional", f"grouped_mm takes {', '.join(found)} first, expected mat_a, mat_b")

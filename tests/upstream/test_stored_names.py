@@ -21,7 +21,7 @@ pytestmark = pytest.mark.upstream
 CONTRACT = Contract("stored_names")
 
 
-def test_dcp_metadata_pickled_names_exist():
+def test_private_torch_names_in_checkpoint_metadata_still_exist():
     from qwen3vl_bridge.checkpoint.formats.dcp import METADATA_GLOBALS
 
     for module, name in (
@@ -33,7 +33,7 @@ def test_dcp_metadata_pickled_names_exist():
         assert (module, name) in METADATA_GLOBALS
 
 
-def test_saved_tensor_pickled_name_exists():
+def test_torch_save_still_writes_rebuild_tensor_v2():
     CONTRACT.find("torch._utils", "_rebuild_tensor_v2")
     file = io.BytesIO()
     torch.save(torch.zeros(1), file)
@@ -44,11 +44,11 @@ def test_saved_tensor_pickled_name_exists():
 
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 13), reason="only Python 3.13 stores paths as pathlib._local")
-def test_path_pickled_module_is_local():
+def test_python_3_13_has_pathlib_local_module():
     CONTRACT.find("pathlib._local", "PosixPath")
 
 
-def test_path_pickled_module_is_read():
+def test_pickled_path_is_loaded_as_string():
     from qwen3vl_bridge.checkpoint.formats.dcp import METADATA_GLOBALS
     from qwen3vl_bridge.core.files import load_pickle
 
@@ -56,7 +56,7 @@ def test_path_pickled_module_is_read():
     assert load_pickle(pickle.dumps(path, protocol=2), "a path", METADATA_GLOBALS) == "folder/file"
 
 
-def test_distillation_model_attributes_exist():
+def test_modelopt_distillation_model_has_private_teacher_and_losses():
     """Parameters of a student that are stored with its own: the losses' and, unless it is hidden, its teacher's."""
     CONTRACT.mentions(
         "modelopt.torch.distill.distillation_model", "DistillationModel", "self._teacher_model", "self._loss_modules"

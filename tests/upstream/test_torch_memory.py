@@ -14,14 +14,14 @@ CONTRACT = Contract("torch_memory")
 MEMORY = "torch.cuda.memory"
 
 
-def test_record_memory_history_takes_known_parameters():
+def test_record_memory_history_has_expected_parameters():
     found = inspect.signature(CONTRACT.find(MEMORY, "_record_memory_history")).parameters.keys()
     if not found >= {"enabled", "stacks", "max_entries"}:
         CONTRACT.fail(MEMORY, f"_record_memory_history takes {', '.join(found)}: without stacks or max_entries")
     CONTRACT.mentions(MEMORY, "_snapshot", "device_traces")
 
 
-def test_backward_stack_contains_engine_run_backward():
+def test_stack_of_backward_pass_contains_engine_run_backward():
     CONTRACT.find("torch.autograd.graph", "_engine_run_backward")
     from qwen3vl_bridge.upstream.torch_memory import is_in_backward_pass
 

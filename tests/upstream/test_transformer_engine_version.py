@@ -9,7 +9,7 @@ CONTRACT = Contract("transformer_engine_version")
 UTILS = "megatron.core.utils"
 
 
-def test_with_transformer_engine_sets_cached_version():
+def test_with_transformer_engine_sets_cached_version_and_restores_it():
     CONTRACT.find(UTILS, "_te_version")
     CONTRACT.mentions(UTILS, "get_te_version", "_te_version")
     from qwen3vl_bridge.upstream.transformer_engine_version import with_transformer_engine

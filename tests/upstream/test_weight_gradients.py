@@ -11,13 +11,13 @@ CONTRACT = Contract("weight_gradients")
 LAYERS = "megatron.core.tensor_parallel.layers"
 
 
-def test_output_layer_reads_fusion_flag():
+def test_column_parallel_linear_reads_gradient_fusion_flag():
     CONTRACT.find(LAYERS, "_grad_accum_fusion_available", bool)
     CONTRACT.mentions(LAYERS, "ColumnParallelLinear", "_grad_accum_fusion_available")
 
 
 @pytest.mark.parametrize("available", [True, False])
-def test_output_layer_fuses_returns_current_flag(available, monkeypatch):
+def test_output_layer_fuses_returns_megatron_core_fusion_flag(available, monkeypatch):
     from qwen3vl_bridge.upstream.weight_gradients import output_layer_fuses
 
     monkeypatch.setattr(f"{LAYERS}._grad_accum_fusion_available", available)

@@ -8,7 +8,7 @@ pytestmark = pytest.mark.upstream
 CONTRACT = Contract("worker_errors")
 
 
-def test_lost_worker_parses_torch_message():
+def test_lost_worker_reads_process_id_and_signal_from_torch_message():
     CONTRACT.find("torch.utils.data.dataloader", "_MultiProcessingDataLoaderIter._try_get_data")
     CONTRACT.mentions(
         "torch.utils.data.dataloader", "_MultiProcessingDataLoaderIter._try_get_data",

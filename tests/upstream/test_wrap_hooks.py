@@ -9,7 +9,7 @@ CONTRACT = Contract("wrap_hooks")
 PROVIDER = "megatron.bridge.models.model_provider"
 
 
-def test_remove_hooks_removes_registered_hooks():
+def test_remove_hooks_removes_only_given_hooks():
     for kind in ("pre_wrap", "post_wrap"):
         CONTRACT.takes(PROVIDER, f"ModelProviderMixin.register_{kind}_hook", "self", "hook", "prepend")
         CONTRACT.mentions(PROVIDER, f"ModelProviderMixin.register_{kind}_hook", f"_{kind}_hooks")

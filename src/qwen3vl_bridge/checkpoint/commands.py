@@ -104,7 +104,7 @@ class MegatronTarget:
             raise CheckpointError(f"ckpt_format is {self.ckpt_format!r}, expected {' or '.join(megatron.FORMATS)}")
         if divisor is not None and not 1 <= divisor <= vocabulary:
             raise CheckpointError(
-                f"--make-vocab-size-divisible-by is {divisor}, expected 1 to {vocabulary}, the vocabulary"
+                f"--make-vocab-size-divisible-by is {divisor}, expected 1 to {vocabulary}, the size of the vocabulary"
             )
         if divisor is not None:
             step = divisor * self.topology.tp
@@ -173,15 +173,22 @@ class MegatronTarget:
         megatron.write_run_files(root, folder, contents, self.ckpt_format)
 
     def open(self, root: Path) -> DcpTensors:
-        """Open the written tensors; raise CheckpointError if the metadata differs from the plan."""
+        """Open the tensors of the written checkpoint `root`.
+
+        Raises:
+            CheckpointError: the checkpoint lists other items than `plan_files` has planned.
+        """
         metadata = read_metadata(megatron.iteration_folder(root, 0))
         if set(metadata.byte_items) != set(self.dcp.byte_items):
-            raise CheckpointError(f"{metadata.folder}: the metadata differs from what was to be written")
+            raise CheckpointError(
+                f"{metadata.folder}: .metadata lists other items than this conversion has written; check the file "
+                "system, and convert again"
+            )
         return DcpTensors(metadata, megatron.model_keys(metadata, self.ckpt_format))
 
 
 def _extra_states(rows: Collection[WeightRow], layout: TorchDist, *, with_norms: bool) -> Iterable[str]:
-    """Return the keys of the `_extra_state` items that megatron-core stores beside the weights.
+    """Return the keys of the `_extra_state` items that megatron-core stores in addition to the weights.
 
     Source: megatron-core 0.19, `make_sharded_tensors_for_checkpoint` and the modules' own `_extra_state`.
     """
@@ -213,8 +220,8 @@ def import_checkpoint(
     """Write a Megatron checkpoint from a Hugging Face model.
 
     Args:
-        hf_model: its folder, or a hub id.
-        megatron_path: the checkpoint's root folder, to be created.
+        hf_model: folder or hub id of the Hugging Face model.
+        megatron_path: root folder of the checkpoint, to be created.
         ckpt_format: "fsdp_dtensor" or "torch_dist".
         torch_dtype: "float32", "float16" or "bfloat16" to cast the weights; None to keep their dtypes.
         topology: parallel layout that the files are made for. The checkpoint can be loaded with any other.
@@ -328,7 +335,7 @@ def reformat_checkpoint(
         hf_model: folder or hub id of a model with configuration, tokenizer and processor; None for the files in the
             checkpoint.
         vocab_divisor: pad the vocabulary to a multiple of this number times the tensor-parallel size; None to keep the
-            padding.
+            present padding.
 
     Raises:
         CheckpointError: the source, the target or an option is invalid. The target is unchanged.
@@ -359,7 +366,7 @@ def _plan_conversion(
 ) -> Conversion:
     """Return the planned conversion of `source` to `target`.
 
-    `drop`: whether vocabulary padding rows that are not zero may be dropped.
+    `drop`: whether vocabulary padding that is not zero may be dropped.
     """
     rows, dtypes = source.config.rows(target.experts), dict(dtype=torch_dtype, float32_as=target.float32_as)
     plan = make_plan(rows, source.layout, target.layout, source.tensors.specs, where=str(source.folder), **dtypes)

@@ -60,11 +60,11 @@ class Output(Protocol):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the settings that the result depends on in addition to the plan, as values for the manifest."""
+        """Return settings for the manifest: those that affect the result, but not the plan."""
         ...
 
     def finish(self, root: Path, digest: str) -> None:
-        """Write all files without tensors, except the manifest. `digest` is the digest of the plan."""
+        """Write the files without tensors, except the manifest. `digest` identifies the plan."""
 
     def open(self, root: Path) -> TensorSource:
         """Open the tensors of a result; raise CheckpointError if its files differ from the plan."""
@@ -86,7 +86,7 @@ class Conversion:
     threads: int = 2  # of each process, to read and write
 
     def digest(self) -> str:
-        """Return a digest of the plan: the source files, the source of every element, and the place of every byte.
+        """Return a digest that identifies the source files, the source of every element and the place of every byte.
 
         Files without tensors are not included, because a resumed run writes them again.
         """
@@ -102,9 +102,10 @@ class Conversion:
         return digest.hexdigest()
 
     def write_manifest(self, result: Path, digest: str, checksums: dict[str, str]) -> None:
-        """Write the manifest. The digests of files with tensors are read from the journal."""
+        """Write the manifest to the folder `result`: the result of `digest`, and SHA-256 `checksums` by tensor name."""
         plan, output = self.plan, self.output
         files: dict[Path, FileDigests] = {}
+        # The journal has the digests of files with tensors.
         for part, part_digest in output_files.read_journal(result, split_files(output.files)).items():
             files.setdefault(Path(output.inner) / part.path, []).append((part.end, part_digest))
         for path in list_files(result):
@@ -160,7 +161,7 @@ class ConversionReport:
     dry_run: bool = True
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as values for JSON."""
+        """Return the report as a dict that can be written as JSON."""
         return asdict(self) | {"target": str(self.target)}
 
 
@@ -249,7 +250,7 @@ def run_conversion(make_conversion: Callable[[], Conversion], options: Conversio
     digests = ranks.all_gather(lambda: conversion.digest())
     if len(set(digests)) > 1:
         raise CheckpointError(
-            f"{conversion.origin} differs between the {ranks.size} processes, expected one file "
+            f"{conversion.origin}: the {ranks.size} processes found different files, expected the same; use a file "
             "system that all of them share"
         )
     with contextlib.ExitStack() as stack:
@@ -264,7 +265,9 @@ def run_conversion(make_conversion: Callable[[], Conversion], options: Conversio
                 raise CheckpointError(f"{error}; if it fails again, run without --resume to start over") from error
             raise
         if ranks.run_on_rank0(lambda: conversion.digest()) != digests[0]:
-            raise CheckpointError(f"{conversion.origin} changed while it was being read; {work} is unusable")
+            raise CheckpointError(
+                f"{conversion.origin} changed while it was being read, so {work} is unusable; convert it again"
+            )
         move_into_place = stack.pop_all()
     ranks.run_on_rank0(move_into_place.close)
     notes = tuple(ranks.run_on_rank0(lambda: conversion.notes))
@@ -275,12 +278,17 @@ def run_conversion(make_conversion: Callable[[], Conversion], options: Conversio
 def _stage(
     conversion: Conversion, options: ConversionOptions, earlier: EarlierResult, digest: str, disk_needed: int
 ) -> Iterator[Path]:
-    """Create or resume the hidden folder in which the result is written, and move it into place at the end."""
+    """Context manager: yield the hidden folder for the result, new or resumed, and rename it to the target at the end.
+
+    `digest` identifies the conversion: a folder is resumed only if it was begun with the same digest.
+    """
 
     def can_resume(folder: Path) -> bool:
         # Process 0 holds the lock of the target. If it died, the other processes may still be alive.
         if output_files.has_live_writer(folder):
-            raise CheckpointError(f"{conversion.target} is being written by another process, in {folder}")
+            raise CheckpointError(
+                f"{conversion.target} is being written by another process, in {folder}; wait until it has ended"
+            )
         found = output_files.read_plan_digest(folder) if options.resume else ""
         if len(found) == len(digest) and found != digest:
             raise CheckpointError(
@@ -304,7 +312,7 @@ def _stage(
 
 
 def _write_tensors(conversion: Conversion, options: ConversionOptions, work: Path) -> tuple[float, int, int]:
-    """Write all files with tensors; return the seconds, and the bytes written by an earlier run and by this run."""
+    """Write the files with tensors. Return (seconds, bytes that an earlier run has written, bytes written now)."""
     ranks, files, folder = options.ranks, conversion.output.files, work / conversion.output.inner
     ranges = split_files(files)
     # Process 0 reads the journal, so that all processes see the same lines: those of earlier runs only.
@@ -354,13 +362,18 @@ def _finish_and_check(conversion: Conversion, options: ConversionOptions, work: 
     def check() -> dict[str, str]:
         written = output.open(work)
         if written.specs != conversion.plan.specs:
-            raise CheckpointError(f"{work}: the folder's contents differ from what was to be written")
+            raise CheckpointError(
+                f"{work}: found tensors with other names, shapes or dtypes than this conversion has written; check the "
+                "file system, and convert again"
+            )
         for task in tasks:  # finding the byte ranges checks that items are what the metadata says
             deque(written.byte_ranges(TensorSlice(task.target.name, 0, task.target.numel)), maxlen=0)
         if options.verify:
             with options.start_progress("verify", nbytes) as meter:
                 for found in compare_tensors(tasks, conversion.source, written, meter):
-                    raise CheckpointError(f"{work}: was not written correctly: {found}")
+                    raise CheckpointError(
+                        f"{work} was not written correctly: {found}; check the file system, and convert again"
+                    )
         if not options.checksums:
             return {}
         with options.start_progress("checksums", nbytes) as meter:
@@ -371,11 +384,11 @@ def _finish_and_check(conversion: Conversion, options: ConversionOptions, work: 
 
 
 def _estimate_seconds(conversion: Conversion, options: ConversionOptions) -> float:
-    """Estimate the time of a conversion from the speed at which samples are read and written.
+    """Estimate the seconds that a conversion takes from the speed at which a sample of it is read and written.
 
-    Processes are assumed to share reading and computing, and to write to the same disk. Every call takes other samples:
-    otherwise the page cache of an earlier estimate would be mistaken for the speed of the disk.
+    Processes are assumed to share reading and computing, and to write to the same disk.
     """
+    # The sample is random: data that an earlier estimate has left in the page cache would be read too fast.
     plan = conversion.plan
     if not plan.nbytes:
         return 0.0
@@ -399,7 +412,7 @@ def _estimate_seconds(conversion: Conversion, options: ConversionOptions) -> flo
 
 
 class EarlierResult:
-    """Check that a folder to be replaced is exactly the unchanged result of an earlier conversion."""
+    """A check that a folder to be replaced is the unchanged result of an earlier conversion, without other files."""
 
     def __init__(self, inner: str, ckpt_format: str, *, contents: bool = True, progress: bool = False) -> None:
         """Set which results may be replaced, and how thoroughly they are checked.
@@ -417,10 +430,7 @@ class EarlierResult:
         self._checked: Snapshot | None = None
 
     def check(self, root: Path) -> None:
-        """Raise CheckpointError if a folder is not an unchanged result of a conversion, or has other files.
-
-        Files are read again only if the folder has changed since the last check.
-        """
+        """Raise CheckpointError if `root` is not an unchanged result of a conversion, or contains other files."""
         found = snapshot(root)
         if found == self._checked:
             return
@@ -428,15 +438,16 @@ class EarlierResult:
         # Training writes a manifest too, without a format.
         if manifest.get("tool") != TOOL or manifest.get("format") not in self._formats:
             raise CheckpointError(
-                f"{root} was not written by a conversion of this kind: it has no such {self._manifest}, so it is not "
-                "replaced; remove it yourself"
+                f"{root} was not written by a conversion to {' or '.join(self._formats)}: found no {self._manifest} "
+                "of one, so --overwrite does not replace the folder; remove it yourself"
             )
         try:
             files = manifest["files"].items()
             written = {name: [(int(end), str(digest)) for end, digest in digests] for name, digests in files}
         except (AttributeError, KeyError, TypeError, ValueError):
             raise CheckpointError(
-                f"{root / self._manifest} has no digests of the files, so {root} is not replaced; remove it yourself"
+                f"{root / self._manifest} has no digests of the files, expected them to check that {root} is "
+                "unchanged; it is not replaced, remove it yourself"
             ) from None
         check_only_own_files(root, {self._manifest, *written}, "checkpoint")
         present = {name: written[name] for name in found if name in written}

@@ -21,7 +21,7 @@ from qwen3vl_bridge.checkpoint.formats.tensors import (
     ZeroSlice,
     merge_adjacent,
 )
-from qwen3vl_bridge.core.files import CheckpointError
+from qwen3vl_bridge.core.files import PLEASE_REPORT, CheckpointError
 from qwen3vl_bridge.weights.rows import TensorSlice, WeightRow, local_name
 
 # Number of tensors of each kind that an error lists.
@@ -53,16 +53,16 @@ class Plan:
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
-        """Return the target tensors by name."""
+        """Return a dict from the name of each target tensor to its spec."""
         return {task.target.name: task.target for task in self.tasks}
 
     def assign_tasks(self, ranks: Ranks) -> list[Task]:
-        """Return the tasks that this process runs: its share of the target tensors."""
+        """Return the tasks that the current process runs. Each process gets about the same number of bytes."""
         return ranks.assign(self.tasks, [task.target.nbytes for task in self.tasks])
 
 
 def find_naming(rows: Iterable[WeightRow], names: Collection[str]) -> str:
-    """Return the layer spec that parameter names belong to; "transformer_engine" if they fit both layer specs."""
+    """Return the layer spec that uses these parameter names: "local", or "transformer_engine", also if both do."""
     for row in rows:
         if row.stored_names[0] not in names and local_name(row.stored_names[0]) in names:
             return LOCAL
@@ -70,12 +70,12 @@ def find_naming(rows: Iterable[WeightRow], names: Collection[str]) -> str:
 
 
 def tensors_of(rows: Iterable[WeightRow], layout: TensorLayout) -> dict[str, Shape]:
-    """Return the shape of each tensor that a layout has for a model, by name. `rows` are the expanded weight table."""
+    """Return a dict from name to shape of all tensors of a model in a layout. `rows`: the expanded weight table."""
     return {name: shape for row in rows for name, shape in layout.tensors(row).items()}
 
 
 def drop_unexpected(source: TensorSource, rows: Iterable[WeightRow], layout: TensorLayout) -> list[str]:
-    """Remove the tensors that the model does not have from a source. Return a note for each removed tensor."""
+    """Remove tensors that are not in the expanded weight table `rows` from `source.specs`; return a note for each."""
     expected = tensors_of(rows, layout)
     unexpected = [spec for name, spec in source.specs.items() if name not in expected]
     for spec in unexpected:
@@ -95,16 +95,16 @@ def make_plan(
 ) -> Plan:
     """Return a plan to convert tensors from one layout to another.
 
-    Padding rows of a Megatron source's vocabulary are left out; `check_vocab_padding` checks their contents. Padding
-    rows of a Megatron target become zeros.
+    Vocabulary padding of a Megatron source is left out; `check_vocab_padding` checks its contents. Vocabulary padding
+    of a Megatron target becomes zeros.
 
     Args:
-        rows: the expanded weight table.
-        source, target: both layouts.
+        rows: the expanded weight table, with one entry for each Megatron parameter.
+        source, target: the layouts to convert from and to.
         found: the tensors of the source.
         where: the source's folder, for errors.
         dtype: dtype of the result; None to keep the dtypes.
-        float32_as: dtype in the result of the rows that the model keeps in float32; None for `dtype`.
+        float32_as: dtype of the result for parameters that Megatron keeps in float32; None for `dtype`.
 
     Raises:
         CheckpointError: tensors are missing, unexpected or have other shapes. The message lists them.
@@ -164,7 +164,9 @@ def _map_slices(
                 parts = _transpose(parts, wanted.columns)
             if wanted.plus:
                 if not all(isinstance(part, TensorSlice) for part in parts):
-                    raise AssertionError("a number can be added only to slices of stored tensors")
+                    raise AssertionError(
+                        f"{wanted.tensor}: a number can be added only to slices of stored tensors{PLEASE_REPORT}"
+                    )
                 parts = tuple(part._replace(plus=part.plus + wanted.plus) for part in _stored_slices(parts))
             if available < wanted.length:
                 parts += (ZeroSlice(wanted.length - available),)
@@ -180,9 +182,9 @@ def _map_slices(
 
 
 def _read_slice(part: TensorSlice) -> Slice:
-    """Return the elements that a layout's slice describes, in the order of the Megatron parameter."""
+    """Return a slice that reads the elements of `part`, a layout's slice, in the order of the Megatron parameter."""
     if part.stride > 1:
-        raise AssertionError(f"{part.tensor}: every {part.stride}th element cannot be read, only written")
+        raise AssertionError(f"{part.tensor}: found stride {part.stride} in a source, expected 1{PLEASE_REPORT}")
     stored = TensorSlice(part.tensor, part.start, part.length, plus=-part.plus)
     if not part.columns:
         return stored
@@ -202,7 +204,7 @@ def _transpose(slices: tuple[Slice, ...], columns: int) -> tuple[Slice, ...]:
         return first.slices  # both sides store the matrix in this order
     stored = tuple(part for part in slices if isinstance(part, TensorSlice))
     if len(stored) != len(slices):
-        raise AssertionError("a matrix to be transposed is transposed already, or is padded")
+        raise AssertionError(f"found {slices} to be transposed, expected slices of stored tensors{PLEASE_REPORT}")
     return (TransposedSlice(stored, columns, 0, sum(part.length for part in stored)),)
 
 
@@ -212,14 +214,15 @@ def check_tensors(
     """Raise CheckpointError if tensors are missing, unexpected, or have other shapes. The message lists them.
 
     Args:
-        found, expected: the tensors of a checkpoint, and those of the model.
+        found: name -> spec of the tensors in the checkpoint.
+        expected: name -> shape of the tensors of the model.
         problem: how the message begins.
-        may_be_longer: names of tensors that may have more rows.
+        may_be_longer: names of tensors that may have more rows than expected, because the vocabulary is padded.
     """
     if any("_quantizer." in name for name in found):
         raise CheckpointError(
-            f"{problem}: ModelOpt quantized it, and its scales would be lost. Train it with "
-            "model.restore_modelopt_state=True, or write it with ModelOpt (docs/modelopt.md)"
+            f"{problem}: ModelOpt has quantized the model, and a conversion would lose its scales. Train the model "
+            "with model.restore_modelopt_state=True, or export it with ModelOpt (docs/modelopt.md)"
         )
     unexpected = [spec for name, spec in found.items() if name not in expected]
     kinds: dict[str, list[str]] = {"missing": [], "unexpected": [], "misshapen": []}
@@ -244,7 +247,6 @@ def check_tensors(
 
 
 def _choose_dtype(name: str, sources: Sequence[TensorSpec], dtype: str | None, where: str) -> str:
-    """Return the dtype of a target tensor: `dtype` if it is set, otherwise the dtype of the source tensors."""
     for source in sources:
         if source.dtype not in WEIGHT_DTYPES:
             raise CheckpointError(
@@ -271,19 +273,21 @@ def prove(
 ) -> None:
     """Check that a plan reads every source element once and produces every target element once.
 
-    Raises AssertionError: this finds bugs in the weight table or the planner, not invalid input.
-
     Args:
-        tasks: the target tensors and their slices.
-        sources, targets: all tensors of both sides.
+        tasks: each target tensor, and the slices of the source that have its elements.
+        sources, targets: all tensors of the source (name -> spec) and of the target (name -> shape).
         padded: sources that may have elements after the last one read, and targets that may have zeros.
+
+    Raises:
+        AssertionError: the weight table or the planner has a bug. Invalid input cannot cause this.
     """
     read: dict[str, list[tuple[int, int]]] = {name: [] for name in sources}
     matrices: dict[TransposedSlice, list[tuple[int, int]]] = {}
     produced: set[str] = set()
     for target, slices in tasks:
         if target.name in produced or target.shape != targets[target.name]:
-            raise AssertionError(f"{target.name} is planned twice or in another shape than {targets[target.name]}")
+            expected = targets[target.name]
+            raise AssertionError(f"{target.name}: planned twice, or in another shape than {expected}{PLEASE_REPORT}")
         produced.add(target.name)
         planned = 0
         for part in slices:
@@ -294,20 +298,21 @@ def prove(
                 matrix = part._replace(start=0, length=part.numel)
                 matrices.setdefault(matrix, []).append((part.start, part.start + part.length))
             elif target.name not in padded:
-                raise AssertionError(f"{target.name}: zeros are planned for it")
+                raise AssertionError(f"{target.name}: zeros are planned, expected source elements{PLEASE_REPORT}")
         if planned != target.numel:
-            raise AssertionError(f"{target.name}: {planned} elements planned of {target.numel}")
+            raise AssertionError(f"{target.name}: {planned} elements planned, expected {target.numel}{PLEASE_REPORT}")
     if produced != set(targets):
-        raise AssertionError(f"nothing planned for {sorted(set(targets) - produced)}")
+        raise AssertionError(f"nothing planned for the tensors {sorted(set(targets) - produced)}{PLEASE_REPORT}")
     for matrix, ranges in matrices.items():
         if _count_read_once(ranges, matrix.slices[0].tensor) != matrix.numel or matrix.numel % matrix.columns:
-            raise AssertionError(f"{matrix.slices[0].tensor}: a matrix is not read completely")
+            name = matrix.slices[0].tensor
+            raise AssertionError(f"{name}: a matrix to be transposed is not read completely{PLEASE_REPORT}")
         for part in matrix.slices:
             read[part.tensor].append((part.start, part.start + part.length))
     for name, ranges in read.items():
         count = _count_read_once(ranges, name)
         if count != sources[name].numel and not (name in padded and count < sources[name].numel):
-            raise AssertionError(f"{name}: {count} elements read of {sources[name].numel}")
+            raise AssertionError(f"{name}: {count} elements read, expected {sources[name].numel}{PLEASE_REPORT}")
 
 
 def _count_read_once(ranges: list[tuple[int, int]], name: str) -> int:
@@ -315,7 +320,7 @@ def _count_read_once(ranges: list[tuple[int, int]], name: str) -> int:
     position = 0
     for start, end in sorted(ranges):
         if start != position:
-            raise AssertionError(f"{name}: element {min(start, position)} read not exactly once")
+            raise AssertionError(f"{name}: element {min(start, position)} is not read exactly once{PLEASE_REPORT}")
         position = end
     return position
 
@@ -323,20 +328,21 @@ def _count_read_once(ranges: list[tuple[int, int]], name: str) -> int:
 def check_vocab_padding(
     source: TensorSource, rows: Iterable[WeightRow], layout: TensorLayout, vocabulary: int, *, where: Path, drop: bool
 ) -> list[str]:
-    """Read the rows of a Megatron checkpoint beyond the model's vocabulary and check that they are zero.
+    """Check that the vocabulary rows of a Megatron checkpoint that are padding are zero.
 
     A Megatron model has such rows to give all tensor-parallel ranks equal shards (`should_pad_vocab`). An import writes
     zeros. Training changes them: megatron-core's cross entropy sums over all rows of the output layer, without a mask
     for padding (`tensor_parallel/cross_entropy.py`), and a tied embedding is the output layer.
 
     Args:
-        source, rows, layout: the checkpoint's tensors, in the shapes that `make_plan` accepts.
-        vocabulary: number of rows of the model's vocabulary.
+        source: the checkpoint's tensors, in the shapes that `make_plan` accepts.
+        rows, layout: the expanded weight table, and the layout of the checkpoint.
+        vocabulary: number of tokens of the model. Rows from this index on are padding.
         where: the checkpoint's folder, for errors.
         drop: whether rows that are not zero may be left out.
 
     Returns:
-        A line of text for each tensor with more than `vocabulary` rows.
+        One line of text for each tensor with more than `vocabulary` rows.
 
     Raises:
         CheckpointError: rows are not zero, and `drop` is False.

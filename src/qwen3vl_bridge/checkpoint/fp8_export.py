@@ -39,7 +39,7 @@ class Fp8Export:
 
     @classmethod
     def for_model(cls, config: Mapping[str, Any], folder: Path, names: Collection[str]) -> Fp8Export:
-        """Return settings that quantize as the model in `config` was quantized, or else like the released models.
+        """Return the settings by which a model was quantized, or else those of the released models named -FP8.
 
         Args:
             config: contents of the model's `config.json`.
@@ -59,7 +59,7 @@ class Fp8Export:
         return cls(quantization, _read_kept_scales(folder))
 
     def quantize(self, plan: Plan) -> Plan:
-        """Return a plan that writes weights in FP8, each followed by its scales."""
+        """Return a copy of a plan that writes the selected weights in FP8, each followed by its scales."""
         excluded, block = set(self.quantization.get("modules_to_not_convert") or ()), fp8_block(self.quantization)
         dtype = next((scales.spec.dtype for scales in self.kept.values()), "bfloat16")
         experts = {_expert_layout(name) for name in self.kept if ".experts." in name}
@@ -102,14 +102,14 @@ def keep_scales(source: Path, target: Path) -> None:
 
 
 def _read_kept_scales(folder: Path) -> dict[str, StoredTensor]:
-    """Return the scales in a model's folder or in a checkpoint's folder of Hugging Face files, by name."""
+    """Return a dict from name to tensor of the FP8 scales in a folder of a model or of a checkpoint's `hf` files."""
     if (folder / _KEPT_SCALES).is_file():
         return {stored.spec.name: stored for stored in read_header(folder / _KEPT_SCALES)}
     return HFWeights(folder).scales if has_weights(folder) else {}
 
 
 def _expert_layout(name: str) -> tuple[str, bool]:
-    """Return (component, whether each expert has tensors of its own) for the name of an expert's tensor."""
+    """Return (first part of the name, whether each expert has its own tensors) for the name of an expert's tensor."""
     return name.partition(".")[0], re.search(r"\.experts\.\d+\.", name) is not None
 
 

@@ -36,7 +36,7 @@ TOOL = "qwen3vl_bridge"
 
 
 def describe_tool() -> dict[str, str]:
-    """Return the name and version of this package and the version of torch, for a manifest."""
+    """Return the entries of a manifest with the name and version of this package and the version of torch."""
     versions = {}
     for name in ("qwen3vl-bridge", "torch"):
         try:
@@ -47,7 +47,7 @@ def describe_tool() -> dict[str, str]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest in a checkpoint's folder; empty if there is none."""
+    """Return the manifest in a checkpoint's folder; an empty dict if there is none."""
     path = folder / MANIFEST
     return read_object(path) if path.is_file() else {}
 
@@ -95,10 +95,7 @@ class ModelConfig:
             raise CheckpointError(f"{self.folder}: {error}") from error
 
     def for_tensors(self, names: Collection[str]) -> ModelConfig:
-        """Return the configuration for a checkpoint that has tensors with these names.
-
-        Optional components may be missing.
-        """
+        """Return a copy without the optional components that a checkpoint with these tensor names lacks."""
         changed = copy(self)
         changed.raw = dict(self.family.config_of(self.raw, names))
         changed.dimensions = self.family.dimensions(changed.raw).with_vocab(self.dimensions["vocab"])
@@ -126,7 +123,10 @@ class ModelConfig:
             write_object(path, raw)
 
     def rows(self, experts: ExpertLayout | None = None) -> list[WeightRow]:
-        """Return the weight table, expanded for this model."""
+        """Return the expanded weight table: one entry for each Megatron parameter of the model.
+
+        `experts` is how a Hugging Face checkpoint stores experts; None for the layout of released checkpoints.
+        """
         return list(expand(self.family.rows(experts), self.dimensions))
 
 
@@ -163,7 +163,7 @@ def check_model_of_run(config: ModelConfig, run: Mapping[str, Any], path: Path) 
         path: path of this file, for errors.
 
     Returns:
-        Whether the file describes the model.
+        True if the run's file describes the model, so that the check was possible.
 
     Raises:
         CheckpointError: the file describes another model. The message lists the fields that differ.
@@ -192,7 +192,6 @@ def check_model_of_run(config: ModelConfig, run: Mapping[str, Any], path: Path) 
 def _compare_fields(
     config: ModelConfig, found: Mapping[str, Any], expected: Mapping[str, Any], names: Iterable[str], path: Path
 ) -> None:
-    """Raise CheckpointError if one of the fields in `names` differs between two configurations."""
     names = [name for name in names if found.get(name) != expected.get(name)]
     if names:
         lines = [f"{name} is {found.get(name)!r}, expected {expected.get(name)!r}" for name in names]
@@ -214,38 +213,38 @@ class StoredModel:
 
     @property
     def rows(self) -> list[WeightRow]:
-        """Return the weight table, expanded for this model."""
+        """Return the expanded weight table: one entry for each Megatron parameter of the model."""
         return self.config.rows(self.experts)
 
     @property
     def layout(self) -> TensorLayout:
-        """Return the layout of the weights: the tensors of this format, and their parts in Megatron parameters."""
+        """Return the layout of the weights: which tensors of this format store each Megatron parameter."""
         return find_layout(self.ckpt_format, self.rows, self.config.dimensions, self.tensors.specs)
 
     @property
     def float32_as(self) -> str | None:
-        """Return the dtype in the Hugging Face model of parameters that Megatron keeps in float32; None if unknown."""
+        """Return the Hugging Face model's dtype of the parameters that Megatron keeps in float32; None if unknown."""
         if self.ckpt_format != HUGGINGFACE:
             return self.manifest.get("float32_as")
         names = (name for row in self.rows if row.float32 for name in row.hf if name in self.tensors.specs)
         return next((self.tensors.specs[name].dtype for name in names), None)
 
     def float32_in_export(self, torch_dtype: str | None) -> str | None:
-        """Return `float32_as` for an export that casts weights to a dtype, or keeps their dtypes if it is None."""
+        """Return the dtype that an export to `torch_dtype` (None: no cast) gives Megatron's float32 parameters."""
         if torch_dtype is None:
             return self.float32_as
         return "float32" if self.float32_as in (None, "float32") else torch_dtype
 
     @property
     def vocab_divisor(self) -> int | None:
-        """Return the number to a multiple of which each tensor-parallel rank's vocabulary rows are padded, or None."""
+        """Return the `make_vocab_size_divisible_by` that the checkpoint was converted with; None for no padding."""
         found = self.manifest.get("vocab_divisor")
         if found is not None and type(found) is not int:
-            raise CheckpointError(f"{self.folder / MANIFEST}: vocab_divisor is {found!r}, expected a number")
+            raise CheckpointError(f"{self.folder / MANIFEST}: vocab_divisor is {found!r}, expected a whole number")
         return found
 
     def check(self) -> None:
-        """Raise CheckpointError if the tensors do not fit the configuration. The message lists the tensors."""
+        """Raise CheckpointError if tensors are missing, unexpected or have other shapes than `config` says."""
         rows, layout = self.rows, self.layout
         vocabulary = {name for row in rows if row.is_vocabulary for name in layout.tensors(row)}
         problem = f"{self.folder} does not have the tensors that its config.json requires"
@@ -253,10 +252,8 @@ class StoredModel:
         check_tensors(self.tensors.specs, tensors_of(rows, layout), problem, may_be_longer=longer)
 
     def with_padding(self) -> StoredModel:
-        """Return the model with a vocabulary that includes the padding rows.
-
-        If its vocabulary tensors have different numbers of rows, planning a conversion raises an error.
-        """
+        """Return a copy whose `config` counts the padding rows of the vocabulary as tokens."""
+        # If vocabulary tensors have different numbers of rows, planning a conversion raises an error.
         names = [row.megatron for row in self.config.family.rows() if row.is_vocabulary]
         shapes = [self.tensors.specs[name].shape for name in names if name in self.tensors.specs]
         rows = max((shape[0] for shape in shapes if shape), default=0)
@@ -264,7 +261,7 @@ class StoredModel:
         return replace(self, config=config)
 
     def check_padding(self, vocabulary: int, *, drop: bool) -> list[str]:
-        """Check the vocabulary rows from number `vocabulary` on, as `check_vocab_padding` does."""
+        """Check that vocabulary rows from index `vocabulary` on are zero, return notes; see `check_vocab_padding`."""
         return check_vocab_padding(self.tensors, self.rows, self.layout, vocabulary, where=self.folder, drop=drop)
 
 
@@ -284,7 +281,7 @@ def open_model(hf_model: str | Path, *, strict: bool = True, trust_remote_code: 
         hf_model: a folder or a hub id.
         strict: whether to keep tensors that the model does not have, so that they cause an error later; otherwise they
             are ignored.
-        trust_remote_code: whether the model may contain code.
+        trust_remote_code: whether the model's folder may contain code. It is never run here.
 
     Raises:
         CheckpointError: the model does not exist, its family is not supported, or its files are damaged.
@@ -311,7 +308,6 @@ def open_model(hf_model: str | Path, *, strict: bool = True, trust_remote_code: 
 
 
 def _check_copy(weights: HFWeights, folder: Path, name: str, original: str) -> None:
-    """Raise CheckpointError if tensor `name` is not an exact copy of tensor `original`."""
     spec, other = weights.specs[name], weights.specs[original]
     if spec.describe() != other.describe():
         found = f"{spec.describe()}, not {other.describe()}"
@@ -321,8 +317,8 @@ def _check_copy(weights: HFWeights, folder: Path, name: str, original: str) -> N
         found = different and f"{different[0]} of {spec.numel} elements differ, the first is number {different[1]}"
     if found is not None:
         raise CheckpointError(
-            f"{folder}: config.json has tie_word_embeddings true, but {name} is not {original}: {found}; "
-            f"expected the same bytes, or no {name}, or tie_word_embeddings false"
+            f"{folder}: config.json has tie_word_embeddings true, but {name} is not equal to {original}: {found}; "
+            f"set tie_word_embeddings to false, or remove {name}"
         )
 
 
@@ -379,16 +375,16 @@ def own_config(folder: Path) -> ModelConfig | None:
 
 
 def compare_with_stored(config: ModelConfig, folder: Path) -> list[str]:
-    """Check that a configuration is of the same model as a checkpoint.
+    """Check that a configuration describes the model in a Megatron checkpoint.
 
-    It is compared with the checkpoint's own configuration, or with the run's `run_config.yaml` if there is none.
+    The configuration is compared with `hf/config.json` in the checkpoint, or else with its `run_config.yaml`.
 
     Args:
         config: the configuration.
         folder: the iteration's folder.
 
     Returns:
-        A line of text if the checkpoint has neither file.
+        A list with one note if the checkpoint has neither file to compare with, else an empty list.
 
     Raises:
         CheckpointError: the checkpoint is of another model.

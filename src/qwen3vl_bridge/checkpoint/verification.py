@@ -65,20 +65,20 @@ class VerifyReport:
 
     @property
     def same(self) -> bool:
-        """Return whether all tensors are equal."""
+        """Return True if all compared tensors are equal."""
         return not self.differences
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as values for JSON."""
+        """Return the report as a dict that can be written as JSON."""
         return {"same": self.same, **asdict(self)}
 
 
 def compare_tensors(
     tasks: Iterable[Task], source: TensorSource, target: TensorSource, progress: Progress
 ) -> Iterator[Difference]:
-    """Yield a `Difference` for each tensor of `target` that differs from what its task reads from `source`.
+    """Yield a `Difference` for each task whose tensor in `target` differs from the slices that it reads from `source`.
 
-    Tensors are compared in the dtype of the task.
+    Tensors are compared bit for bit, in the dtype of the task.
     """
     with SliceReader(source) as expected, SliceReader(target) as actual:
         for task in tasks:
@@ -89,7 +89,7 @@ def compare_tensors(
 
 
 def compute_checksums(names: Iterable[str], source: TensorSource, progress: Progress) -> dict[str, str]:
-    """Return the SHA-256 of each tensor's bytes: row-major, little-endian, in the stored dtype."""
+    """Return a dict from tensor name to the SHA-256 of the tensor's row-major, little-endian bytes as stored."""
     found = {}
     with SliceReader(source) as reader:
         for name in names:
@@ -112,8 +112,8 @@ def verify_checkpoint(
     """Compare a checkpoint of either format with the model that it was imported from or exported to.
 
     If the checkpoint has another dtype, the model's weights are cast to it as in an import. So a checkpoint in float32
-    that was exported to bfloat16 differs wherever the export rounded. Weights that one side stores minus one are equal
-    if either side is the other, rounded once.
+    that was exported to bfloat16 differs wherever the export rounded. Some norm weights are stored minus 1 on one side;
+    they are equal if adding or subtracting 1, rounded once, gives the other side.
 
     Args:
         hf_model: the model's folder, or a hub id.
@@ -159,7 +159,10 @@ def verify_reformatted(
 def _compare_models(
     source: StoredModel, target: StoredModel, rows: list[WeightRow], drop: bool, progress: bool, ranks: Ranks
 ) -> VerifyReport:
-    """Compare the tensors of a target with the result of converting the source; return the report."""
+    """Compare the tensors of `target` with `source` converted to the layout of `target`, and return the report.
+
+    `rows` is the expanded weight table. With `drop`, vocabulary padding of the source may be other than zero.
+    """
     specs = source.tensors.specs
     plan = make_plan(rows, source.layout, target.layout, specs, where=str(source.folder))
     # Both sides must be complete before a comparison means anything.
@@ -205,8 +208,8 @@ def verify_checksums(
     if not isinstance(expected, dict) or expected.keys() != specs.keys():
         found = "no checksums" if not expected else "checksums of other tensors"
         raise CheckpointError(
-            f"{stored.folder / MANIFEST} holds {found}, expected checksums of all {len(specs)} tensors, as a "
-            "conversion with --checksums writes them; or give --hf-model to compare the checkpoint with its source"
+            f"{stored.folder / MANIFEST} holds {found}, expected checksums of all {len(specs)} tensors, which a "
+            "conversion with --checksums writes; give --hf-model to compare the checkpoint with its source instead"
         )
     mine = ranks.assign(list(specs), [spec.nbytes for spec in specs.values()])
 
@@ -221,7 +224,7 @@ def verify_checksums(
 
 
 def inspect_checkpoint(path: str | Path, *, iteration: int | None = None) -> dict[str, Any]:
-    """Return the contents of a checkpoint as values for JSON.
+    """Return a dict for JSON that describes a checkpoint: its format, model, sizes, dtypes and manifest.
 
     Args:
         path: folder of a Hugging Face model, or a Megatron checkpoint's root or iteration folder.
@@ -260,7 +263,7 @@ def inspect_checkpoint(path: str | Path, *, iteration: int | None = None) -> dic
 
 
 def inspect_model(folder: Path) -> dict[str, Any]:
-    """Return the contents of a Hugging Face model's folder as values for JSON.
+    """Return a dict for JSON that describes the folder of a Hugging Face model: its format, model, sizes and dtypes.
 
     Raises:
         CheckpointError: the folder has no model, or a damaged one.

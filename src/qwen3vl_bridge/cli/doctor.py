@@ -43,7 +43,7 @@ _SHARED_MEMORY, _OPEN_FILES = GIB, 4096
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> int:
-    """Print a report on this machine; exit code 1 if training or conversion cannot work, 2 for invalid input."""
+    """Print a report on this machine; return 1 if training or conversion cannot work, 2 for invalid input, else 0."""
     parser = CommandParser(
         prog=prog,
         description="Check this machine: packages and hardware, the backends that training will use, the functions of "
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> 
     )
     parser.add_argument("--path", type=Path, default=Path(), metavar="FOLDER",
                         help="report the free space of this folder's disk (default: the current folder)")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
+    parser.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
     options = parser.parse_args(arguments)
     # PackageNotFoundError: this package is on the search path, but not installed.
     return run(lambda: _examine_and_show(options), OSError, importlib.metadata.PackageNotFoundError)
@@ -90,7 +90,7 @@ def examine(folder: Path, tell: Callable[[str], None]) -> dict[str, Any]:
     show("\nimporting Megatron-Bridge, as a run does ...", error=True)
     broken = {work: import_error(*modules) for work, modules in _MODULES.items()}
     missing = list_missing(machine, own["Requires-Python"])
-    advice = "see the message; `pip check` names packages that disagree"
+    advice = "see the message; `pip check` lists packages with conflicting versions"
     for work, why in broken.items():
         if why is not None:
             missing.append({"what": f"{work} cannot be imported: {why}", "get": advice, "fatal": True})
@@ -159,7 +159,7 @@ def packages(
     Args:
         wanted: the requirements that this package declares, including extras.
         glibc: version of the C library, empty if it is another library.
-        installed: name of a package -> its version.
+        installed: function from the name of a package to its version, or None if it is not installed.
     """
     from packaging.requirements import Requirement
     from packaging.version import Version
@@ -186,7 +186,7 @@ def list_missing(machine: dict[str, Any], pythons: str) -> list[dict[str, Any]]:
     """Return the problems of a machine: what was found and expected, how to fix it, and whether it is fatal.
 
     Args:
-        machine: result of `examine`.
+        machine: entry "machine" of the result of `examine`.
         pythons: allowed versions of Python.
     """
     from packaging.specifiers import SpecifierSet
@@ -219,7 +219,6 @@ def list_missing(machine: dict[str, Any], pythons: str) -> list[dict[str, Any]]:
 
 
 def _used(machine: dict[str, Any]) -> dict[str, str]:
-    """Return the device, layer spec, kernels and collectives that training will use."""
     from qwen3vl_bridge.config.fields import default_transformer_impl
 
     import torch
@@ -237,7 +236,6 @@ def _used(machine: dict[str, Any]) -> dict[str, str]:
 
 
 def _replaced() -> list[dict[str, str]]:
-    """Return the functions of other libraries that this package replaces in a process, and under which condition."""
     from qwen3vl_bridge.upstream.replacements import replaced
 
     return [{"name": one.name, "when": one.when} for one in sorted(replaced(), key=lambda one: (one.when, one.name))]

@@ -29,10 +29,10 @@ IGNORED = "it would be ignored"
 
 
 def run_checks(checks: Iterable[Check], settings: Any) -> None:
-    """Run all checks of a table, in order, on a provider or on the configuration of a run.
+    """Run checks in order on `settings`: a provider, or the configuration of a run.
 
     Raises:
-        ValueError: at the first check that fails, with the value found, the value expected and the reason.
+        ValueError: a check has failed. The message has the value found, the value expected and the reason.
     """
     for check in checks:
         check(settings)
@@ -40,7 +40,7 @@ def run_checks(checks: Iterable[Check], settings: Any) -> None:
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition on settings. Call it with all settings, such as a provider, to find out whether it is met."""
+    """A condition on settings. Calling it with all settings, such as a provider, returns whether it is met."""
 
     names: str  # the settings that the condition reads, separated by spaces, for the message
     is_met: Callable[[Any], Any]
@@ -50,7 +50,7 @@ class Condition:
         return self.is_met(settings)
 
     def __and__(self, other: Callable[[Any], Any]) -> Condition:
-        """Return a condition that is met if both are met. Messages name the settings of each that is a `Condition`."""
+        """Return a condition that is met if both are met. Messages do not name settings of a plain function."""
         names = f"{self.names} {other.names}" if isinstance(other, Condition) else self.names
         return Condition(names, lambda settings: self(settings) and other(settings))
 
@@ -109,7 +109,7 @@ def one_of(*values: Any) -> Values:
 
 
 def at_least(least: int | str) -> Values:
-    """Return `Values` that allow numbers of at least `least`, which is a number or the name of a setting."""
+    """Return `Values` that allow numbers from `least` on, which is a number or the name of a setting."""
 
     def lowest(settings: Any) -> int:
         return _read(settings, least) if isinstance(least, str) else least
@@ -143,7 +143,7 @@ def multiple_of(divisor: str) -> Values:
 
 @dataclass(frozen=True)
 class Requires:
-    """Check that a setting has the expected value: one row of a table of checks."""
+    """A check that a setting has the expected value, as one row of a table of checks."""
 
     name: str  # a path such as "dist_train.vision_world_size", or a product of settings such as "a * b"
     expected: Any  # the only value, `Values`, or `DEFAULT`
@@ -188,15 +188,15 @@ def requires_default(
     also: tuple[Any, ...] = (),
     any_off: bool = False,
 ) -> tuple[Requires, ...]:
-    """Return checks that the settings in `names`, which are separated by spaces, have their default values.
+    """Return checks that settings have their default values.
 
     Args:
-        names: the settings.
-        why: the reason.
-        when: condition under which the rows apply.
+        names: the settings, separated by spaces.
+        why: the reason, for the message.
+        when: condition under which the checks apply; None: always.
         section: prefix of each name.
         also: further accepted values.
-        any_off: see `Requires`.
+        any_off: accept None, False, 0, "" and empty values alike if the default is one of them.
     """
     return tuple(Requires(section + name, DEFAULT, when, also, why, any_off) for name in names.split())
 
@@ -205,7 +205,7 @@ def requires_default_while_off(names_by_switch: Mapping[str, str]) -> tuple[Requ
     """Return checks that settings keep their defaults while their switch, the setting that enables them, is off.
 
     Args:
-        names_by_switch: names of settings, separated by spaces, by the switch. They are in the section of the switch.
+        names_by_switch: switch -> names of settings in the same section, separated by spaces.
     """
     return tuple(
         row
@@ -217,9 +217,9 @@ def requires_default_while_off(names_by_switch: Mapping[str, str]) -> tuple[Requ
 
 
 def declared_fields(settings: Any) -> dict[str, Field]:
-    """Return the dataclass fields of a section by name.
+    """Return a dict from name to dataclass field of a section of settings.
 
-    Megatron-Bridge's provider for distillation hides the fields of a student's own class; these are returned then.
+    For a student of ModelOpt's distillation, these are the fields of its original class.
     """
     return getattr(own_class(settings), "__dataclass_fields__", {})
 
@@ -241,10 +241,10 @@ _FREEZE = ("freeze_language_model", "freeze_vision_model", "freeze_vision_projec
 
 
 def check_provider_names(provider: Any) -> None:
-    """Raise ValueError for an attribute of a provider that looks like a setting but is none.
+    """Raise ValueError for an attribute of a provider that looks like a misspelled setting, and log other unknown ones.
 
-    It looks like one if it resembles a field, if another trainer has a setting of this name, or if it begins with
-    "freeze_". Callers may store attributes of their own: others are only logged.
+    An attribute looks misspelled if it resembles a field, has the name of another trainer's setting, or begins with
+    "freeze_". Callers may store other attributes.
     """
     fields, kind = [*declared_fields(provider)], type(provider).__name__
     for name in undeclared_names(provider):
@@ -253,7 +253,7 @@ def check_provider_names(provider: Any) -> None:
         target = (target_setting(name) or "").rpartition(".")[2]
         meant = [target] if target in fields else difflib.get_close_matches(name, fields, n=1, cutoff=_MISSPELLED)
         if meant := meant or (_FREEZE if name.startswith("freeze_") else ()):
-            raise ValueError(f"{name} is set, but {kind} has no such setting: expected {', '.join(meant)}")
+            raise ValueError(f"{name} is set, but {kind} has no such setting; did you mean {', '.join(meant)}?")
         logger.warning("%s is set, but %s has no such setting: it has no effect", name, kind)
 
 

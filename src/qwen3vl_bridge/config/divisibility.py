@@ -104,7 +104,7 @@ def row_length_multiple(cp: int, sp: int, tokens: int = 1) -> int:
 
     Args:
         cp, sp: sizes of context and sequence parallelism.
-        tokens: the number that must divide the tokens of a row on every rank, such as 16 for FP8.
+        tokens: number that must divide the number of tokens of a row on each rank, such as 16 for FP8.
     """
     segment = 2 * cp if cp > 1 else 1  # equals `core.layout.segment_multiple`, which needs torch
     return math.lcm(segment, cp * sp * tokens)
@@ -131,7 +131,10 @@ class Replicas:
     language: int
 
     def check(self, source: str = "") -> None:
-        """Raise ValueError unless one number of replicas divides the other; the message ends with `source`."""
+        """Raise ValueError unless one number of replicas divides the other.
+
+        `source` is added to the end of the message, such as how the numbers are computed.
+        """
         few, many = sorted((self.vision, self.language))
         if many % few:
             raise ValueError(
@@ -160,5 +163,5 @@ class Replicas:
         return range(first, first + self.language_per_vision)
 
     def share_of(self, vision: int) -> int:
-        """Return the index of the share of a microbatch's images that vision replica `vision` encodes."""
+        """Return which share of the images of a microbatch vision replica `vision` encodes, as an index."""
         return vision % self.vision_per_language

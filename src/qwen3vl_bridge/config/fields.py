@@ -62,7 +62,7 @@ def can_fuse_weight_gradients() -> bool:
 
 
 def deepstack_layers_of(vision_config: Any) -> list[int]:
-    """Return the layers of a vision tower that have a DeepStack merger; none without DeepStack."""
+    """Return the indices of the vision layers that have a DeepStack merger; an empty list without DeepStack."""
     return list(getattr(vision_config, "deepstack_visual_indexes", None) or ())
 
 
@@ -161,7 +161,7 @@ class VisionLanguageFields(GPTModelProvider):
 
     @property
     def deepstack_layers(self) -> tuple[int, ...]:
-        """Layers of the vision tower that have a DeepStack merger."""
+        """Return the indices of the vision layers that have a DeepStack merger."""
         return tuple(deepstack_layers_of(self.vision_config))
 
     @property
@@ -174,12 +174,12 @@ class VisionLanguageFields(GPTModelProvider):
 
     @property
     def trains_mtp(self) -> bool:
-        """True if the family has multi-token prediction and it is trained."""
+        """Return True if the model has multi-token prediction and trains it."""
         return bool(self.mtp_num_layers and self.mtp_loss_scaling_factor)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """Layers with experts."""
+        """Return the indices of the text layers with experts."""
         return ()
 
 
@@ -202,7 +202,7 @@ def text_activation(name: str) -> Activation:
     """Return the activation of the text model's gated MLPs, including experts.
 
     Args:
-        name: its name in a Hugging Face configuration.
+        name: name of the activation in a Hugging Face configuration.
 
     Raises:
         ValueError: the activation is not supported.
@@ -226,7 +226,7 @@ def vision_activation(name: str) -> Activation:
     """Return the activation of the vision tower's MLPs; mergers use the exact GELU.
 
     Args:
-        name: its name in transformers.
+        name: name of the activation in transformers.
 
     Raises:
         ValueError: the name is unknown, or the activation has parameters, which the weight table does not have.
@@ -237,31 +237,25 @@ def vision_activation(name: str) -> Activation:
     if not isinstance(activation, nn.Module):
         return activation
     if any(True for _ in activation.parameters()):
-        raise ValueError(f"vision_config.hidden_act is {name!r}, which has parameters: expected one without")
+        raise ValueError(f"vision_config.hidden_act is {name!r}, expected an activation without parameters")
     return activation.forward  # not a module, which an MLP would register
 
 
 def uses_unfused_attention(provider: VisionLanguageFields) -> bool:
-    """Return True if Transformer Engine has no fused attention kernel, which is the case in float32.
-
-    Its unfused attention stores all attention scores.
-    """
+    """Return True if Transformer Engine would compute unfused attention (in float32), which stores all scores."""
     float32 = provider.params_dtype == torch.float32 and not provider.enable_autocast
     return float32 and provider.transformer_impl != "local"
 
 
 def token_multiple(provider: VisionLanguageFields) -> int:
-    """Return the number of which the tokens on a rank must be a multiple.
-
-    Matrix products need 16 in 8 bits, 32 in mxfp8 and 128 in 4 bits; otherwise it is 1.
-    """
+    """Return the number that must divide the number of tokens on a rank, for FP8 or FP4 GEMMs; 1 without them."""
     if provider.fp8:
         return get_fp8_align_size(provider.fp8_recipe)
     return get_fp4_align_size(provider.fp4_recipe) if provider.fp4 else 1
 
 
 def sequence_parallel_size(provider: VisionLanguageFields) -> int:
-    """Return the number of ranks that share the hidden states between linear layers."""
+    """Return the number of ranks over which sequence parallelism shards hidden states; 1 without it."""
     return provider.tensor_model_parallel_size if provider.sequence_parallel else 1
 
 
@@ -300,7 +294,10 @@ def complete_rope(provider: VisionLanguageFields) -> None:
         if not values["mscale_all_dim"] and values["mscale"] in (None, 1.0):  # the default value is 1
             values["mscale"] = values["mscale_all_dim"] = None
         if bool(values["mscale"]) != bool(values["mscale_all_dim"]):
-            raise ValueError("expected yarn_mscale and yarn_mscale_all_dim both above 0, or neither")
+            raise ValueError(
+                f"yarn_mscale is {values['mscale']} and yarn_mscale_all_dim {values['mscale_all_dim']}, expected both "
+                "above 0, or neither"
+            )
         given = {name: value for name, value in values.items() if value is not None}
         provider.rope_parameters = {"rope_type": "yarn"} | given | (provider.rope_parameters or {})
         provider.position_embedding_type = "mrope"
@@ -314,7 +311,8 @@ def complete_rope(provider: VisionLanguageFields) -> None:
     for name, value in other.items():
         if rope[name] != value:
             raise ValueError(
-                f"rope_parameters has {name} {rope[name]}, and another field of the provider {value}: expected the same"
+                f"rope_parameters has {name} {rope[name]}, expected {value}, as another field of the provider has it; "
+                f"change that field, or leave {name} out of rope_parameters"
             )
     provider.rope_parameters = None if rope["rope_type"] == "default" else rope
 
@@ -322,8 +320,8 @@ def complete_rope(provider: VisionLanguageFields) -> None:
 def complete_before_finalize(provider: VisionLanguageFields) -> None:
     """Complete fields before megatron-core does, and log the changes.
 
-    Values are converted to megatron-core's, fused kernels that are not available are turned off, and settings that
-    experts or context parallelism need are turned on.
+    Names are replaced by megatron-core's objects, fused kernels that are not available are turned off, and settings
+    that experts or context parallelism need are turned on.
 
     Raises:
         ValueError: the attention backend or the activation is unknown.
@@ -454,7 +452,7 @@ def complete_ddp(provider: VisionLanguageFields, ddp: DistributedDataParallelCon
 
 
 def dist_train_replicas(provider: VisionLanguageFields) -> Replicas:
-    """Return the numbers of replicas for a provider with separate vision ranks."""
+    """Return the numbers of data-parallel replicas of the vision tower and the language model on separate ranks."""
     dist_train = provider.dist_train
     language_size = (
         provider.tensor_model_parallel_size * provider.pipeline_model_parallel_size * provider.context_parallel_size
@@ -482,7 +480,7 @@ _SAME_GROUPS = {"tp_ep_pp_with_egtp_remat": "tp_ep_pp", "dp_cp_gtp_remat": "dp_c
 
 
 def complete_groups(provider: VisionLanguageFields, groups: ProcessGroupCollection | None, *, training: bool) -> None:
-    """Set the groups that are None in Megatron-Bridge's collection for a module on separate ranks.
+    """Set the process groups that Megatron-Bridge leaves None for a module on separate ranks (`dist_train`).
 
     Raises:
         ValueError: there are separate vision ranks and no groups.
@@ -493,7 +491,9 @@ def complete_groups(provider: VisionLanguageFields, groups: ProcessGroupCollecti
     if not provider.dist_train.use_dist_train:
         return
     if groups is None:
-        raise ValueError("pg_collection is None with dist_train.use_dist_train, expected the groups of this module")
+        raise ValueError(
+            "pg_collection is None with dist_train.use_dist_train, expected the process groups of this rank's module"
+        )
     # For the gradient norms of experts megatron-core interprets None as all ranks: language ranks would wait for a sum
     # that vision ranks mistake for another. For metrics of experts it uses its global groups, which do not exist here.
     for name, same in _SAME_GROUPS.items():

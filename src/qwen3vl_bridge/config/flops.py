@@ -34,8 +34,8 @@ class TowerCosts:
         Args:
             tokens: number of tokens.
             patches: number of patches.
-            patch_pairs: sum over frames of the squared number of patches.
-            token_pairs: sum over samples of the squared number of tokens; None for one sample.
+            patch_pairs: sum over all frames of the squared number of patches in the frame.
+            token_pairs: sum over all samples of the squared number of tokens in the sample; None for one sample.
         """
         token_pairs = tokens**2 if token_pairs is None else token_pairs
         language = self.token * tokens + self.token_pair * token_pairs
@@ -57,7 +57,7 @@ class Trained:
 
 
 class _Chain:
-    """Sum the FLOPs of consecutive layers, in a forward pass or a training step.
+    """The sum of FLOPs of consecutive layers, in a forward pass or a training step.
 
     The forward pass of a linear layer, the gradient of its input and the gradient of its weight have the same FLOPs.
     The gradient of the input is computed if a layer before is trained (`reached`), the gradient of the weight if the
@@ -68,7 +68,7 @@ class _Chain:
         self.trained, self.reached, self.linear, self.pair = trained, reached, 0.0, 0.0
 
     def add(self, name: str, inputs: int, outputs: int, trained: bool, times: float = 1) -> None:
-        """Add the FLOPs of a linear layer applied `times` times per token or patch; the name "" means no adapter."""
+        """Add the FLOPs of a linear layer applied `times` times per token or patch. The layer "" has no adapter."""
         rank = self.trained.rank(name) if name and not is_mtp(name) else 0
         self.linear += times * inputs * outputs * (1 + self.reached + trained)
         if rank:
@@ -84,7 +84,7 @@ def tower_costs(config: Mapping, trained: Trained | None = None) -> TowerCosts:
     """Return the FLOPs of a model per token and per patch.
 
     Args:
-        config: its `config.json`.
+        config: contents of the model's `config.json`.
         trained: weights that a training step trains; None for a forward pass.
 
     Raises:
@@ -180,16 +180,15 @@ def operations_of_a_step(
 ) -> float:
     """Return the FLOPs of a global batch, for Megatron-Bridge's log of TFLOP/s.
 
-    Megatron-Bridge has no arguments for patches. `training/metrics.py` passes them in the arguments for cross
-    attention. Without the numbers of tokens, rows count as full. Under LoRA Megatron-Bridge uses its own formula.
+    Megatron-Bridge has no arguments for patches, so `training/metrics.py` passes them as those for cross attention.
 
     Args:
         provider: the model.
         batch_size: number of rows.
-        seqlen_sum: number of tokens without padding.
-        seqlen_squared_sum: sum over segments of the squared number of tokens.
+        seqlen_sum: number of tokens without padding; None: all rows are full.
+        seqlen_squared_sum: sum over all segments of the squared number of tokens; None: all rows are full.
         cross_seqlen_sum: number of patches.
-        cross_seqlen_product_sum: sum over frames of the squared number of patches.
+        cross_seqlen_product_sum: sum over all frames of the squared number of patches.
     """
     if seqlen_sum is None or seqlen_squared_sum is None:
         seqlen_sum, seqlen_squared_sum = batch_size * provider.seq_length, batch_size * provider.seq_length**2
@@ -202,7 +201,7 @@ def operations_of_a_step(
 
 
 def _vision(dims: Dimensions, trained: Trained) -> tuple[_Chain, list[bool]]:
-    """Return the FLOPs of the vision tower, and for each merger (DeepStack's first) whether gradients reach it."""
+    """Return the FLOPs of the vision tower, and for each merger (main merger last) whether gradients reach it."""
     of_tower, of_mergers = trained.vision_model, trained.vision_projection
     share = dims["v_hidden"] / dims["v_merged"]  # tokens per patch
     tower, mergers = _Chain(trained), list[_Chain]()

@@ -37,7 +37,7 @@ _LONGEST = 10_000  # layers or experts: a hostile file must not make us build lo
 
 
 class Kind(NamedTuple):
-    """A check of a field's value (`fits`), and a description of the allowed values for error messages."""
+    """The allowed values of a field: a check (`fits`), and a description for error messages (`expected`)."""
 
     fits: Callable[[Any], bool]
     expected: str
@@ -134,7 +134,10 @@ _OUT_HIDDEN_SIZE = 3584  # default of transformers
 def check_field_types(config: Any, required: Fields, optional: Fields, nullable: Mapping[str, Kind]) -> None:
     """Check the type of each field of a `config.json`, and the constraints between fields that all families share.
 
-    `required`, `optional` and `nullable` (fields of the text model that may also be null) are a family's own.
+    Args:
+        config: contents of the file.
+        required, optional: additional fields of the family, by section.
+        nullable: additional fields of the family's text model that may be missing or null.
 
     Raises:
         ValueError: a field is missing, has the wrong type, or is inconsistent with another one; the message names it.
@@ -171,7 +174,7 @@ def _check_type(section: str, name: str, value: Any, kind: Kind) -> None:
 
 
 def shown(value: Any) -> str:
-    """Return the `repr` of a value for error messages, cut to 80 characters."""
+    """Return the `repr` of a value for an error message, cut to 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -181,7 +184,7 @@ def rope_parameters_of(text: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
 
     Args:
         text: the text configuration.
-        defaults: the settings that every model of the family has, with their defaults; None for a required setting.
+        defaults: name -> default value of the settings that every model of the family has; None if it is required.
 
     Returns:
         `rope_type`, the settings in `defaults`, and for a scaled embedding its parameters.
@@ -204,8 +207,8 @@ def rope_parameters_of(text: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
     inner, outer = given.get("partial_rotary_factor"), text.get("partial_rotary_factor")
     if None not in (inner, outer) and inner != outer:  # which of them transformers uses depends on the type
         raise ValueError(
-            f"partial_rotary_factor is {inner} in the rotary embedding's parameters and {outer} in text_config: "
-            "expected the same number"
+            f"partial_rotary_factor is {inner} in the rotary embedding's parameters and {outer} in text_config, "
+            "expected the same number; remove one of them"
         )
     for name, default in defaults.items():
         rope[name] = next((value for value in (given.get(name), text.get(name)) if value is not None), default)
@@ -217,15 +220,12 @@ def rope_parameters_of(text: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
         rope[name] = text.get(name) or rope.get(name) or text.get("max_position_embeddings")
     for name, value in rope.items():
         if value is None:
-            raise ValueError(f"text_config has no {name}, neither in rope_parameters nor in text_config itself")
+            raise ValueError(f"{name} is missing, expected it in text_config.rope_parameters or in text_config")
     return rope | {"mrope_section": list(rope["mrope_section"])}
 
 
 def rope_provider_fields(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the provider's fields for rotary settings from `rope_parameters_of`.
-
-    The field `rope_parameters` is None unless the embedding is scaled.
-    """
+    """Return a dict from provider field to value for `rope`, rotary settings from `rope_parameters_of`."""
     fields = {field: rope[name] for field, name in ROPE_FIELDS.items() if name in rope}
     return fields | {"rope_parameters": None if rope["rope_type"] == "default" else dict(rope)}
 
@@ -234,7 +234,7 @@ def _rope_of_run(model: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str
     """Return the rotary settings that identify a model, from the `model` section of a `run_config.yaml`.
 
     Args:
-        found: the result of `identity_of_config`; unscaled settings that it lacks are ignored.
+        found: the result of `identity_of_config`. Settings of an unscaled embedding that it lacks are ignored.
     """
     names = {field: f"{_ROPE_SECTION}{name}" for field, name in ROPE_FIELDS.items() if _ROPE_SECTION + name in found}
     # Megatron-Bridge stores a scaled embedding in the text configuration, this package in a field.
@@ -251,31 +251,31 @@ def _rope_of_run(model: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str
 
 
 def with_scaled_rope(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a `config.json` with a provider's `rope_parameters` in place of its own rotary settings."""
+    """Return a copy of a `config.json` in which a provider's `rope_parameters` replace the rotary settings."""
     others = ("rope_scaling", "original_max_position_embeddings")  # which transformers would prefer
     text = {name: value for name, value in config["text_config"].items() if name not in others}
     return {**config, "text_config": {**text, "rope_parameters": {"mrope_interleaved": True, **rope}}}
 
 
 def check_tower_size(vision: Mapping[str, Any], text_width: int) -> None:
-    """Raise ValueError if a vision tower's output size is not `text_width`, the hidden size of the text model.
+    """Raise ValueError for a vision tower that does not fit the text model, which has the hidden size `text_width`.
 
-    Also raise ValueError if its number of position embeddings is not a square number.
+    The output size must be `text_width`, and the number of position embeddings a square number.
     """
     width = vision.get("out_hidden_size", _OUT_HIDDEN_SIZE)
     if width != text_width:
-        raise ValueError(f"vision_config.out_hidden_size is {width}, expected hidden_size {text_width}")
+        raise ValueError(f"vision_config.out_hidden_size is {width}, expected hidden_size {text_width} of the text")
     positions = vision["num_position_embeddings"]
     if math.isqrt(positions) ** 2 != positions:
         raise ValueError(f"vision_config.num_position_embeddings is {positions}, expected the square of a whole number")
 
 
 def check_mrope_section(section: Sequence[int], rotated: int) -> None:
-    """Raise ValueError unless the numbers of `mrope_section` sum to half of `rotated`, a head's rotated dimensions."""
+    """Raise ValueError unless the sum of `mrope_section` is half of `rotated`, the rotated dimensions of a head."""
     if 2 * sum(section) != rotated:
         raise ValueError(
-            f"mrope_section is {list(section)} with the sum {sum(section)}, expected half of the {rotated} dimensions "
-            "of a head that are rotated"
+            f"mrope_section is {list(section)} with the sum {sum(section)}, expected the sum {rotated / 2:g}, half of "
+            f"the {rotated} rotated dimensions of a head"
         )
 
 
@@ -283,13 +283,15 @@ def check_model_type(config: Mapping[str, Any], dense: str, experts: int, what: 
     """Raise ValueError if a model with experts has the `model_type` of dense models, or the reverse.
 
     Args:
-        dense: the `model_type` of the family's dense models; with experts it ends in "_moe".
-        experts: number of experts, or of layers with experts.
-        what: words that follow this number in the error message.
+        config: contents of the `config.json`.
+        dense: the family's `model_type` for dense models. The type for models with experts is f"{dense}_moe".
+        experts: number of experts, or of layers with experts; 0 for a dense model.
+        what: what `experts` counts, for the message.
     """
     kind = config.get("model_type")
     if kind in (dense, f"{dense}_moe") and bool(experts) != (kind != dense):
-        raise ValueError(f"{experts} {what}, which model_type {kind} does not allow")
+        expected = f"{dense}_moe" if experts else dense
+        raise ValueError(f"model_type is {kind!r}, expected {expected!r} for a model with {experts} {what}")
 
 
 def experts_of(text: Mapping[str, Any]) -> int:
@@ -330,12 +332,9 @@ def model_dimensions(
 
 
 def check_supported_values(config: Mapping[str, Any], own: Mapping[str, tuple[Any, Any]]) -> None:
-    """Raise ValueError for values in a `config.json` that our models do not support.
+    """Raise ValueError for a value in a `config.json` that this package's models do not support.
 
-    `own` has further fields of the family: field name -> (value found, only supported value).
-
-    Raises:
-        ValueError: a setting that would otherwise be ignored; the message names it.
+    `own` has additional fields of the family: field name -> (value found, only supported value).
     """
     text = config["text_config"]
     values = {
@@ -365,9 +364,9 @@ def fp8_block(quantization: Any) -> tuple[int, int] | None:
     ):  # fmt: skip
         if (value := given.get(name) or default) != expected:
             raise ValueError(
-                f"quantization_config.{name} is {value!r}, expected {expected!r}: of quantized weights only those in "
-                "FP8 (e4m3, with a scale for each block as weight_scale_inv) can be read; use the model's bfloat16 "
-                "release, or dequantize it with the library that made it"
+                f"quantization_config.{name} is {value!r}, expected {expected!r}: FP8 (e4m3, with scales named "
+                "weight_scale_inv) is the only quantization that can be read; use the bfloat16 release of the model, "
+                "or dequantize it with the library that quantized it"
             )
     modules = given.get("modules_to_not_convert") or []
     if not isinstance(modules, list | tuple) or not all(isinstance(name, str) for name in modules):
@@ -411,7 +410,7 @@ def identity_of_config(
 
     Args:
         config: the configuration.
-        own: further fields of a family that have one name in all files, by section, with their defaults.
+        own: additional fields of the family: section -> field -> default value.
         rope: the rotary settings, from `rope_parameters_of`.
     """
     fields: dict[str, Any] = {}
@@ -425,12 +424,13 @@ def identity_of_config(
 
 
 def identity_of_run(model: Mapping[str, Any], config: Mapping[str, Any], dense: str) -> dict[str, Any]:
-    """Return the fields that identify a model, from the `model` section of a `run_config.yaml`, as far as it has them.
+    """Return those fields that identify a model that the `model` section of a `run_config.yaml` has.
 
-    A vocabulary larger than that of `config` is left out, because it may include padding.
+    A vocabulary larger than in `config` is left out, because it may include padding.
 
     Args:
-        config: the result of `identity_of_config`. Only its fields of the vision tower are read from the run.
+        model: the `model` section.
+        config: the result of `identity_of_config`, which determines the fields of the vision tower to return.
         dense: the `model_type` of the family's models without experts.
     """
     fields = renamed(model, dict(zip(TOKEN_IDS, TOKEN_IDS, strict=True)))

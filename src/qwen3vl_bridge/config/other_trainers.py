@@ -65,15 +65,15 @@ _PIXELS_PER_TOKEN = 32 * 32
 
 
 def target_setting(alias: str) -> str | None:
-    """Return our setting for another trainer's setting `alias` (the first of several); None if there is none."""
+    """Return the name of this package's setting for another trainer's setting `alias`; None if there is none."""
     return _SETTINGS[alias].partition(" ")[0].partition("=")[0] if alias in _SETTINGS else None
 
 
 def translate_setting(alias: str, value: str = "") -> str | None:
-    """Return our settings for another trainer's setting `alias`, as text, with its value if given.
+    """Translate another trainer's setting `alias`, with its value if given, to settings of this package.
 
     Returns:
-        For example "optimizer.lr=1e-5"; None for an unknown name.
+        Text such as "optimizer.lr=1e-5"; None for an unknown name.
     """
     if translated := _TRANSLATED_VALUES.get(alias):
         return translated
@@ -88,12 +88,12 @@ def translate_setting(alias: str, value: str = "") -> str | None:
 
 
 def explain_unsupported(alias: str) -> str | None:
-    """Return what replaces a setting of other trainers that has no counterpart here; None for all other names."""
+    """Return text about what to use instead of a setting that only other trainers have; None for all other names."""
     return _UNSUPPORTED.get(alias)
 
 
 def suggest_settings(name: str, known: Collection[str]) -> str:
-    """Return text to append to an error about an unknown setting: the settings that the user may have meant.
+    """Return the end of an error message about an unknown setting: the settings that the user may have meant.
 
     Args:
         name: the unknown setting.

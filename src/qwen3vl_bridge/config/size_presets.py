@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class VisionTower:
-    """Sizes of a vision tower. The features of `deepstack_layers` are added in the text model's first layers."""
+    """Sizes of a vision tower. `deepstack_layers` are the indices of the DeepStack layers."""
 
     depth: int
     hidden: int
@@ -46,7 +46,10 @@ class Preset:
 
 
 def hub_names(releases: Mapping[str, Collection[str]], size: str, variants: Collection[str]) -> tuple[str, ...]:
-    """Return the hub ids of a model size: all variants, in bfloat16 and FP8, of each release that has this size."""
+    """Return the hub ids of a model size: each variant, in bfloat16 and FP8, of each release that has this size.
+
+    `releases` maps names such as "Qwen3-VL" to sizes; `variants` are ends of names such as "-Instruct".
+    """
     having = [release for release, sizes in releases.items() if size in sizes]
     return tuple(f"Qwen/{release}-{size}{kind}{fp8}" for release in having for kind in variants for fp8 in ("", "-FP8"))
 
@@ -57,7 +60,7 @@ def preset_of(name: str, presets: Mapping[str, Preset], hub_ids: Callable[[str],
         if name.lower() in {known.lower() for known in (size, *hub_ids(size))}:
             return preset
     known, (example, *_) = ", ".join(presets), hub_ids(next(iter(presets)))
-    raise ValueError(f"unknown model {name!r}, expected one of {known} or {example} or the like")
+    raise ValueError(f"unknown model {name!r}, expected one of {known}, or a hub id such as {example}")
 
 
 def preset_config(

@@ -40,16 +40,16 @@ def atomic_directory(
     can_resume: Callable[[Path], bool] = lambda _: False,
     keep: bool = False,
 ) -> Iterator[Path]:
-    """Create a hidden folder next to the target. It becomes the target when the body ends without an exception.
+    """Context manager: yield a hidden folder, which is renamed to `target` if the `with` block raises no exception.
 
     Args:
         target: final path of the result.
         notify: called with a line of text for the user when something was cleaned up, or could not be.
-        check_replaceable: called with the target if it exists at the end of the body. It raises an exception to keep
+        check_replaceable: called with the target if it exists at the end of the block. It raises an exception to keep
             the target; otherwise the new result replaces it. None: only an empty folder may be replaced.
-        can_resume: called with each hidden folder that a dead process left. It returns whether to continue in this
+        can_resume: called with each hidden folder that a dead process left. It returns True to continue in this
             folder; the others are removed. It may raise CheckpointError, such as if some processes are still alive.
-        keep: whether to keep the hidden folder when the body fails, for a later run to resume.
+        keep: whether to keep the hidden folder if the block raises, so that a later run can resume.
 
     Raises:
         CheckpointError: another process is writing this target, or the file system reports an error. The target is
@@ -62,7 +62,10 @@ def atomic_directory(
             parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(_lock(target))
             if _restore(target, notify) and check_replaceable is None:
-                raise CheckpointError(f"{target} exists, restored just now; --overwrite replaces it")
+                raise CheckpointError(
+                    f"{target} exists, expected a new or empty folder: it was restored just now, because an "
+                    "interrupted run had moved it away; --overwrite replaces it"
+                )
             folder = _find_resumable(target, notify, can_resume)
             if folder is None:
                 folder = _new_hidden(target, "partial")
@@ -102,12 +105,12 @@ def atomic_directory(
 
 
 def scratch_folder(folder: Path) -> Path:
-    """Return a folder next to a hidden folder for temporary files. It is removed with the hidden folder."""
+    """Return the path for temporary files next to a hidden folder. It is removed with the hidden folder."""
     return folder.with_name(f"{folder.name}.scratch")
 
 
 def _copy_permissions(target: Path, folder: Path, at_least: int = 0) -> None:
-    """Give a folder the group and mode of the target that it replaces, so that the same users have access."""
+    """Give a folder the group and mode of the target that it replaces, and at least the mode bits `at_least`."""
     if not target.is_dir():
         return
     found = target.stat()
@@ -118,7 +121,10 @@ def _copy_permissions(target: Path, folder: Path, at_least: int = 0) -> None:
 
 
 def _clean_up(target: Path, folder: Path, replaced: Snapshot | None, notify: Callable[[str], None]) -> None:
-    """Remove the folder that the result has replaced. The result is in place already, so failures are only reported."""
+    """Remove the folder that the result has replaced. Failures are only reported, because the result is in place.
+
+    `replaced` is the snapshot of the replaced folder; None if nothing was replaced.
+    """
     in_place = f"{target} is complete and in place"
     with contextlib.suppress(OSError):
         _sync(target.absolute().parent)
@@ -134,21 +140,21 @@ def _clean_up(target: Path, folder: Path, replaced: Snapshot | None, notify: Cal
         kept = folder.with_name(_new_hidden(target, "replaced").name[1:])
         os.rename(folder, kept)
         notify(
-            f"{in_place}, but the folder it replaced was written to meanwhile; that folder stays in {kept}: remove it "
-            "yourself"
+            f"{in_place}, but another process has written to the folder that it replaced, which stays in {kept}; "
+            "remove that folder yourself"
         )
     except OSError as error:
-        reason = f"what it replaced stays in {folder} ({error.strerror or error})"
-        notify(f"{in_place}, but {reason}: remove that yourself")
+        reason = f"the folder that it replaced stays in {folder} ({error.strerror or error})"
+        notify(f"{in_place}, but {reason}; remove that folder yourself")
 
 
 def _new_hidden(target: Path, kind: str) -> Path:
-    """Return a new path for a hidden folder next to a target; `kind` ("partial" or "replaced") is part of its name."""
+    """Return an unused path for a hidden folder next to a target. Its name contains `kind`, "partial" or "replaced"."""
     return target.absolute().parent / f".{target.name}.{kind}-{uuid.uuid4().hex[:_RANDOM_LETTERS]}"
 
 
 def _find_hidden(target: Path, kind: str, ending: str = "") -> list[Path]:
-    """Return the existing paths next to a target with a name from `_new_hidden` for `kind`, plus `ending`."""
+    """Return the existing paths next to a target that `_new_hidden` has named for `kind`, followed by `ending`."""
     pattern = f"{glob.escape(f'.{target.name}.{kind}-')}{'[0-9a-f]' * _RANDOM_LETTERS}{ending}"
     return sorted(target.absolute().parent.glob(pattern))
 
@@ -161,11 +167,13 @@ def _remove_empty(folders: list[Path]) -> None:
 
 @contextlib.contextmanager
 def _lock(target: Path) -> Iterator[None]:
-    """Keep other processes from writing a target. The lock is released when the process ends, even if it is killed.
+    """Context manager that holds a target's lock. The lock is released when the process ends, even if it is killed.
 
-    It is on a file next to the target, which the rename of the target does not affect. The file is open for writing:
-    some network file systems can lock only such files.
+    Raises:
+        CheckpointError: another process holds the lock.
     """
+    # The lock is on a file next to the target, which the rename of the target does not affect. The file is open for
+    # writing: some network file systems can lock only such files.
     path = target.absolute().parent / f".{target.name}.partial-lock"
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -173,7 +181,7 @@ def _lock(target: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(file)
-            raise CheckpointError(f"{target} is being written by another process") from None
+            raise CheckpointError(f"{target} is being written by another process; wait until it has ended") from None
         except OSError:
             os.close(file)
             raise
@@ -189,9 +197,9 @@ def _lock(target: Path) -> Iterator[None]:
 
 
 def _restore(target: Path, notify: Callable[[str], None]) -> bool:
-    """Restore a target that a dead process had moved away. Return whether the target was restored.
+    """Move a target back that a dead process had moved away. Return True if the target was restored.
 
-    If the path is taken again, the earlier target gets a visible name.
+    If another folder is at the target's path now, the earlier target gets a visible name instead.
     """
     restored = False
     for old in _find_hidden(target, "replaced"):
@@ -203,7 +211,7 @@ def _restore(target: Path, notify: Callable[[str], None]) -> bool:
             kept = old.with_name(old.name[1:])
             os.rename(old, kept)
             notify(
-                f"the earlier {target}, which an interrupted run had moved away, stays in {kept}: remove it yourself"
+                f"the earlier {target}, which an interrupted run had moved away, stays in {kept}; remove it yourself"
             )
     return restored
 
@@ -225,7 +233,7 @@ def _find_resumable(target: Path, notify: Callable[[str], None], can_resume: Cal
 
 
 def _move_into_place(folder: Path, target: Path, *, swap: bool) -> None:
-    """Rename the folder to the target. With `swap` the old target is then at the folder's path."""
+    """Rename the folder to the target. With `swap`, the old target is renamed to the folder's former path."""
     if not swap:
         os.rename(folder, target)  # replaces an empty folder
         return
@@ -251,7 +259,7 @@ def _move_into_place(folder: Path, target: Path, *, swap: bool) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replace the contents of a small file atomically."""
+    """Replace the contents of a file atomically: readers see the old contents or the new ones."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     with unfinished.open("wb") as file:
         file.write(content)
@@ -269,7 +277,10 @@ def _sync(path: Path) -> None:
 
 
 def snapshot(folder: Path) -> Snapshot:
-    """Return the state of all files in a folder, to detect changes later. Raise OSError if it cannot be read."""
+    """Return size, modification time and inode of all files in a folder, to detect changes. Raise OSError on failure.
+
+    Keys are relative paths.
+    """
     found = ((path, path.lstat()) for path in list_files(folder))
     return {path.relative_to(folder).as_posix(): (it.st_size, it.st_mtime_ns, it.st_ino) for path, it in found}
 
@@ -293,19 +304,19 @@ def check_target(
     Args:
         target: the path.
         overwrite: whether an earlier result may be replaced.
-        check_replaceable: raises CheckpointError if a folder is not exactly such a result.
+        check_replaceable: raises CheckpointError if a folder is not exactly an earlier result.
         sources: folders that are read to make the result.
 
     Raises:
-        CheckpointError: the target exists and may not be replaced, overlaps a source, or is no path for a folder.
+        CheckpointError: the target exists and may not be replaced, overlaps a source, or is a link or mount point.
     """
     for source in sources:
         ours, theirs = target.resolve(), source.resolve()
         if ours == theirs or ours in theirs.parents or theirs in ours.parents:
-            raise CheckpointError(f"{target} and the source {source} overlap, expected separate folders")
+            raise CheckpointError(f"{target} overlaps the source {source}, expected a separate folder")
     if target.is_symlink() or os.path.ismount(target):
         kind = "a link" if target.is_symlink() else "a mount point"
-        raise CheckpointError(f"{target} is {kind}, expected a path that a folder can be renamed to")
+        raise CheckpointError(f"{target} is {kind}, expected a path that a folder can be renamed to; give another path")
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not overwrite:
@@ -316,16 +327,22 @@ def check_target(
 
 
 def check_only_own_files(folder: Path, own: Collection[str], kind: str) -> None:
-    """Raise CheckpointError if a folder that will be replaced has files that are not in `own`, the files we write.
+    """Raise CheckpointError if a folder that will be replaced contains files other than `own`.
 
-    `kind` is the kind of result in the folder, for the message.
+    Args:
+        folder: the folder.
+        own: relative paths of the files that this package has written.
+        kind: kind of result in the folder, for the message.
     """
     names = (path.relative_to(folder).as_posix() for path in list_files(folder))
     check_nothing_lost(folder, [name for name in names if name not in own], f"files that are not part of our {kind}")
 
 
 def check_nothing_lost(folder: Path, names: Collection[str], what: str) -> None:
-    """Raise CheckpointError if replacing a folder would delete the files `names`. The message lists them."""
+    """Raise CheckpointError if `names`, the files that replacing a folder would delete, is not empty.
+
+    `what` describes the files in the message.
+    """
     if not names:
         return
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
@@ -355,5 +372,6 @@ def check_space(target: Path, nbytes: int) -> None:
     free = free_space(target)
     if free < nbytes + _SPARE_BYTES:
         raise CheckpointError(
-            f"{disk_of(target)} has {free:,} bytes free, expected {nbytes + _SPARE_BYTES:,} for {target.name}"
+            f"{disk_of(target)} has {free:,} bytes free, expected {nbytes + _SPARE_BYTES:,} for {target.name}; free "
+            "some space, or write to another disk"
         )

@@ -48,7 +48,7 @@ class VisionRows(Transferable):
 class NextTokens(Transferable):
     """Inputs of multi-token prediction for one rank: for each token, the next token and the label of the next token.
 
-    The last real token of a segment and padding have no next token: their entries are their own, and their mask is 0.
+    The last real token of a segment and padding have no next token: their entries repeat the token, with mask 0.
     megatron-core rolls ids, labels and masks segment by segment in every step, which synchronizes with the device at
     each segment and communicates over context-parallel ranks. Gathering them on the host once avoids both.
     """
@@ -64,7 +64,7 @@ class NextTokens(Transferable):
 
 @dataclass(frozen=True)
 class ModelInputs(Transferable):
-    """The part of a batch that one rank's model reads."""
+    """The tokens, images and labels of a batch that the model of one rank reads."""
 
     input_ids: Tensor  # [b, s] int64
     position_ids: Tensor  # [3, b, s] int64, temporal, height and width position
@@ -180,9 +180,9 @@ class TokenBatch(Transferable):
         """Return the inputs of one rank, on the host. Tokens are gathered by `token_index`.
 
         Args:
-            cp_size, cp_rank, sp_size, sp_rank: as for `token_index`.
+            cp_size, cp_rank, sp_size, sp_rank: size of context and sequence parallelism, and the rank in each group.
             vision_work: cost of frames, by which context-parallel ranks divide them; None: each rank encodes all.
-            vision_ranks: number of separate vision ranks that divide images and videos; this rank encodes none then.
+            vision_ranks: number of separate vision ranks, which then encode all images; None if there are none.
             with_next_tokens: whether multi-token prediction is trained.
             encode_vision: False for a pipeline stage that does not encode images and videos.
         """
@@ -225,7 +225,7 @@ class TokenBatch(Transferable):
         )
 
     def vision_shards_of(self, assignment: VisionAssignment) -> tuple[VisionShard, ...]:
-        """Return the shard that each separate vision rank sends for this batch."""
+        """Return size and checksum of the vision tokens that each separate vision rank sends for this batch."""
         samples = zlib.crc32(repr((self.sample_ids, self.layout.lengths)).encode())
         samples = zlib.crc32(self.input_ids.numpy(), samples)  # samples may have no ids
         lengths = () if self.vision is None else self.vision.lengths
@@ -251,7 +251,10 @@ class TokenBatch(Transferable):
         )
 
     def _vision_rows(self, index: Tensor, encoded_index: Tensor | None) -> VisionRows:
-        """Return where vision tokens are among the tokens at `index` [s, b]; see `local` for `encoded_index`."""
+        """Return where vision tokens are among the tokens of the batch with indices `index` [s, b].
+
+        `encoded_index` [M]: index of each vision token among those that this rank encodes or receives; None: the same.
+        """
         slots = self.vision_slot[index.flatten()]
         targets = (slots >= 0).nonzero().squeeze(-1)
         sources = slots[targets]
@@ -260,7 +263,7 @@ class TokenBatch(Transferable):
 
 @dataclass(frozen=True)
 class VisionRankInputs(Transferable):
-    """Inputs of one forward pass of a separate vision rank: the images to encode, and the shards to send."""
+    """Inputs of one forward pass of a separate vision rank: images to encode, and sizes of the tensors to send."""
 
     vision: VisionInputs | None  # its images and videos, ordered by receiver; None if it has none
     shards: tuple[VisionShard, ...]  # the shard for each receiver
@@ -271,10 +274,10 @@ class VisionRankInputs(Transferable):
         """Return the inputs of a vision rank for one microbatch of each language replica that it serves.
 
         Args:
-            batches: one batch if several vision ranks serve a replica, else one for each replica.
+            batches: the microbatches, one for each replica.
             work: cost of frames.
             vision_ranks: number of vision ranks that divide the images of a batch.
-            share: index of the vision rank among them.
+            share: index of this vision rank among them.
         """
         assignments = [assign_vision(batch.vision, work, vision_ranks) for batch in batches]
         pairs = list(zip(batches, assignments, strict=True))

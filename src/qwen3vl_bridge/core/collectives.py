@@ -27,14 +27,14 @@ def scatter_sequence(hidden: Tensor, config: TransformerConfig, groups: ProcessG
 
 
 def sum_in_group(counts: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-    """Return the elementwise sum of `counts` over a group, as a new tensor."""
+    """Return the elementwise sum of `counts` over the ranks of a group, as a new tensor."""
     counts = counts.clone()
     _all_reduce(counts, group)
     return counts
 
 
 def max_in_group(values: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-    """Return the elementwise maximum of `values` over a group, as a new tensor."""
+    """Return the elementwise maximum of `values` over the ranks of a group, as a new tensor."""
     values = values.clone()
     _all_reduce(values, group, torch.distributed.ReduceOp.MAX)
     return values
@@ -81,7 +81,6 @@ def _broadcast(values: Tensor, rank: int, group: torch.distributed.ProcessGroup 
 
 
 def _alone(group: torch.distributed.ProcessGroup | None = None) -> bool:
-    """Return whether a group (default: all processes) has only one rank."""
     return torch.distributed.get_world_size(group) == 1
 
 
@@ -138,11 +137,11 @@ def is_rank_zero() -> bool:
 
 @contextlib.contextmanager
 def raise_on_all_ranks() -> Iterator[None]:
-    """Raise CheckpointError in all processes if the body raises in one of them.
+    """Context manager that raises CheckpointError in all processes if its `with` block raises in one of them.
 
     Use it for work that may fail on one process only, for example on a full disk, so that the others do not wait for
-    that process forever. It ends with a collective: every process must reach its end. If the body has collectives, no
-    process may fail between them.
+    that process forever. Leaving the block is a collective call. If the block calls collectives, no process may fail
+    between them.
     """
     problem: Exception | None = None
     try:
@@ -167,7 +166,7 @@ def error_of_all_ranks(error: CheckpointException) -> CheckpointError:
 def sum_gradients_over_sequence(features: Tensor, config: TransformerConfig, groups: ProcessGroupCollection) -> Tensor:
     """Return `features`; the backward pass sums their gradient over sequence-parallel ranks.
 
-    Under sequence parallelism each rank uses the rows of its own tokens, so its gradient is only a part of the sum.
+    Under sequence parallelism each rank uses the features of its own tokens, so its gradient is only a part of the sum.
     """
     if not config.sequence_parallel:
         return features
@@ -175,13 +174,13 @@ def sum_gradients_over_sequence(features: Tensor, config: TransformerConfig, gro
 
 
 def gather_over_context(local: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-    """Gather [s, ...] of each context-parallel rank as [cp, s, ...]. The backward pass sums gradients over ranks."""
+    """Gather a tensor [s, ...] of each of cp ranks to [cp, s, ...]. The backward pass sums gradients over ranks."""
     return tensor_parallel.gather_from_sequence_parallel_region(local, group=group).view(group.size(), *local.shape)
 
 
 @torch.no_grad()
 def gather_stacked(local: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-    """Gather [s, ...] of each rank as [ranks, s, ...], ordered by rank, without gradients.
+    """Gather a tensor [s, ...] of each rank to [ranks, s, ...], ordered by rank, without gradients.
 
     All ranks must pass tensors with the same shape and dtype, on a device that the group's backend supports.
     """
@@ -205,14 +204,14 @@ def exchange_vision_tokens(
     The backward pass sums the gradients of a token over the ranks that received it.
 
     Args:
-        tokens: [m, h], the vision tokens that this rank encodes. A rank without frames passes a blank image, which is
-            not sent to any rank.
-        features: [t, m, h], their DeepStack features.
+        tokens: [m, h], the m vision tokens that this rank has encoded. A rank without frames passes a blank image,
+            which is not sent to any rank.
+        features: [t, m, h], the features of these tokens from t DeepStack layers.
         rows: [sum(sent)] int64, indices of the tokens to send: first to rank 0, then to rank 1, ...
         sent, received: numbers of tokens sent to, and received from, each rank, including itself; on the host.
 
     Returns:
-        Tokens [K, h] and features [t, K, h], concatenated by rank.
+        The K = sum(received) tokens [K, h] and their features [t, K, h], ordered by sending rank.
     """
     selected = torch.cat((tokens[:, None], features.transpose(0, 1)), 1)[rows]
     exchanged = tensor_parallel.all_to_all(groups.cp, selected, list(received), list(sent))

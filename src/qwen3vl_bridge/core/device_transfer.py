@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Transferable:
-    """Base class of dataclasses with tensors. Its methods apply to all tensors, also in nested dataclasses."""
+    """Base class of dataclasses with tensors. Methods apply to all tensors, also in nested `Transferable` fields."""
 
     def to(self, device: torch.device | str) -> Self:
         """Return a copy with every tensor on `device`, see `copy_to_device`."""
@@ -47,7 +47,7 @@ def copy_to_device[Value: (Tensor, Transferable)](value: Value, device: torch.de
 
 
 def to_host(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors to the host. All copies are started before the host waits once for all of them."""
+    """Return copies of named tensors on the host. The host waits once, after all copies have been started."""
     copies = {name: value.detach().to("cpu", non_blocking=True) for name, value in values.items()}
     for device in {value.device for value in values.values() if value.device.type == "cuda"}:
         torch.cuda.current_stream(device).synchronize()

@@ -30,6 +30,8 @@ _UNLIMITED = int(1e30)
 # The time to parse or print a number is quadratic in its digits.
 _MAX_DIGITS = 100
 _YAML_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+# End of the message of an internal error.
+PLEASE_REPORT = "; this is a bug of qwen3vl_bridge, please report it"
 
 
 class CheckpointError(ValueError):
@@ -74,7 +76,7 @@ def resolve_within(folder: Path, relative: object, named_by: str) -> Path:
         raise CheckpointError(f"{named_by} names the file {relative!r}, expected a path inside {folder}")
     path = PurePosixPath(relative)
     if path.is_absolute() or ".." in path.parts or "\\" in relative or path == PurePosixPath("."):
-        raise CheckpointError(f"{named_by} names the file {relative!r}, which is outside {folder}")
+        raise CheckpointError(f"{named_by} names the file {relative!r}, which is outside {folder}; download it again")
     return folder / path
 
 
@@ -89,12 +91,12 @@ def is_open_at(descriptor: int, path: Path) -> bool:
 def file_size(path: Path, named_by: str) -> int:
     """Return the size of a file in bytes. Raise CheckpointError if it is missing, unreadable, or not a file.
 
-    `named_by` is the file that refers to it, for error messages.
+    `named_by` is the file that refers to `path`, for error messages.
     """
     try:
         if not path.is_file():
             found = "something that is not a file" if path.exists() else "nothing"
-            raise CheckpointError(f"{path}: found {found}, expected a file, which {named_by} names")
+            raise CheckpointError(f"{path}: found {found}, expected a file, because {named_by} names it; copy it again")
         return path.stat().st_size
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}; {named_by} names it") from error
@@ -105,7 +107,7 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         value = read_json(path)
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
+        raise CheckpointError(f"{path}: found nothing, expected a JSON file") from None
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
     except ValueError as error:
@@ -134,7 +136,7 @@ def read_bytes(path: Path, at_most: int) -> bytes:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file with a configuration, with the checks of `parse_json`."""
+    """Read a JSON file strictly, see `parse_json`. Raise ValueError for invalid JSON, OSError on failure to read."""
     text = read_bytes(path, _MAX_JSON_BYTES)
     try:
         return parse_json(text)
@@ -234,12 +236,10 @@ def read_yaml(path: Path) -> Any:
 
 
 def check_yaml(path: Path) -> str:
-    """Check that any parser can parse a YAML file within limits, and return its text. Raises as `read_yaml`.
-
-    PyYAML's constructor recurses once per level, in C too, where too deep recursion ends the process. Its parser does
-    not recurse, and reads only as far as requested. So this walks through the parser's events without constructing
-    values. An alias costs nothing to construct, but its expansion does to code that walks through the values.
-    """
+    """Return the text of a YAML file after a check of its depth and its number of values. Raises as `read_yaml`."""
+    # PyYAML's constructor recurses once per level, in C too, where too deep recursion ends the process. Its parser does
+    # not recurse, and reads only as far as requested. So this walks through the parser's events without constructing
+    # values. An alias costs nothing to construct, but its expansion does to code that walks through the values.
     import yaml
 
     data = read_bytes(path, _MAX_YAML_BYTES)
@@ -275,9 +275,9 @@ def check_yaml(path: Path) -> str:
                             event.start_mark.line + 1,
                             f"{event.value[:20]}... of {len(event.value):,} letters",
                         )
-                        raise ValueError(f"line {line} has the number {shown}, expected at most {_MAX_DIGITS}")
+                        raise ValueError(f"line {line} has the number {shown}, expected at most {_MAX_DIGITS} letters")
             if count > _MAX_YAML_VALUES:
-                raise ValueError(f"found more than {_MAX_YAML_VALUES:,} values with all aliases written out")
+                raise ValueError(f"found more than {_MAX_YAML_VALUES:,} values, aliases written out; expected fewer")
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{path}: {_one_line(error)}") from error
     return text
@@ -309,7 +309,7 @@ class PickledRecord:
     def __setstate__(self, state: Any) -> None:
         # Frozen dataclasses and enums have one state. A second one would be an attempt to change the first.
         if self.state is not None:
-            raise pickle.UnpicklingError(f"{self.kind} has two states")
+            raise pickle.UnpicklingError(f"the pickle sets the state of a {self.kind} twice")
         self.state = state
 
     def field(self, name: str) -> Any:
@@ -323,7 +323,7 @@ def load_pickle(
     allowed: Mapping[tuple[str, str], Any],
     persistent: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Unpickle data that refers only to allowed globals, without running its code.
+    """Unpickle data that refers only to allowed globals, without executing code from the pickle.
 
     Args:
         data: the pickle.
@@ -353,7 +353,7 @@ class _Memo(list):
         elif number < len(self):
             super().__setitem__(number, value)
         else:
-            raise pickle.UnpicklingError(f"it memoizes entry {number}, expected {len(self)}")
+            raise pickle.UnpicklingError(f"the pickle memoizes entry {number}, expected {len(self)}")
 
 
 class _RestrictedUnpickler(PythonUnpickler):
@@ -371,19 +371,21 @@ class _RestrictedUnpickler(PythonUnpickler):
             return self._allowed[module_name, global_name]
         except (KeyError, TypeError):
             raise pickle.UnpicklingError(
-                f"the file refers to {module_name}.{global_name}, which is not among the allowed names"
+                f"the pickle refers to {module_name}.{global_name}, expected only names that torch's checkpoints need"
             ) from None
 
     def persistent_load(self, pid: Any) -> Any:
         if self._persistent is None:
-            raise pickle.UnpicklingError("it refers to an object outside the pickle")
+            raise pickle.UnpicklingError("the pickle refers to an object outside the pickle, expected no reference")
         return self._persistent(pid)
 
     def load_build(self) -> None:
         # Python's own method would set attributes of any object on the stack, including our functions and classes.
         state = self.stack.pop()
         if not isinstance(self.stack[-1], PickledRecord):
-            raise pickle.UnpicklingError(f"it sets the state of a {type(self.stack[-1]).__name__}")
+            raise pickle.UnpicklingError(
+                f"the pickle sets the state of a {type(self.stack[-1]).__name__}, which torch never does"
+            )
         self.stack[-1].__setstate__(state)
 
     def load_setitem(self) -> None:
@@ -396,11 +398,11 @@ class _RestrictedUnpickler(PythonUnpickler):
     def _set_items(self, items: list[Any]) -> None:
         # A nested tuple of shared tuples can take exponential time to hash.
         if not all(isinstance(key, str | int | PickledRecord) for key in items[::2]):
-            raise pickle.UnpicklingError("it has a key other than a name, a number or an index")
+            raise pickle.UnpicklingError("the pickle has a dict key that is no text, number or MetadataIndex")
         self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
 
     def _reject_opcode(self) -> None:
-        raise pickle.UnpicklingError("it has a pickle opcode that torch never writes")
+        raise pickle.UnpicklingError("the pickle has an opcode that torch never writes")
 
     dispatch[pickle.BUILD[0]] = load_build
     dispatch[pickle.SETITEM[0]] = load_setitem

@@ -31,9 +31,10 @@ from torch.nn.functional import pad
 
 @dataclass(frozen=True)
 class SequenceLayout(Transferable):
-    """The segments of a batch. Create a layout with `padded_rows`, `packed_row` or `from_lengths`.
+    """The segments of a batch: padded rows, or documents in a packed row.
 
-    Two layouts are equal if their rows and lengths are. Reading lengths does not synchronize with the device.
+    Create a layout with `padded_rows`, `packed_row` or `from_lengths`. Lengths are on the host, so that reading them
+    does not synchronize with the device.
 
     Raises:
         ValueError: no segments, or a segment longer than its padded length.
@@ -53,7 +54,10 @@ class SequenceLayout(Transferable):
             )
         for segment, (length, padded) in enumerate(zip(self.lengths, self.padded_lengths, strict=True)):
             if not 0 <= length <= padded or padded == 0:
-                raise ValueError(f"segment {segment}: {length} tokens do not fit a padded length of {padded}")
+                raise ValueError(
+                    f"segment {segment}: {length} tokens do not fit a padded length of {padded}, expected at most "
+                    "the padded length, which must be at least 1"
+                )
 
     @classmethod
     def padded_rows(cls, lengths: Sequence[int], seq_length: int) -> Self:
@@ -76,13 +80,13 @@ class SequenceLayout(Transferable):
         rest = 0 if total is None else total - sum(padded)
         if rest < 0:
             raise ValueError(
-                f"{len(padded)} segments take {sum(padded)} tokens, padded to multiples of {multiple}: expected at "
-                f"most {total}"
+                f"{len(padded)} segments take {sum(padded)} tokens, padded to multiples of {multiple}, expected at "
+                f"most {total}, the length of the row; pack fewer segments"
             )
         if rest % multiple:
             raise ValueError(
-                f"a row of {total} tokens has {rest} unused tokens after the last segment: expected a multiple of "
-                f"{multiple}"
+                f"a row of {total} tokens has {rest} unused tokens after the last segment, expected a multiple of "
+                f"{multiple}; make the length of the row a multiple of {multiple}"
             )
         # Padding the last document with the rest instead would unbalance its context-parallel chunks.
         if rest:
@@ -91,7 +95,7 @@ class SequenceLayout(Transferable):
 
     @classmethod
     def from_lengths(cls, num_rows: int, lengths: Sequence[int], padded_lengths: Sequence[int]) -> Self:
-        """Return the layout with these fields of the class; the offsets are computed from the lengths."""
+        """Return the layout of segments with the given numbers of real tokens and of tokens including padding."""
         return cls(
             cu_seqlens=make_cu_seqlens(lengths),
             cu_seqlens_padded=make_cu_seqlens(padded_lengths),
@@ -102,7 +106,7 @@ class SequenceLayout(Transferable):
 
     @property
     def total(self) -> int:
-        """T, the number of tokens of the batch, including padding."""
+        """The number of tokens of the batch, including padding."""
         return sum(self.padded_lengths)
 
     @property
@@ -111,17 +115,17 @@ class SequenceLayout(Transferable):
         return self.num_rows == 1
 
     def segment_ids(self) -> Tensor:
-        """Return [T] int64, the index of each token's segment."""
+        """Return the index of the segment of each token of the flat batch, int64."""
         return segment_ids(self.cu_seqlens_padded.diff(), self.total)
 
     def padding_mask(self) -> Tensor:
-        """Return [T] bool, True for padding."""
+        """Return a bool mask over the tokens of the flat batch, True for padding."""
         real, padded = self.cu_seqlens.diff(), self.cu_seqlens_padded.diff()
         # Runs of real tokens and of padding take turns: odd runs are padding.
         return segment_ids(torch.stack((real, padded - real), -1).flatten(), self.total) % 2 == 1
 
     def place_tokens(self, segments: Sequence[Tensor], padding: float) -> Tensor:
-        """Return [B, S], the values of each segment's real tokens at their positions, and `padding` elsewhere."""
+        """Return [rows, tokens]: values of each segment's real tokens at their positions, and `padding` elsewhere."""
         values = torch.cat(list(segments))
         placed = values.new_full((self.total,), padding)
         placed[~self.padding_mask()] = values
@@ -142,17 +146,20 @@ def segment_ids(lengths: Tensor, total: int | None = None) -> Tensor:
 
 
 def segment_offsets(lengths: Tensor, total: int | None = None) -> Tensor:
-    """Return [total] int64, the index of each token within its segment; arguments as for `segment_ids`."""
+    """Return [total] int64, the index of each token within its segment, for consecutive segments with these lengths.
+
+    Pass `total`, the sum of the lengths, for tensors on a GPU: otherwise the host has to wait for it.
+    """
     ids = segment_ids(lengths, total)
     return torch.arange(len(ids), device=ids.device) - (lengths.cumsum(0) - lengths)[ids]
 
 
 def token_index(layout: SequenceLayout, cp_size: int, cp_rank: int, sp_size: int = 1, sp_rank: int = 0) -> Tensor:
-    """Return the tokens of a rank: [T / B / cp / sp, B] int64, indices into the flat batch, laid out as [s, b].
+    """Return the tokens of a rank as indices into the flat batch, [s, b] int64.
 
-    Each segment is divided into 2 * cp_size chunks. Context-parallel rank r holds chunks r and 2 * cp_size - 1 - r of
-    every segment, which balances causal attention. Its tokens are divided along s into sp_size equal parts, of which
-    sequence-parallel rank q holds part q. The result is on the layout's device.
+    Here b is the number of rows, and s the length of a row divided by cp_size * sp_size. Each segment is divided into
+    2 * cp_size chunks. Context-parallel rank r holds chunks r and 2 * cp_size - 1 - r of every segment, which balances
+    causal attention. Its tokens are divided along s into sp_size equal parts, one for each sequence-parallel rank.
 
     Raises:
         ValueError: a rank outside its group, a segment that is not divisible into 2 * cp_size chunks, or rows that are
@@ -167,24 +174,24 @@ def token_index(layout: SequenceLayout, cp_size: int, cp_rank: int, sp_size: int
         for segment, length in enumerate(layout.padded_lengths):
             if length % (2 * cp_size):
                 raise ValueError(
-                    f"segment {segment}: a padded length of {length} does not divide into the {2 * cp_size} chunks "
-                    f"that context parallelism of {cp_size} needs"
+                    f"segment {segment}: the padded length is {length}, expected a multiple of {2 * cp_size} for "
+                    f"context parallelism over {cp_size} ranks; pad each segment to one"
                 )
         chunk = starts.diff() // (2 * cp_size)
         begins = torch.stack([starts[:-1] + number * chunk for number in (cp_rank, 2 * cp_size - 1 - cp_rank)], 1)
         flat = _concatenate_ranges(begins.flatten(), chunk.repeat_interleave(2), layout.total // cp_size)
     if row_length % sp_size:
         raise ValueError(
-            f"{row_length} tokens a row on each context-parallel rank do not divide over {sp_size} sequence-parallel "
-            "ranks"
+            f"a row has {row_length} tokens on each context-parallel rank, expected a multiple of {sp_size}, the "
+            "number of sequence-parallel ranks; pad rows to a longer length"
         )
     return flat.view(layout.num_rows, row_length).T.chunk(sp_size)[sp_rank]
 
 
 def inverse_token_index(layout: SequenceLayout, cp_size: int) -> Tensor:
-    """Return the position of each token in the concatenated tokens of all context-parallel ranks: [T] int64.
+    """Return for each token of the flat batch its index in the concatenated tokens of all context-parallel ranks.
 
-    The tokens of each rank are flattened from [s, b] row by row, and concatenated in the order of ranks.
+    The tokens of each rank (`token_index`) are flattened row by row, and concatenated in the order of ranks.
 
     Raises:
         ValueError: a segment that is not divisible into 2 * cp_size chunks.
@@ -194,9 +201,9 @@ def inverse_token_index(layout: SequenceLayout, cp_size: int) -> Tensor:
 
 
 def next_token_index(layout: SequenceLayout) -> tuple[Tensor, Tensor]:
-    """Return the index of each token's next token, and whether it has one: [T] int64 and [T] bool.
+    """Return for each token of the flat batch the index of the next token, int64, and whether there is one, bool.
 
-    Padding and the last real token of a segment have no next token; their index is their own.
+    Padding and the last real token of a segment have no next token; the index is then that of the token itself.
     """
     index = torch.arange(layout.total, device=layout.cu_seqlens.device)
     ends_of_real_tokens = layout.cu_seqlens_padded[:-1] + layout.cu_seqlens.diff()
@@ -205,17 +212,15 @@ def next_token_index(layout: SequenceLayout) -> tuple[Tensor, Tensor]:
 
 
 def segment_multiple(cp_size: int) -> int:
-    """Return the number that must divide each segment's padded length.
-
-    Sequence parallelism adds none: it divides a rank's part of a row without regard to segments, and attention gathers
-    the row again.
-    """
+    """Return the number that must divide the padded length of each segment under context parallelism."""
+    # Sequence parallelism has no such number: it divides a rank's part of a row without regard to segments, and
+    # attention gathers the row again.
     return 2 * cp_size if cp_size > 1 else 1
 
 
 @dataclass(frozen=True)
 class CausalChunks:
-    """Queries and keys of a context-parallel rank's chunks of a packed row.
+    """Queries and keys for attention of one context-parallel rank on a packed row.
 
     Each segment has two chunks, which are consecutive in the rank's hidden states. The keys of a chunk are all tokens
     of its segment up to the chunk's end, so the queries are the last of the keys.
@@ -228,7 +233,7 @@ class CausalChunks:
 
 
 def causal_chunks(layout: SequenceLayout, cp_size: int, cp_rank: int) -> CausalChunks:
-    """Return the keys that a rank's tokens of a packed row attend to, without synchronizing with the device.
+    """Return the queries and keys of a context-parallel rank for a packed row, without a host-device synchronization.
 
     Raises:
         ValueError: a rank outside its group, or a segment that is not divisible into 2 * cp_size chunks.
@@ -250,16 +255,13 @@ def causal_chunks(layout: SequenceLayout, cp_size: int, cp_rank: int) -> CausalC
 
 
 def locate_chunks(cu_seqlens: Tensor, num_chunks: int, chunk_size: int) -> tuple[Tensor, Tensor]:
-    """Return each chunk's segment and its number within the segment, for segments cut into chunks of `chunk_size`.
-
-    The last chunk of a segment may be shorter. `num_chunks` may exceed the real number of chunks, so that it need not
-    be read from the device: chunks in excess continue the last segment.
+    """Return the segment of each chunk, and the index of the chunk in its segment: two tensors [num_chunks].
 
     Args:
-        cu_seqlens: [n + 1], offsets of the segments.
-
-    Returns:
-        [num_chunks] each.
+        cu_seqlens: [n + 1], offsets of n segments.
+        num_chunks: number of chunks, or more, so that it need not be read from the device: chunks in excess continue
+            the last segment.
+        chunk_size: tokens in a chunk; the last chunk of a segment may have fewer.
     """
     ends = ((cu_seqlens.diff() + chunk_size - 1) // chunk_size).cumsum(0)
     chunk = torch.arange(num_chunks, device=cu_seqlens.device)
@@ -275,4 +277,4 @@ def _concatenate_ranges(begins: Tensor, lengths: Tensor, total: int) -> Tensor:
 
 def _check_rank(kind: str, size: int, rank: int) -> None:
     if not 0 <= rank < size:
-        raise ValueError(f"{kind}-parallel rank {rank} is outside a group of {size}")
+        raise ValueError(f"the {kind}-parallel rank is {rank}, expected 0 to {size - 1} in a group of {size}")

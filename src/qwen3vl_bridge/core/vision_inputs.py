@@ -44,7 +44,7 @@ class VisionSettings:
 
 @dataclass(frozen=True)
 class VisionInputs(Transferable):
-    """Inputs of the vision tower: all images of a batch, then its videos; patches in merge order."""
+    """Inputs of the vision tower: all images of a batch, then all videos. Patches of a vision token are adjacent."""
 
     pixel_values: Tensor  # [N, channels * temporal_patch * patch * patch] floating point
     position_ids: Tensor  # [N, 2] int64, row and column of each patch in its frame
@@ -54,10 +54,7 @@ class VisionInputs(Transferable):
     lengths: tuple[int, ...]  # the F frame lengths in patches, on the host
 
     def select(self, frames: Sequence[int]) -> Self:
-        """Return the inputs of the frames with indices `frames` (at least one), in this order.
-
-        Pixels may be on a device.
-        """
+        """Return the inputs of the frames with indices `frames` (at least one), in this order."""
         starts = list(accumulate(self.lengths, initial=0))
         lengths = tuple(self.lengths[frame] for frame in frames)
         return self._join([(self, slice(starts[frame], starts[frame + 1])) for frame in frames], lengths)
@@ -97,8 +94,8 @@ def make_vision_inputs(
         image_grid_thw, video_grid_thw: [images or videos, 3] integers, or None.
 
     Raises:
-        ValueError: grids that are not divisible into tokens, pixels that do not match their grids, or a table of
-            position embeddings that is not square.
+        ValueError: grids are not divisible into tokens, pixels do not match their grids, or the number of position
+            embeddings is not a square number.
     """
     side = isqrt(settings.num_position_embeddings)
     if side * side != settings.num_position_embeddings:
@@ -108,7 +105,10 @@ def make_vision_inputs(
         sizes = _check_grids(kind, sizes, merge)
         found, expected = 0 if given is None else len(given), int(sizes.prod(-1).sum())
         if found != expected:
-            raise ValueError(f"{kind} pixels: found {found} patches, expected {expected} for {len(sizes)} {kind} grids")
+            raise ValueError(
+                f"{kind} pixels: found {found} patches, expected {expected} for {len(sizes)} {kind} grids; pass pixels "
+                "and grids of the same processor call"
+            )
         if given is not None and expected:
             pixels.append(given)
             grids.append(sizes)
@@ -128,9 +128,9 @@ def make_vision_inputs(
 
 
 def vision_slots(input_ids: Tensor, image_grid_thw: Tensor | None, settings: VisionSettings) -> Tensor:
-    """Return the index of each vision token in the output of the vision tower, -1 for other tokens: [T] int64.
+    """Return the index of each token in the output of the vision tower, or -1 for text: int64, one per token.
 
-    The output has the tokens of all images first, then those of videos.
+    The output has the vision tokens of all images first, then the vision tokens of all videos.
 
     Raises:
         ValueError: the number of image tokens does not match the grids.
@@ -141,7 +141,10 @@ def vision_slots(input_ids: Tensor, image_grid_thw: Tensor | None, settings: Vis
     num_image_tokens = patches // settings.spatial_merge_size**2
     number = image.cumsum(0)
     if int(number[-1]) != num_image_tokens:
-        raise ValueError(f"found {int(number[-1])} image tokens, expected {num_image_tokens} for the images")
+        raise ValueError(
+            f"found {int(number[-1])} image tokens, expected {num_image_tokens} for image_grid_thw; do not truncate "
+            "input_ids"
+        )
     slots = number.mul_(image).sub_(1)  # in place: allocating new memory would cost more than the sums
     if not video.any():
         return slots
@@ -149,20 +152,21 @@ def vision_slots(input_ids: Tensor, image_grid_thw: Tensor | None, settings: Vis
 
 
 def frame_lengths(grids: Tensor) -> Tensor:
-    """Return the number of patches of each frame of grids [K, 3]: [F] int64."""
+    """Return the number of patches of each of the F frames in grids [K, 3] (frames, height, width), as [F] int64."""
     return (grids[:, 1] * grids[:, 2]).repeat_interleave(grids[:, 0])
 
 
 def patch_positions(grids: Tensor, merge: int) -> Tensor:
-    """Return the row and column of each patch in its frame, in merge order, for grids [K, 3]: [N, 2] int64."""
+    """Return the row and column in its frame of each of the N patches of grids [K, 3], as [N, 2] in merge order."""
     frames = _for_each_frame(_frame_positions, grids, merge)
     return torch.cat(frames) if frames else torch.zeros(0, 2, dtype=torch.int64)
 
 
 def interpolation(grids: Tensor, side: int, merge: int) -> tuple[Tensor, Tensor]:
-    """Return the four entries of a side x side table around each patch, [4, N] int64, and their weights [4, N].
+    """Return the indices of the four position embeddings around each of N patches [4, N], and their weights [4, N].
 
-    The order is upper left, upper right, lower left, lower right. Results equal those of transformers bit by bit.
+    The embeddings are a side x side table. The order is upper left, upper right, lower left, lower right. Results equal
+    those of transformers bit by bit.
     """
     frames = _for_each_frame(_frame_interpolation, grids, side, merge)
     if not frames:
@@ -187,14 +191,13 @@ def _for_each_frame[T](of_frame: Callable[..., T], grids: Tensor, *settings: int
 
 @lru_cache(maxsize=512)
 def _frame_positions(height: int, width: int, merge: int) -> Tensor:
-    """Return [N, 2] int64, row and column of each patch of one frame."""
+    """Return the row and column of each of the N patches of one frame, [N, 2] int64 in merge order."""
     row, column = torch.arange(height, device="cpu")[:, None], torch.arange(width, device="cpu")
     return _to_merge_order(torch.stack(torch.broadcast_tensors(row, column)), merge).T.contiguous()
 
 
 @lru_cache(maxsize=512)
 def _frame_interpolation(height: int, width: int, side: int, merge: int) -> tuple[Tensor, Tensor]:
-    """Return the result of `interpolation` for one frame."""
     (rows, up_down), (columns, left_right) = _axis_interpolation(height, side), _axis_interpolation(width, side)
     shapes = (2, 1, height, 1), (2, 1, width)
     index = (rows * side).view(shapes[0]) + columns.view(shapes[1])
@@ -216,7 +219,7 @@ def _axis_interpolation(size: int, side: int) -> tuple[Tensor, Tensor]:
 
 
 def _to_merge_order(raster: Tensor, merge: int) -> Tensor:
-    """Reorder patches from [C, height, width] to [C, height * width] in merge order."""
+    """Reorder values of patches from [C, height, width] to [C, height * width], with merge x merge patches adjacent."""
     channels, height, width = raster.shape
     tiles = raster.view(channels, height // merge, merge, width // merge, merge)
     return tiles.transpose(2, 3).reshape(channels, -1)
@@ -231,9 +234,9 @@ def mrope_positions(
 ) -> Tensor:
     """Return multimodal rotary positions [3, B, S] int64: temporal, height and width.
 
-    Each segment has the positions that transformers' `get_rope_index` returns for it alone. A text token increases all
-    three positions by one. The tokens of a run (an image, or a frame of a video) have the position of the run's start
-    plus their frame, row or column; the next token continues after the longer side. Padding is at position 0.
+    Each segment has the positions that transformers' `get_rope_index` returns for that segment alone. A text token
+    increases all three positions by one. A token of an image, or of a frame of a video, has the position of the first
+    such token plus its frame, row or column; the next token continues after the longer side. Padding is at position 0.
 
     Args:
         input_ids: [B, S].
@@ -246,7 +249,7 @@ def mrope_positions(
     if input_ids.ndim != 2 or input_ids.shape[0] != layout.num_rows or input_ids.numel() != layout.total:
         raise ValueError(
             f"input_ids: found {list(input_ids.shape)}, expected "
-            f"[{layout.num_rows}, {layout.total // layout.num_rows}] as the layout has it"
+            f"[{layout.num_rows}, {layout.total // layout.num_rows}], the rows and tokens of `layout`"
         )
     ids, merge = input_ids.reshape(-1), torch.tensor([1, settings.spatial_merge_size, settings.spatial_merge_size])
     images = _check_grids("image", image_grid_thw, settings.spatial_merge_size) // merge
@@ -297,10 +300,12 @@ def mrope_positions(
 def _find_vision_runs(
     kind: str, is_vision: Tensor, sides: Tensor, layout: SequenceLayout, segment_of: Tensor
 ) -> Tensor:
-    """Return the first token [K] of each run of vision tokens, for runs with `sides` [K, 3] in tokens.
+    """Return [K], the index of the first token of each of K images or video frames with `sides` [K, 3] in tokens.
 
-    Consecutive vision tokens may be several runs, because images need no token between them.
+    Raises:
+        ValueError: the tokens of an image or frame are not consecutive tokens of one segment.
     """
+    # Consecutive vision tokens may be several images, which need no token between them.
     fenced = torch.zeros(len(is_vision) + 2, dtype=torch.bool)
     fenced[1:-1] = is_vision
     begins, ends = (fenced[1:] != fenced[:-1]).nonzero().view(-1, 2).unbind(-1)  # of consecutive vision tokens
@@ -308,7 +313,10 @@ def _find_vision_runs(
     lengths, unit = sides.prod(-1), "image" if kind == "image" else "video frame"
     first_number = lengths.cumsum(0) - lengths  # number of a run's first token among the kind's tokens
     if (found := int((ends - begins).sum())) != (expected := int(lengths.sum())):
-        raise ValueError(f"found {found} {kind} tokens in the batch, expected {expected} for {len(sides)} {unit}s")
+        raise ValueError(
+            f"found {found} {kind} tokens in the batch, expected {expected} for {len(sides)} {unit}s; do not truncate "
+            "input_ids"
+        )
     stretch = torch.searchsorted(before, first_number, right=True) - 1
     starts = begins[stretch] + first_number - before[stretch]
     segment = segment_of[starts]
@@ -318,7 +326,8 @@ def _find_vision_runs(
         first = int(broken.nonzero()[0])
         raise ValueError(
             f"segment {segment[first]}: the tokens of {unit} {first} ({_format_grid(sides[first])}) begin at token "
-            f"{starts[first]} of the batch and break off, expected {lengths[first]} in a row before its padding"
+            f"{starts[first]} of the batch and are not consecutive, expected {lengths[first]} consecutive tokens "
+            "of the segment before its padding"
         )
     return starts
 
@@ -332,7 +341,7 @@ def _check_grids(kind: str, grids: Tensor | None, merge: int) -> Tensor:
     if grids is None:
         return torch.zeros(0, 3, dtype=torch.int64)
     if grids.ndim != 2 or grids.shape[1] != 3 or grids.is_floating_point():
-        raise ValueError(f"{kind} grids: found {list(grids.shape)} {grids.dtype}, expected [K, 3] integers")
+        raise ValueError(f"{kind} grids: found {list(grids.shape)} {grids.dtype}, expected [{kind}s, 3] integers")
     bad = (grids < 1).any(-1) | (grids[:, 1:] % merge != 0).any(-1)
     if bad.any():
         first = int(bad.nonzero()[0])

@@ -40,14 +40,14 @@ class VisionWork:
 
 @dataclass(frozen=True)
 class VisionAssignment:
-    """The frames that each rank encodes."""
+    """The assignment of the frames of a batch to the ranks that encode them."""
 
     frames: tuple[tuple[int, ...], ...]  # indices of each rank's frames, ascending
     counts: tuple[int, ...]  # number of vision tokens of each rank's frames
     encoded_index: Tensor  # [M] int64, index of each vision token of the batch in the concatenated tokens of all ranks
 
     def select(self, vision: VisionInputs | None, rank: int) -> VisionInputs | None:
-        """Return the frames assigned to a rank; None if it has none."""
+        """Return the vision inputs of the frames assigned to a rank; None if it has no frames."""
         if vision is None or len(self.frames) == 1:
             return vision
         return vision.select(self.frames[rank]) if self.frames[rank] else None
@@ -73,8 +73,8 @@ class VisionExchange(Transferable):
             rank: the rank of the returned exchange.
 
         Returns:
-            The exchange, and [M] int64, the index of each vision token of the batch among the tokens that the rank
-            receives; undefined for tokens that it does not use.
+            The exchange, and for each of the M vision tokens of the batch its index among the tokens that the rank
+            receives, [M] int64; undefined for tokens that it does not use.
         """
         used = torch.zeros(len(slots), len(assignment.encoded_index), dtype=torch.bool)  # in the order of encoding
         for used_by_rank, of_rank in zip(used, slots, strict=True):
@@ -105,10 +105,9 @@ def assign_frames(costs: Sequence[float], ranks: int) -> list[list[int]]:
 
 
 def _move_frame(shares: list[list[int]], costs: Sequence[float]) -> bool:
-    """Move a frame away from the rank with the highest cost, or swap it for a cheaper frame.
+    """Move a frame away from the rank with the highest cost, or swap it for a cheaper frame of another rank.
 
-    Returns:
-        False if neither lowers the highest cost.
+    `shares`, the frames of each rank, is changed in place. Return False if nothing lowers the highest cost.
     """
     totals = [sum(costs[frame] for frame in share) for share in shares]
     most = max(range(len(shares)), key=totals.__getitem__)
@@ -140,7 +139,7 @@ def _move_frame(shares: list[list[int]], costs: Sequence[float]) -> bool:
 
 
 def assign_vision(vision: VisionInputs | None, work: VisionWork, ranks: int) -> VisionAssignment:
-    """Assign the frames of a batch to ranks.
+    """Assign the frames of a batch to ranks so that the cost of encoding them is balanced; see `assign_frames`.
 
     Raises:
         ValueError: the number of patches of a frame is not a multiple of `patches_per_token`.
@@ -148,7 +147,10 @@ def assign_vision(vision: VisionInputs | None, work: VisionWork, ranks: int) -> 
     if vision is None:
         return VisionAssignment(((),) * ranks, (0,) * ranks, torch.empty(0, dtype=torch.int64))
     if any(patches % work.patches_per_token for patches in vision.lengths):
-        raise ValueError(f"frames have {vision.lengths} patches, expected multiples of {work.patches_per_token}")
+        raise ValueError(
+            f"the frames have {vision.lengths} patches, expected multiples of {work.patches_per_token}, the patches "
+            "per vision token"
+        )
     shares = assign_frames([work.cost(patches) for patches in vision.lengths], ranks)
     tokens = [patches // work.patches_per_token for patches in vision.lengths]
     rows = torch.arange(sum(tokens)).split(tokens)
@@ -164,7 +166,7 @@ def assign_vision(vision: VisionInputs | None, work: VisionWork, ranks: int) -> 
 
 @dataclass(frozen=True)
 class VisionShard:
-    """The shard of a microbatch that one vision rank sends to one language replica."""
+    """Size and checksum of the vision tokens of a microbatch that one vision rank sends to one language replica."""
 
     tokens: int  # number of vision tokens; 0 if the microbatch has no frames for this rank
     checksum: int  # 32-bit checksum of the samples, their tokens and the encoded frames

@@ -30,10 +30,13 @@ Span = tuple[int, int]
 
 # Advice for templates in which answers cannot be located: for the full conversation, for an answer that is followed by
 # others, and for thinking within an answer.
-_TEMPLATE_ADVICE = "give the checkpoint another chat template, which reads 'reasoning_content' if it writes thinking"
+_TEMPLATE_ADVICE = (
+    "use a checkpoint with another chat template (a template that writes thinking must read 'reasoning_content')"
+)
 _SAMPLE_ADVICE = f"fix the sample, set dataset.on_bad=drop, or {_TEMPLATE_ADVICE}"
 _EARLIER_ANSWER_ADVICE = (
-    f"train on only the last answer with answers='last', leave this one out with \"loss\": false, or {_TEMPLATE_ADVICE}"
+    'set dataset.answers=last to train on only the last answer, exclude this answer with "loss": false, or '
+    f"{_TEMPLATE_ADVICE}"
 )
 _REASONING_ADVICE = (
     "put reasoning under 'reasoning_content' and only the answer into the text; with an empty 'reasoning_content' the "
@@ -63,21 +66,21 @@ def _example_call(name: str) -> dict[str, Any]:
 
 
 _SYSTEM = {"role": "system", "content": _MARKER}
-_TEMPLATE_WRITES_ADVICE = "give the checkpoint a chat template that writes it"
-_REMOVE_ADVICE = f"take it out of the record, or {_TEMPLATE_WRITES_ADVICE}"
+_TEMPLATE_WRITES_ADVICE = "use a checkpoint with a chat template that writes it"
+_REMOVE_ADVICE = f"remove it from the record, or {_TEMPLATE_WRITES_ADVICE}"
 # Fields that a template may ignore, by the name in error messages: a conversation with the field, its tools, and
 # advice if the field is ignored.
 _FIELDS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None, str]] = {
     "tools": (
         [_ASK, _ANSWER],
         [_example_tool(_MARKER)],
-        f"leave them out (columns.ignore=[tools]), or {_TEMPLATE_WRITES_ADVICE}",
+        f"set columns.ignore=[tools] to train without tools, or {_TEMPLATE_WRITES_ADVICE}",
     ),
     "a system prompt": ([_SYSTEM, _ASK, _ANSWER], None, _REMOVE_ADVICE),
     "a system prompt after the first message": (
         [_ASK, _ANSWER, _SYSTEM, _ASK, _ANSWER],
         None,
-        f"join it to the first message's or to the question after it, or {_TEMPLATE_WRITES_ADVICE}",
+        f"move its text into the first message or into the next question, or {_TEMPLATE_WRITES_ADVICE}",
     ),
     "reasoning_content": ([_ASK, {**_ANSWER, "reasoning_content": _MARKER}], None, _REMOVE_ADVICE),
     "tool_calls": ([_ASK, _example_call(_MARKER)], [_example_tool("e")], _REMOVE_ADVICE),
@@ -98,9 +101,12 @@ class ChatTemplate:
     """The chat template of a processor. Picklable, for data-loading workers."""
 
     def __init__(self, processor: Any, empty_thinking: EmptyThinking = "prompt", **settings: Any) -> None:
-        """Store the processor and read its template. Arguments and errors are those of `Encoder`.
+        """Read the chat template of a processor; raise ValueError if the template ignores or rejects a setting.
 
-        `settings` has values of template variables by name; None keeps the template's default.
+        Args:
+            empty_thinking: whether the empty thinking block before an answer without reasoning belongs to the "prompt"
+                or is trained on ("train").
+            settings: values of template variables by name; None keeps the template's default.
         """
         self._processor = processor
         self._empty: EmptyThinking = empty_thinking
@@ -112,18 +118,20 @@ class ChatTemplate:
         self.settings = {name: value for name, value in settings.items() if value is not None}
         if empty_thinking != "prompt" and not self._reads_reasoning:
             raise ValueError(
-                f"empty_thinking is {empty_thinking!r}, but the chat template does not read 'reasoning_content'; "
-                "expected 'prompt'"
+                f"empty_thinking is {empty_thinking!r}, expected 'prompt': the checkpoint's chat template does not "
+                "read 'reasoning_content'"
             )
         for name, value in self.settings.items():
             if name not in self._variables:
-                raise ValueError(f"{name} is {value!r}, but the chat template ignores it; expected None")
+                raise ValueError(f"{name} is {value!r}, expected None: the checkpoint's chat template ignores it")
         if self.settings:
             try:
                 self._apply([_ASK, _ANSWER], enable_thinking=True)
             except Exception as error:  # a template is a program, and may raise for a value
                 given = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
-                raise ValueError(f"the chat template fails with {given}: {error}") from error
+                raise ValueError(
+                    f"the checkpoint's chat template fails with {given}: {error}; use a value that it accepts, or None"
+                ) from error
 
     def _apply(self, messages: Sequence[dict[str, Any]], tools: Any = None, **variables: Any) -> str:
         """Return the text that the template renders for the messages."""
@@ -138,16 +146,18 @@ class ChatTemplate:
         try:
             return self._apply(messages, conversation.tools, **_template_variables(conversation, thinking))
         except Exception as error:  # a template is a program, and runs on arbitrary records
-            raise DataError(conversation.sample_id, f"the chat template fails: {error}; {_SAMPLE_ADVICE}") from error
+            raise DataError(
+                conversation.sample_id, f"the chat template fails for this sample: {error}; {_SAMPLE_ADVICE}"
+            ) from error
 
     def check_fields(self, conversation: Conversation) -> None:
         """Raise DataError if the template ignores a field or a `chat_template_kwargs` entry of a conversation."""
         if unread := [name for name in conversation.template_kwargs if name not in self._variables]:
             raise DataError(
                 conversation.sample_id,
-                f"found {unread[0]!r} under 'chat_template_kwargs', which the chat template ignores, expected "
-                f"some of {', '.join(sorted(self._variables)) or 'no variables'}; remove it from the record, or "
-                "ignore all of them (columns.ignore=[chat_template_kwargs])",
+                f"found {unread[0]!r} under 'chat_template_kwargs', which the chat template ignores, expected only "
+                f"variables of the template ({', '.join(sorted(self._variables)) or 'it has none'}); remove it from "
+                "the record, or set columns.ignore=[chat_template_kwargs] to ignore all",
             )
         for field, where in _optional_fields(conversation):
             messages, tools, remedy = _FIELDS[field]
@@ -164,10 +174,10 @@ class ChatTemplate:
                 )
 
     def is_plain(self, conversation: Conversation, numbers: Sequence[int]) -> bool:
-        """Return whether the full text, tokenized at once, has the same tokens as answers tokenized separately.
+        """Return whether tokenizing the rendered text at once gives the same tokens as tokenizing answers separately.
 
-        `numbers` are the indices of the answers among the messages. The tokens may differ if an answer begins with
-        white space or contains "</think>".
+        `numbers` are the message indices of the answers. The tokens may differ if an answer begins with white space or
+        contains "</think>".
         """
         # A tokenizer joins the newline at the end of a prompt only with white space after it.
         if self._trains_empty_thinking(conversation) or not self._prompt(conversation, True).endswith("\n"):
@@ -201,7 +211,7 @@ class ChatTemplate:
         return self._prompts[key]
 
     def _has_reasoning(self, message: dict[str, Any]) -> bool:
-        """Return whether a message has reasoning, as `reasoning_content` or in a text that the template splits."""
+        """Return whether a message has reasoning: in `reasoning_content`, or before a "</think>" in its text."""
         separate = message.get("reasoning_content")
         if isinstance(separate, str):
             return bool(separate.strip())
@@ -209,7 +219,7 @@ class ChatTemplate:
         return bool(closed and inside.rpartition("<think>")[2].strip()) and self._splits_reasoning
 
     def _trains_empty_thinking(self, conversation: Conversation) -> bool:
-        """Return whether empty thinking blocks are trained on; every prompt then asks for thinking."""
+        """Return whether empty thinking blocks are trained on. If so, every prompt has `enable_thinking` set."""
         return bool(conversation.template_kwargs.get("enable_thinking", self._empty == "train"))
 
     def _asks_for_thinking(self, conversation: Conversation, numbers: Sequence[int]) -> bool:
@@ -218,7 +228,7 @@ class ChatTemplate:
             raise DataError(
                 conversation.sample_id,
                 "found enable_thinking false under 'chat_template_kwargs', but an answer that is trained on has "
-                "reasoning; remove one of them",
+                "reasoning; remove one of the two from the record",
             )
         return reasons or self._trains_empty_thinking(conversation)
 
@@ -245,9 +255,8 @@ class ChatTemplate:
         def make_error(part: str, expected: str) -> DataError:
             return DataError(
                 where,
-                f"the chat template renders {part} as {expected!r}, but differently in the full conversation; "
-                "expected text around an answer that does not depend on the answer: "
-                f"{_TEMPLATE_ADVICE if is_last else _EARLIER_ANSWER_ADVICE}",
+                f"cannot locate this answer: the chat template renders {part} as {expected!r}, but differently in the "
+                f"full conversation; {_TEMPLATE_ADVICE if is_last else _EARLIER_ANSWER_ADVICE}",
             )
 
         before, is_written, after = self._find_surroundings(conversation, text, number, thinking, where)
@@ -258,12 +267,16 @@ class ChatTemplate:
         if not (prompt := self._prompt(conversation, thinking)):
             raise DataError(
                 where,
-                "add_generation_prompt does not append a prompt to a user message alone; give the checkpoint another "
-                "chat template that does",
+                "the chat template appends nothing to a single user message with add_generation_prompt=True, expected "
+                "the prompt for an answer; use a checkpoint with another chat template",
             )
         special = [token for token in self._special if after.lstrip().startswith(token)]
         if not special or prompt.lstrip().startswith(special[0]):  # that begins the next turn
-            raise DataError(where, f"the answer is followed by {after[:20]!r}, expected a token that closes the turn")
+            raise DataError(
+                where,
+                f"found {after[:20]!r} after the answer, expected a special token that ends the turn; use a checkpoint "
+                "with another chat template",
+            )
         end = len(text) - len(after) + after.index(special[0]) + len(special[0])
         # Both may end with a thinking block, open or empty.
         header, asks = (_BLOCK.sub("", words) for words in (before, prompt))
@@ -271,7 +284,7 @@ class ChatTemplate:
         # Templates that write reasoning write no block before earlier answers.
         needs_block = block and (is_last or not (self._reads_reasoning or self._splits_reasoning))
         if not header.endswith(asks) or (needs_block and header == before):
-            raise make_error(f"the prompt to generate it, with enable_thinking {thinking},", prompt)
+            raise make_error(f"the generation prompt, with enable_thinking={thinking},", prompt)
         start = len(before)
         if is_written or self._trains_empty_thinking(conversation):
             start = len(header) + (len(block) if before.startswith(block, len(header)) else 0)
@@ -283,9 +296,9 @@ class ChatTemplate:
     def _find_surroundings(
         self, conversation: Conversation, text: str, number: int, thinking: bool, where: str
     ) -> tuple[str, bool, str]:
-        """Return (text before the answer, whether the template writes its reasoning, text after the answer).
+        """Return (rendered text before an answer, whether its reasoning is rendered, rendered text after the answer).
 
-        If the reasoning is written, the text before ends where the reasoning begins.
+        If the reasoning is rendered, the first text ends where the reasoning begins.
         """
         # Markers that the text does not contain.
         answer, reasoning = (
@@ -302,8 +315,8 @@ class ChatTemplate:
         other = {"role": "assistant", "content": parts, **separate}
         marked = self._render(conversation, [*messages[:number], other, *messages[number + 1 :]], thinking)
         if (count := marked.count(answer)) != 1:
-            problem = f"the chat template writes the answer {count} times, expected once"
-            remedy = "exclude it with answers='last' or \"loss\": false, or use another template"
+            problem = f"the chat template writes this answer {count} times, expected once"
+            remedy = 'exclude it with dataset.answers=last or "loss": false, or use another chat template'
             raise DataError(where, f"{problem}; {remedy}")
         head, after = marked.split(answer)
         before, is_written, _ = head.partition(reasoning)
@@ -315,8 +328,8 @@ def _check_answer_is_complete(
 ) -> None:
     """Raise DataError if the rendered `answer` lacks text or reasoning of its assistant message.
 
-    `prompt` is the rendered text before `answer`. `drops_reasoning`: the template omits reasoning from this turn, as in
-    turns before the last user message.
+    `prompt` is the rendered text before `answer`. With `drops_reasoning`, missing reasoning is accepted: templates omit
+    it before the last user message.
     """
     texts, reasoning = texts_of(message["content"]), message.get("reasoning_content")
     before, _, rest = "".join(text or _MEDIUM for text in texts).partition("<think>")
@@ -344,7 +357,7 @@ def _check_answer_is_complete(
 
 
 def _template_variables(conversation: Conversation, thinking: bool) -> dict[str, Any]:
-    """Return the template variables that a conversation sets, with `enable_thinking`."""
+    """Return the chat template's variables for a conversation: its `chat_template_kwargs`, and `enable_thinking`."""
     return {**conversation.template_kwargs, "enable_thinking": thinking}
 
 
@@ -361,7 +374,7 @@ def _variables_in_template(template: str) -> frozenset[str]:
 
 
 def _optional_fields(conversation: Conversation) -> Iterator[tuple[str, str]]:
-    """Yield (key of `_FIELDS`, location for messages) for each field of a conversation that a template may ignore."""
+    """Yield (field name, location for error messages) for each field of a conversation that a template may ignore."""
     if conversation.tools:
         yield "tools", conversation.sample_id
     for number, message in enumerate(conversation.messages):

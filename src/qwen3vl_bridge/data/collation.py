@@ -27,10 +27,12 @@ def read_vision_settings(path: str | Path, processor: Any) -> VisionSettings:
     try:
         config: Any = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise DataError(str(path), f"found no config ({error})") from error
+        raise DataError(
+            str(path), f"found no config that transformers can load ({error}), expected a Qwen3-VL checkpoint"
+        ) from error
     vision: Any = getattr(config, "vision_config", None)
     if not hasattr(vision, "num_position_embeddings"):
-        raise DataError(str(path), f"found the config of a {config.model_type!r}, expected one of Qwen3-VL")
+        raise DataError(str(path), f"found a config of the model type {config.model_type!r}, expected a Qwen3-VL model")
     for name, found, expected in (
         ("image_token_id", processor.image_token_id, config.image_token_id),
         ("video_token_id", processor.video_token_id, config.video_token_id),
@@ -39,7 +41,11 @@ def read_vision_settings(path: str | Path, processor: Any) -> VisionSettings:
         ("temporal patch size", processor.image_processor.temporal_patch_size, vision.temporal_patch_size),
     ):
         if found != expected:
-            raise DataError(str(path), f"the processor has the {name} {found}, but the config {expected}")
+            raise DataError(
+                str(path),
+                f"found the {name} {found} in the processor and {expected} in the config, expected equal values; use "
+                "the processor of the same model",
+            )
     return VisionSettings.from_config(config)
 
 
@@ -52,7 +58,11 @@ def pad_token_id(tokenizer: Any) -> int:
     for number in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if number is not None:
             return number
-    raise DataError(type(tokenizer).__name__, "found neither a padding nor an end-of-sequence token to pad rows with")
+    raise DataError(
+        type(tokenizer).__name__,
+        "found neither a padding nor an end-of-sequence token, expected one to pad rows with; set pad_token in the "
+        "checkpoint's tokenizer_config.json",
+    )
 
 
 @dataclass(frozen=True)
@@ -68,11 +78,12 @@ class Collator:
     def __post_init__(self) -> None:
         if self.seq_length < 1 or self.multiple < 1 or self.seq_length % self.multiple:
             raise ValueError(
-                f"seq_length is {self.seq_length}, expected a multiple of {self.multiple}, to which samples are padded"
+                f"seq_length is {self.seq_length}, expected a multiple of {self.multiple}: each sample of a packed row "
+                "is padded to a multiple of this (pad_to_multiple_of)"
             )
 
     def collate_packed(self, samples: Sequence[EncodedSample]) -> TokenBatch:
-        """Return a batch of one row that holds all samples one after the other; raise ValueError if they do not fit."""
+        """Return a batch of one row with all samples one after the other; raise ValueError if they do not fit."""
         lengths = [len(sample) for sample in samples]
         layout = SequenceLayout.packed_row(lengths, multiple=self.multiple, total=self.seq_length)
         return self._build_batch(samples, layout)
@@ -101,7 +112,10 @@ class Collator:
     def _concatenate_pixels(
         self, samples: Sequence[EncodedSample], grids: str, pixels: str
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the grids and the pixels of all samples, each concatenated; (None, None) if no sample has any."""
+        """Return the concatenated grids and pixels of all samples; (None, None) if no sample has any.
+
+        `grids` and `pixels` are the names of these fields of `EncodedSample`, for images or for videos.
+        """
         with_grids = [sample for sample in samples if getattr(sample, grids) is not None]
         if not with_grids:
             return None, None

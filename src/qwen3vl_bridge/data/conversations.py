@@ -44,7 +44,7 @@ _OPTIONAL = {"reasoning_content", "tool_calls", "tool_call_id", "name"}  # keys 
 
 
 class PixelLimits(NamedTuple):
-    """Minimum and maximum number of pixels of one image; None for the limit of the processor."""
+    """Minimum and maximum number of pixels of one image; None keeps the processor's limit."""
 
     min_pixels: int | None = None
     max_pixels: int | None = None
@@ -67,19 +67,23 @@ class Conversation:
 
 
 def parse_conversation(record: Any, place: str, root: Path | MediaAccess) -> Conversation:
-    """Validate a record in our own format and return it as a conversation; raise DataError for anything else.
+    """Validate a record {"messages": [...]} and return it as a conversation; raise DataError if it is invalid.
 
-    `root` is the folder that paths are relative to and must not leave, or a `MediaAccess`.
+    `root` is the folder that media paths are relative to and must not leave, or a `MediaAccess`.
     """
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:
         found = short_repr(record) if not isinstance(record, dict) else f"{short_repr(messages)} under 'messages'"
-        raise DataError(place, f"found {found}, expected an object with a list of messages")
+        raise DataError(place, f"found {found}, expected an object with a non-empty list under 'messages'")
     reader = _MessageParser(root)
     checked = tuple(reader.message(message, n, f"{place}: message {n + 1}") for n, message in enumerate(messages))
     roles = [message["role"] for message in checked]
     if "assistant" not in roles or roles[0] == "assistant":
-        raise DataError(place, f"found the roles {', '.join(roles)}, expected an assistant's message after another one")
+        raise DataError(
+            place,
+            f"found the roles {', '.join(roles)}, expected a first message of another role than 'assistant', and an "
+            "'assistant' message after it",
+        )
     tools = record.get("tools") or ()
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(place, f"found {short_repr(tools)} under 'tools', expected a list of objects")
@@ -90,7 +94,7 @@ def parse_conversation(record: Any, place: str, root: Path | MediaAccess) -> Con
 
 
 class _MessageParser:
-    """Check the messages of one conversation, and collect their images and videos in order."""
+    """Parser of the messages of one conversation; collects their images and videos in order."""
 
     def __init__(self, root: Path | MediaAccess) -> None:
         self._root = root
@@ -106,7 +110,7 @@ class _MessageParser:
         if given.get("tool_calls"):
             given.setdefault("content", "")
         if not {"role", "content"} <= set(given) <= {"role", "content", *_OPTIONAL, *LOSS_KEYS}:
-            allowed = f"role and content, and {', '.join(sorted({*_OPTIONAL, *LOSS_KEYS}))} where needed"
+            allowed = f"role and content, and optionally {', '.join(sorted({*_OPTIONAL, *LOSS_KEYS}))}"
             raise DataError(place, f"found the keys {', '.join(map(str, given))}, expected {allowed}")
         role, content, reasoning, calls = (
             given.get(key) for key in ("role", "content", "reasoning_content", "tool_calls")
@@ -115,8 +119,8 @@ class _MessageParser:
             raise DataError(place, f"found the role {role!r}, expected one of {', '.join(ROLES)}")
         for key in ("reasoning_content", "tool_calls", *LOSS_KEYS):
             if given.get(key) and role != "assistant":
-                problem = f"found {key!r} on a message of the role {role!r}"
-                raise DataError(place, f"{problem}, expected it only on messages of the role 'assistant'")
+                problem = f"found {key!r} in a message with the role {role!r}"
+                raise DataError(place, f"{problem}, expected it only in messages with the role 'assistant'")
         if not isinstance(reasoning, str | None):
             raise DataError(place, f"found {short_repr(reasoning)} under 'reasoning_content', expected a string")
         if not isinstance(calls, list | None):
@@ -148,12 +152,12 @@ class _MessageParser:
     def _part(self, part: Any, place: str) -> dict[str, str]:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in PART_KINDS:
-            found = short_repr(part) if not isinstance(part, dict) else f"a part of type {kind!r}"
-            raise DataError(place, f"found {found}, expected an object of type 'text', 'image' or 'video'")
+            found = short_repr(part) if not isinstance(part, dict) else f"a part with the type {kind!r}"
+            raise DataError(place, f"found {found}, expected an object with the type 'text', 'image' or 'video'")
         value = part.get(kind)
         optional = {"text": (), "image": PIXEL_LIMIT_KEYS, "video": (FPS_KEY,) if isinstance(value, list) else ()}[kind]
         if set(part) - {"type", kind, *optional}:
-            needed = f", and {' and '.join(map(repr, optional))} where needed" if optional else " only"
+            needed = f", and optionally {' and '.join(map(repr, optional))}" if optional else " only"
             settings = "" if kind == "text" else f"; set other limits for all {kind}s in dataset.vision"
             raise DataError(
                 place, f"found the keys {', '.join(map(str, part))}, expected 'type' and {kind!r}{needed}{settings}"
@@ -165,7 +169,7 @@ class _MessageParser:
             limits = PixelLimits(*(part.get(name) for name in PIXEL_LIMIT_KEYS))
             for name, most in limits._asdict().items():
                 if most is not None and (type(most) is not int or not 0 < most <= MOST_PIXELS):  # a bool is none
-                    expected = f"a number of pixels up to {MOST_PIXELS:,}"
+                    expected = f"a whole number of pixels from 1 to {MOST_PIXELS:,}"
                     raise DataError(place, f"found {short_repr(most)} under {name!r}, expected {expected}")
             if limits != PixelLimits():
                 self.limits[len(self.images)] = limits
@@ -185,7 +189,7 @@ class _MessageParser:
 
     def _frames(self, frames: list[Any], fps: Any, place: str) -> FrameList:
         if not frames:
-            raise DataError(place, "found a video of no frames, expected at least one")
+            raise DataError(place, "found a video with an empty list of frames, expected at least one frame")
         try:  # Qwen's examples have it as text
             rate = float(fps) if isinstance(fps, int | float | str) and not isinstance(fps, bool) else 0
         except (ValueError, OverflowError):
@@ -193,8 +197,9 @@ class _MessageParser:
         if not 0 < rate < float("inf"):
             raise DataError(
                 place,
-                f"found {short_repr(fps)} as the {FPS_KEY!r} of a list of frames, expected the number per second: "
-                "next to 'video' in a part of a content, or next to 'videos' a number, or a list of one for each video",
+                f"found {short_repr(fps)} as the {FPS_KEY!r} of a video that is a list of frames, expected its frames "
+                f"per second; write {FPS_KEY!r} into the content part with 'video', or next to 'videos' (one number "
+                "for all videos, or a list with one entry per video)",
             )
         media = (self._media(frame, "video", f"{place}, frame {at}") for at, frame in enumerate(frames))
         return FrameList(tuple(media), rate)
@@ -206,7 +211,7 @@ _MAX_LIST_LENGTH = 1 << 16  # letters of a list that is written as a text
 
 
 def is_template(value: Any) -> bool:
-    """Return whether a value in `Columns` is a template instead of a column name."""
+    """Return whether a `Columns` setting is a template, such as "{question}", instead of a column name."""
     return isinstance(value, str) and (value.startswith(_CONSTANT) or "{" in value or "}" in value)
 
 
@@ -217,7 +222,10 @@ def template_columns(template: str) -> Iterator[str]:
             continue
         column = name.partition("[")[0]
         if not column or "." in column or conversion or spec not in ("", "letter", "letters"):
-            raise ValueError(f"found {{{name}}}, a column stands as {{NAME}}, {{NAME[0]}} or {{NAME:letters}}")
+            raise ValueError(
+                f"found {{{name}}}, expected a column name in braces: {{NAME}}, {{NAME[0]}}, {{NAME:letter}} or "
+                "{NAME:letters}"
+            )
         yield column
 
 
@@ -225,17 +233,17 @@ def fill_template(template: str, record: Mapping[str, Any], place: str) -> str:
     """Return a template filled with values of a record; raise DataError for a column that is missing or has no text."""
     if missing := [column for column in template_columns(template) if record.get(column) is None]:
         found = ", ".join(map(str, record)) or "none"
-        raise DataError(place, f"found the keys {found}, expected {missing[0]!r}, and not null")
+        raise DataError(place, f"found the keys {found}, expected {missing[0]!r} with a value, which the template uses")
     lines = template.removeprefix(_CONSTANT).replace("\\n", "\n").split("\n")
     try:
         texts = [(line, _ColumnFormatter().vformat(line, (), record)) for line in lines]
     except (ValueError, LookupError, TypeError) as error:
-        raise DataError(place, f"{template!r} cannot be filled: {error}") from error
+        raise DataError(place, f"cannot fill the template {template!r}: {error}") from error
     return "\n".join(text for line, text in texts if text or not line)  # without lines of empty columns alone
 
 
 class _ColumnFormatter(string.Formatter):
-    """Format columns of a record, without access to Python attributes."""
+    """String formatter for templates: fields are columns of a record, and Python attributes are not accessible."""
 
     def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         column, *places = field_name.replace("]", "").split("[")
@@ -259,7 +267,7 @@ class _ColumnFormatter(string.Formatter):
 
 
 def _parse_list(value: Any) -> list[Any] | None:
-    """Return a list, or the list that a string contains in Python or JSON syntax; None for any other value."""
+    """Return `value` if it is a list, or the list that it contains as Python or JSON text; otherwise None."""
     if isinstance(value, str) and value.strip().startswith("[") and len(value) <= _MAX_LIST_LENGTH:
         try:
             with warnings.catch_warnings(action="ignore"):  # about a backslash that begins no escape
@@ -272,9 +280,8 @@ def _parse_list(value: Any) -> list[Any] | None:
 def _format_value(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise ValueError(
-            f"found {short_repr(value)}, expected a text or a number; {{NAME[0]}} is the first of a list, "
-            f"{{NAME:letters}} "
-            "all of it"
+            f"found {short_repr(value)}, expected a text or a number; write {{NAME[0]}} for the first item of a list, "
+            "or {NAME:letters} for all items"
         )
     return str(value)
 
@@ -286,13 +293,13 @@ _KINDS = {str: "string", list: "list", dict: "object", object: "value"}
 
 @dataclass(frozen=True)
 class NamedSchema:
-    """A record format with a name in Megatron-Bridge, such as "cord_v2". Picklable, for data-loading workers."""
+    """One of Megatron-Bridge's record formats, such as "cord_v2". Picklable, for data-loading workers."""
 
     name: str  # Megatron-Bridge's
     keys: Mapping[str, type]  # required ones, with the type of their values; others are not read
 
     def convert_record(self, record: Any, place: str) -> dict[str, Any]:
-        """Return a record in our own format; raise DataError if it has another format, or lacks a text."""
+        """Convert a record of this format to {"messages": [...]}; raise DataError if a value is missing or invalid."""
         from megatron.bridge.data.sources.hf_adapters import adapt_hf_dataset  # imported here because it is slow
 
         given = drop_nulls(record) if isinstance(record, dict) else {}
@@ -303,12 +310,12 @@ class NamedSchema:
                 raise DataError(
                     place,
                     f"found {short_repr(value)} under {key!r}, expected a non-empty {_KINDS[kind]}; the keys are "
-                    f"{_join_names(given)}, and schema {self.name} reads {' and '.join(self.keys)}",
+                    f"{_join_names(given)}, and schema {self.name} requires {' and '.join(self.keys)}",
                 )
         for number, turn in enumerate(given["conversations"] if "conversations" in self.keys else (), start=1):
             said = turn.get("value") if isinstance(turn, dict) and turn.get("from") in ("human", "gpt") else None
             if not isinstance(said, str) or not said.strip():  # the adapter would skip it
-                expected = "an object with 'from', human or gpt, and 'value', a non-empty string"
+                expected = "an object with 'from' ('human' or 'gpt') and 'value' (a non-empty string)"
                 raise DataError(f"{place}: turn {number}", f"found {short_repr(turn)}, expected {expected}")
         # A video may be bytes, and paths follow our own rules: a stand-in is passed, and replaced afterwards.
         read = {key: "video" if key == "video" else given[key] for key in self.keys}
@@ -319,7 +326,8 @@ class NamedSchema:
             texts = {key: given[key] for key, kind in self.keys.items() if kind is not object}
             raise DataError(
                 place,
-                f"found {short_repr(texts)}, which schema {self.name} cannot read ({type(error).__name__}: {error})",
+                f"found {short_repr(texts)}, which schema {self.name} cannot read ({type(error).__name__}: {error}); "
+                "fix the record",
             ) from error
         pair = [{"role": "user", "content": adapted.get("prompt")}]
         pair += [{"role": "assistant", "content": adapted.get("completion")}]
@@ -348,7 +356,7 @@ class NamedSchema:
         return list(self.keys)
 
     def key_for_column(self, column: str) -> str:
-        """Return the key that a column has in a record: here, the name of the column."""
+        """Return the name of the column, which is also its key in a record."""
         return column
 
 
@@ -383,7 +391,7 @@ _ANY = "*"  # in a column's name, any number
 
 @dataclass(kw_only=True)
 class Columns:
-    r"""Names of the columns of a data set, where they differ from ours (docs/data.md).
+    r"""Names of the columns of a data set, where they differ from the default names (docs/data.md).
 
     Media may be in several columns: "image_*" means image_1, image_2 and so on, in numerical order, as many as a record
     has. `system`, `question` and `answer` may also be templates: texts with a brace, or that begin with "text:". In a
@@ -435,11 +443,11 @@ class Columns:
     def from_mapping(cls, given: Any, where: str) -> Columns:
         """Create from a mapping of field names to values, as in YAML; raise ValueError for unknown keys.
 
-        `where` is the name of the setting, for the message.
+        `where` is the name of the setting, for the error message.
         """
         names = [field.name for field in fields(cls)]
         if not isinstance(given, Mapping) or not set(given) <= set(names):
-            raise ValueError(f"{where} is {given!r}, expected {{KEY: COLUMN}} with keys of {_join_names(names)}")
+            raise ValueError(f"{where} is {given!r}, expected {{KEY: COLUMN}} with KEY one of {_join_names(names)}")
         columns = cls(**given)
         columns.check()
         return columns
@@ -460,16 +468,18 @@ class Columns:
                     raise ValueError(f"columns.{key} is {value!r}, expected a template: {error}") from error
             elif _ANY in value and (key not in MEDIA_KEYS or value.count(_ANY) > 1 or value == _ANY):
                 raise ValueError(
-                    f"columns.{key} is {value!r}, expected the name of a column; of {', '.join(MEDIA_KEYS)} one '*' in "
-                    "it may stand for numbers, such as 'image_*'"
+                    f"columns.{key} is {value!r}, expected the name of a column; only in {', '.join(MEDIA_KEYS)} may "
+                    "one '*' stand for numbers, such as 'image_*'"
                 )
         read = self._column_keys(self.ignore)
         if left := [name for name in self.ignore if name in read]:
-            raise ValueError(f"columns.ignore has {left[0]!r}, which columns.{read[left[0]]} reads")
+            raise ValueError(
+                f"columns.ignore has {left[0]!r}, which columns.{read[left[0]]} reads; remove it from one of the two"
+            )
 
     @property
     def name(self) -> str:
-        """Return the fields that are set, as text for fingerprints and messages; empty if none is set."""
+        """Return the fields that are set as a text, such as "of columns image='img'"; empty if none is set."""
         names = ", ".join(f"{key}={value!r}" for key, value in self.settings().items())
         return names and f"of columns {names}"
 
@@ -479,14 +489,14 @@ class Columns:
         return {**self._set_fields(), **ignored, **({} if self.placeholders == "media" else {"placeholders": "text"})}
 
     def key_for_column(self, column: str) -> str:
-        """Return the key of our record format that a column is read as; the column's own name if none is set."""
+        """Return the key that a column is read as, such as "image"; its own name if no setting names the column."""
         return next((key for key, value in self._set_fields().items() if value == column), column)
 
     def convert_record(self, record: Any, place: str) -> Any:
-        """Return a record in our own format.
+        """Rename the columns of a record, and convert it to {"messages": [...]}.
 
         Raises:
-            DataError: the record lacks a column that is set, or `records.convert_record` rejects it.
+            DataError: the record lacks a column that a setting names, or its format is not supported.
         """
         if not isinstance(record, dict):
             return record
@@ -520,7 +530,8 @@ class Columns:
         """Return the columns to read of a table with columns `names`.
 
         Raises:
-            DataError: a column that is set does not exist, or no columns have the turns or the question and answer.
+            DataError: a column that a setting names does not exist, or there is neither a column of messages nor one
+                of questions with one of answers.
         """
         columns = self._column_keys(names)
         asked = {**columns, **dict.fromkeys(self.ignore, "ignore")}
@@ -536,22 +547,21 @@ class Columns:
         return [name for name in names if name in known or name in columns]
 
     def _check_conflicts(self, keys: Collection[str], place: str) -> None:
-        """Raise DataError for turns next to a named question, and for a rejected answer as in preference data."""
+        """Raise DataError for a rejected answer (preference data), or for turns if a column of questions is set."""
         read = {*self.ignore, *self._column_keys(keys)}
         if worse := next((key for key in keys if _REJECTED_KEY.fullmatch(str(key)) and key not in read), None):
             raise DataError(
                 place,
-                f"found {worse!r}, a key of preference data. Preference training is not supported, and supervised "
-                f"training "
-                f"would learn the other answer. If that is intended, set columns.ignore=[{worse}]",
+                f"found {worse!r}, a key of preference data, which is not supported: supervised training would learn "
+                f"only the preferred answer. If that is intended, set columns.ignore=[{worse}]",
             )
         asked = next((key for key in ("question", "answer") if getattr(self, key) is not None), None)
         turns = [key for key in keys if key in TURN_KEYS and key not in self.ignore]
         if asked and turns:
             raise DataError(
                 place,
-                f"found {turns[0]!r} in addition to columns.{asked}, expected one of them: ignore the other "
-                f"(columns.ignore=[{turns[0]}])",
+                f"found {turns[0]!r} although columns.{asked} is set, expected only one of them; set "
+                f"columns.ignore=[{turns[0]}], or remove columns.{asked}",
             )
 
     def _check_kto_label(self, record: Mapping[str, Any], place: str) -> None:
@@ -568,18 +578,18 @@ class Columns:
                 )
 
     def _replaced_keys(self, names: Collection[str]) -> set[str]:
-        """Return the keys of a record that are not read under their own names: renamed and ignored ones."""
+        """Return the record keys that the settings replace, read under another key, or ignore."""
         given = self._set_fields()
         other = _PAIRED - {"question", "answer"} if {"question", "answer"} & given.keys() else set()
         return {*given, *self._column_keys(names), *other, *self.ignore}
 
     def _set_fields(self) -> dict[str, Any]:
-        """Return the column or template of each key that is set, by key."""
+        """Return the fields that name a column or a template, as a dict from field name to value."""
         keys = (field.name for field in fields(self) if field.name not in ("ignore", "placeholders"))
         return {key: value for key in keys if (value := getattr(self, key)) is not None}
 
     def _column_keys(self, names: Collection[str]) -> dict[str, str]:
-        """Return every column that the settings name, mapped to the key that it is read as."""
+        """Return a dict from each column that the settings name to the key that it is read as."""
         found: dict[str, str] = {}
         for key, value in self._set_fields().items():
             template = key in _TEXTS and is_template(value)
@@ -590,7 +600,7 @@ class Columns:
 
 
 Schema = NamedSchema | Columns
-DEFAULT_COLUMNS = Columns()  # our own names
+DEFAULT_COLUMNS = Columns()  # the default names
 
 
 def find_schema(name: str | None, columns: Columns) -> Schema:
@@ -607,14 +617,14 @@ def find_schema(name: str | None, columns: Columns) -> Schema:
         raise ValueError(f"schema_adapter is {name!r}{audio} expected one of {', '.join(SCHEMAS)}, or none")
     if columns.name:
         raise ValueError(
-            f"schema_adapter is {name!r}, which has fixed column names, but there is also a schema {columns.name}; "
-            "expected only one of the two settings"
+            f"schema_adapter is {name!r} and columns is {columns.settings()}, expected only one of them: the schema "
+            "has fixed column names"
         )
     return SCHEMAS[name]
 
 
 def add_schema_name(fingerprint: str, schema: Schema) -> str:
-    """Return the fingerprint of a source with the schema appended: the schema determines the tokens of a record."""
+    """Append the name of a schema to the fingerprint of a source, because it affects the tokens of a record."""
     return f"{fingerprint}, schema {schema.name}" if schema.name else fingerprint
 
 

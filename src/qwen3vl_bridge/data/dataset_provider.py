@@ -67,24 +67,26 @@ class ConversationRows(DatasetProvider):
     """Settings for encoding conversations and laying them out in rows.
 
     Attributes:
-        hf_processor_path: the Hugging Face checkpoint, local or on the hub: its processor, chat template and config.
+        hf_processor_path: folder or hub name of the Hugging Face checkpoint with the processor, the chat template and
+            the config.
         seq_length: tokens of a row.
         max_patches: maximum number of patches in a row, which bounds the vision tower's memory; None for no limit. An
             image has a quarter as many tokens as patches.
         pack: pack several conversations per row by best fit (requires micro_batch_size 1); False: one conversation per
             row, padded.
         pad_to_multiple_of: each conversation of a packed row is padded to a multiple of this; None for the multiple
-            that the run's context parallelism requires (see `shared_by`).
-        on_long: a conversation longer than a row is an "error", or "drop" or "truncate" it (never within an image),
-            counted and logged.
-        on_bad: a conversation that cannot be read or encoded is an "error", or "drop" it, counted and logged.
-        answers: train on "all" of an assistant's answers or the "last".
+            that the run's context parallelism requires.
+        on_long: what to do with a conversation that is longer than a row: "error", "drop", or "truncate" (never within
+            an image). Dropped and truncated conversations are counted and logged.
+        on_bad: what to do with a conversation that cannot be read or encoded: "error" or "drop". Dropped conversations
+            are counted and logged.
+        answers: train on "all" answers of a conversation, or only on the "last".
         empty_thinking: for chat templates that render "reasoning_content": whether the empty thinking block before an
             answer without reasoning is part of the "prompt" or is trained on ("train").
-        reasoning_effort: for chat templates that read it, as Qwen3.8's: what the prompt asks for where it asks for
-            thinking; None for the template's default.
-        preserve_thinking: for chat templates that read it, such as in Qwen3.6 and 3.8: whether reasoning of answers
-            before the last question is written, and trained on with them; None for the template's default.
+        reasoning_effort: value of this variable of the chat template, as in Qwen3.8: the effort that a prompt with
+            thinking asks for; None for the template's default.
+        preserve_thinking: value of this variable of the chat template, as in Qwen3.6 and 3.8: whether answers before
+            the last question keep their reasoning, which is then trained on; None for the template's default.
         vision: limits for images and videos, where they differ from the checkpoint's processor.
         pixel_dtype: dtype of the pixel values in a batch; None for `params_dtype`.
         params_dtype: dtype of the model's parameters, set by `Qwen3VLConfigContainer`; None for float32.
@@ -128,7 +130,8 @@ class ConversationRows(DatasetProvider):
         for name, silent in self.ignored_settings.items():
             if (found := getattr(self, name)) != silent:
                 raise ValueError(
-                    f"dataset.{name} is {found!r}, expected {silent!r}: {type(self).__name__} ignores this setting"
+                    f"dataset.{name} is {found!r}, expected its default, {silent!r}: {type(self).__name__} does not "
+                    "use this setting"
                 )
         if not self.pack and self.multiple != 1:
             raise ValueError(
@@ -140,7 +143,7 @@ class ConversationRows(DatasetProvider):
             )
 
     def check_minimum(self, **least: int) -> None:
-        """Raise ValueError if a setting is below its minimum, given as name=minimum. None is skipped."""
+        """Raise ValueError if a setting is below its minimum, given as name=minimum. Settings of None are skipped."""
         for name, fewest in least.items():
             found = getattr(self, name)
             if found is not None and found < fewest:
@@ -168,7 +171,7 @@ class ConversationRows(DatasetProvider):
         if self.pad_to_multiple_of is not None and self.pad_to_multiple_of % need:
             raise ValueError(
                 f"dataset.pad_to_multiple_of is {self.pad_to_multiple_of}, expected a multiple of {need} under "
-                f"context_parallel_size {cp_size}, or None to have that"
+                f"context_parallel_size {cp_size}, or None to use that number"
             )
         return replace(self, pad_to_multiple_of=self.pad_to_multiple_of or need)
 
@@ -180,7 +183,7 @@ class ConversationRows(DatasetProvider):
         vars(self)["_expected"] = (position, row)
 
     def record_position(self, data: Mapping[str, Any], assignment: tuple[int, int] = (1, 1)) -> None:
-        """Store the fingerprint of the training rows, and how they are assigned to ranks.
+        """Store the fingerprint of the training rows, and their assignment: (rows assigned together, ranks).
 
         Raises:
             ValueError: the rows or their assignment differ from those of the run that is resumed (`expect_position`).
@@ -194,19 +197,23 @@ class ConversationRows(DatasetProvider):
         check_assignment(row, tuple(expected["assigned"]), assignment)
 
     def checkpoint(self) -> CheckpointSettings:
-        """Return the settings that a checkpoint determines; raise DataError if files are missing or unsuitable."""
+        """Read the encoder and other settings of the checkpoint `hf_processor_path`.
+
+        Raises:
+            DataError: files of the checkpoint are missing or unsuitable.
+        """
         template = (self.empty_thinking, self.reasoning_effort, self.preserve_thinking)
         return _load_checkpoint_settings(self.hf_processor_path, self.vision, self.answers, *template)
 
     def sample_filter(self) -> SampleFilter:
-        """Return the filter that decides which conversations become samples. Raises the errors of `checkpoint`."""
+        """Return the filter that decides which conversations become samples."""
         encoder = self.checkpoint().encoder
         return SampleFilter(
             encoder, limit=self.seq_length, most_patches=self.max_patches, on_long=self.on_long, on_bad=self.on_bad
         )
 
     def collator(self) -> Collator:
-        """Return the collator that builds batches from samples. Raises the errors of `checkpoint`."""
+        """Return the collator that builds batches from samples."""
         checkpoint = self.checkpoint()
         dtype = self.pixel_dtype or self.params_dtype or torch.float32
         return Collator(checkpoint.vision, checkpoint.pad_id, self.seq_length, self.multiple, dtype)
@@ -214,7 +221,7 @@ class ConversationRows(DatasetProvider):
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """Settings that a checkpoint determines: encoding, layout, and the costs for assigning rows to ranks."""
+    """Settings read from a checkpoint: encoder, vision settings, padding token, and FLOPs to assign rows to ranks."""
 
     encoder: Encoder
     vision: VisionSettings
@@ -224,10 +231,7 @@ class CheckpointSettings:
 
 @cache
 def _load_checkpoint_settings(path: str, limits: VisionLimits, *encoding: Any) -> CheckpointSettings:
-    """Read the settings of a checkpoint once per process.
-
-    `encoding` has the arguments of `Encoder` after the processor.
-    """
+    """Read the settings of a checkpoint once per process. `encoding` has the arguments of `Encoder` after the first."""
     processor: Any = load_processor(path, limits)
     return CheckpointSettings(
         Encoder(processor, *encoding),
@@ -249,26 +253,27 @@ class Qwen3VLConversationProvider(ConversationRows):
         train_path: training conversations, as for `open_source`.
         mixture: several data sets in one run, instead of `path` and `train_path`: a list of mappings with the fields of
             `MixedSet`, or a YAML file with one. Their validation and test splits are read one after the other.
-        valid_path: the same for validation.
-        test_path: the same for testing.
+        valid_path: validation conversations, in the same formats.
+        test_path: test conversations, in the same formats.
         media_root: folder of images and videos, or a list of folders that are searched in order; symbolic links may
             point from one into another. Default: the folder of each data file.
         url_cache: folder with downloaded files; None for the user's cache folder.
-        schema_adapter: format of the records, by Megatron-Bridge's name for it, such as "cord_v2".
-        columns: column names of the data set, where they differ from ours.
+        schema_adapter: one of Megatron-Bridge's record formats, such as "cord_v2"; None for ours (docs/data.md).
+        columns: column names of the data set, where they differ from the default names (docs/data.md).
         streaming: read data sets of the hub while they are downloaded. Each data-loading process of each data-parallel
             rank reads its own part (some of the files) and packs its own rows; a resumed run rereads the current epoch
             of its parts from the start.
         stream_parts: number of parts of a stream, a multiple of data-parallel ranks x data-loading processes (at least
-            1) x rows per microbatch; None for that product. Rows are the same for every product that divides it.
+            1) x rows per microbatch; None for that product. The rows depend only on the number of parts, so a run can
+            resume with another number of ranks or processes if the product still divides it.
         train_packing: folder with training rows packed by `qwen3vl data pack` with the same settings. None: every
             machine measures every conversation during training, which is too slow for millions of them.
-        balance_over: the global batch size, to assign its rows to data-parallel ranks by their cost in both towers;
-            None to assign them in order. A multiple of the number of data-parallel ranks.
+        balance_over: the global batch size, to assign its rows to data-parallel ranks by their cost in the vision tower
+            and the language model; None to assign them in order. A multiple of the number of data-parallel ranks.
         seed: seed of the order of training samples.
         window_size: number of conversations packed together when packing during training.
-        dataloader_type: "single"; rows are numbered consecutively without end, so a run resumes exactly.
-        rows_of_microbatch: set by `Qwen3VLConfigContainer` from `train`.
+        dataloader_type: must be "single": rows are numbered consecutively without end, so a run resumes exactly.
+        rows_of_microbatch: rows of a microbatch; set by `Qwen3VLConfigContainer` from `train`.
     """
 
     path: str | None = None
@@ -307,25 +312,28 @@ class Qwen3VLConversationProvider(ConversationRows):
             given = {name: found for name, found in given.items() if found}
             if len(set(given.values())) > 1:
                 found = " and ".join(f"{found!r} by {name}" for name, found in given.items())
-                raise ValueError(f"found data for {split} in {found}, expected one of these settings")
+                raise ValueError(f"found data for {split} in {found}, expected only one of these settings; unset one")
         wrong = {}
         if not self.pack:
-            wrong |= dict.fromkeys(("train_packing", "balance_over"), "pack is off")
+            wrong |= dict.fromkeys(("train_packing", "balance_over"), "pack is off, and it needs packed rows")
         if self.streaming:
-            needed = "streaming is on; it needs a data set with random access"
+            needed = "streaming is on, and it needs a data set with random access"
             wrong |= dict.fromkeys(("train_packing", "balance_over", "mixture"), needed)
         else:
             wrong["stream_parts"] = "streaming is off"
         if self.train_packing is not None and self.window_size != type(self).window_size:
-            wrong["window_size"] = "train_packing sets the rows"
+            wrong["window_size"] = "train_packing is set, where rows are already packed"
         for name, problem in wrong.items():
             if (found := getattr(self, name)) is not None:
-                raise ValueError(f"{name} is {found!r}, but {problem}")
+                raise ValueError(f"{name} is {found!r}, but {problem}; change one of the two settings")
         for path in (path for split in SPLITS for path in self.paths_of(split)):
             if path.startswith(HUB):
                 HubName.parse(path)
             elif self.streaming:
-                raise ValueError(f"streaming is on, but {path} is not on the hub, expected {HUB}owner/name#split")
+                raise ValueError(
+                    f"streaming is on, but {path} is not on the hub, expected {HUB}owner/name#split; set such a path, "
+                    "or dataset.streaming=false"
+                )
         MediaAccess.from_settings(self.media_root)
         find_schema(self.schema_adapter, self.columns)
 
@@ -333,8 +341,8 @@ class Qwen3VLConversationProvider(ConversationRows):
         if self.path is None and self.train_path is None and self.mixture is None:
             raise ValueError(
                 "dataset.path is None, expected a folder with train.jsonl, or dataset.train_path with a file of "
-                "conversations, or dataset.mixture with several data sets; set_paths of qwen3vl_recipes.paths sets all "
-                "of a run's paths"
+                "conversations, or dataset.mixture with several data sets; set one of them, or call set_paths of "
+                "qwen3vl_recipes.paths"
             )
 
     def check_paths(self) -> None:
@@ -404,7 +412,7 @@ class Qwen3VLConversationProvider(ConversationRows):
         return train, valid, test
 
     def stream(self, split: str, *, dp_rank: int = 0, dp_size: int = 1, micro_batch_size: int = 1) -> BatchStream:
-        """Return endless microbatches of a split for a custom loop. Save the `state_dict` with each checkpoint."""
+        """Return endless microbatches of a split for a custom loop. Save its `state_dict` with each checkpoint."""
         return BatchStream(
             self._divide_stream(self.rows(split, ranks=dp_size), dp_size, micro_batch_size),
             dp_rank=dp_rank,
@@ -417,11 +425,11 @@ class Qwen3VLConversationProvider(ConversationRows):
     def evaluation(
         self, split: str, *, dp_rank: int = 0, dp_size: int = 1, micro_batch_size: int = 1
     ) -> Iterator[TokenBatch]:
-        """Yield every row of a split once, in microbatches, in the order of the file. Arguments are those of `stream`.
+        """Yield every row of a split once, in microbatches, in the order of the file.
 
-        Every rank reads all parts of a stream: ranks need the same number of microbatches, which is known only at the
-        end.
+        If the data set is streamed, every rank reads all of it.
         """
+        # Ranks need the same number of microbatches, which is known only at the end of a stream.
         rows = self.rows(split, shuffle=False)
         return one_pass(rows, dp_rank=dp_rank, dp_size=dp_size, micro_batch_size=micro_batch_size)
 
@@ -433,7 +441,7 @@ class Qwen3VLConversationProvider(ConversationRows):
             DataError: files are missing, or samples are bad or too long and may not be dropped.
         """
         if self.streaming:
-            raise ValueError("streaming is on: the number of rows is known only after reading them")
+            raise ValueError("streaming is on, expected it off: the rows of a stream cannot be counted in advance")
         rows = self.for_context_parallel(cp_size).rows("train", alone=True)
         epoch = rows.epoch(counted=True)
         assert epoch is not None  # it is no stream
@@ -447,14 +455,17 @@ class Qwen3VLConversationProvider(ConversationRows):
 
         Args:
             split: "train", "valid" or "test".
-            length: the `len` of the rows.
+            length: value of `len(rows)`, as requested by a training loop.
             shuffle: shuffle the samples; None to shuffle only the training split. Only shuffled rows are assigned by
                 cost.
             ranks: number of data-parallel ranks.
             alone: do not share the sizes of samples with other processes, and do not log dropped samples.
         """
         if not (paths := self.paths_of(split)):
-            raise ValueError(f"the split {split!r} has no {split}_path; splits are {', '.join(SPLITS)}")
+            raise ValueError(
+                f"the split {split!r} has no {split}_path, expected data for it; set dataset.{split}_path. Splits are "
+                f"{', '.join(SPLITS)}"
+            )
         shuffled = split == "train" if shuffle is None else shuffle
         seed = self.seed if shuffled else None
         packed = PackedRows(self.train_packing) if split == "train" and self.train_packing else None
@@ -473,7 +484,7 @@ class Qwen3VLConversationProvider(ConversationRows):
         return RowDataset(samples, settings, length=length, ranks=ranks, repeat=repeat)
 
     def check_samples(self, cp_size: int = 1, evaluated: Mapping[str, int] | None = None) -> None:
-        """Raise DataError on rank 0 if the data cannot be used. Called before a model is built.
+        """Raise DataError on rank 0 if the data cannot be used. Call it before the model is built.
 
         Files must exist. Rows that were packed before training must fit the files. Without such rows, read up to 2,000
         records of each split and name all bad ones: in the error, or in a warning if they are dropped. At least one
@@ -566,7 +577,7 @@ class Qwen3VLConversationProvider(ConversationRows):
         """Return the rows, divided into stream parts if the data set is streamed.
 
         Raises:
-            ValueError: `stream_parts` is not a multiple of the number of readers.
+            ValueError: `stream_parts` is not a multiple of ranks x data-loading processes x rows of a microbatch.
         """
         if not self.streaming:
             return rows

@@ -105,7 +105,7 @@ def download(
     give_up: bool = False,
     progress: Callable[[Sequence[int]], Iterable[int]] = iter,
 ) -> DownloadReport:
-    """Download the URLs in conversations. The memory used is about 100 bytes per URL, and the list of failures.
+    """Download the URLs in conversations. This needs about 100 bytes of memory per URL, and more per failure.
 
     Args:
         sources: opened with `book` as their `MediaAccess.url_cache`.
@@ -116,7 +116,7 @@ def download(
         workers: number of parallel downloads.
         retry: retry URLs that failed permanently in an earlier run.
         give_up: also mark URLs as final that did not respond or are not allowed.
-        progress: wraps the numbers of all samples.
+        progress: wraps the iterator over all samples, for example `tqdm`.
     """
     cache, report = fetch.cache, DownloadReport()
     steps = iter(progress(range(sum(map(len, sources)))))
@@ -229,7 +229,7 @@ def _collect_urls(
 
 
 class _RetryableError(Exception):
-    """An attempt failed, and another may succeed.
+    """Error for an attempt that failed where another may succeed.
 
     Arguments: the problem; the server if it did not respond or sent status 5xx, otherwise None; and the number of
     failed URLs that this failure counts as, if the server has never responded.
@@ -237,7 +237,7 @@ class _RetryableError(Exception):
 
 
 class _NoConnection(DataUnavailable):
-    """No connection to the host of a URL.
+    """Error for a URL whose host cannot be connected to.
 
     The attempt failed, or was skipped because another URL of the host failed.
     """
@@ -251,7 +251,7 @@ class Downloader:
     response, and responses of a busy or failing server (408, 425, 429, 5xx) raise DataUnavailable after several
     attempts.
 
-    If all attempts fail without a response or with 5xx for a few consecutive URLs of a server, it gets no more
+    If all attempts fail without a response or with 5xx for a few consecutive URLs of a server, this server gets no more
     requests, so that not every URL waits for a timeout. A server that cannot be connected to gets no requests after its
     first URL, unless it has responded before; see `allow_reconnecting`.
     """
@@ -279,7 +279,7 @@ class Downloader:
         self._client = httpx.Client(timeout=timeout, headers=headers, limits=httpx.Limits(max_connections=None))
 
     def allow_reconnecting(self) -> None:
-        """Forget failed connections, so that their servers are requested again as if they were new."""
+        """Allow requests to servers that could not be connected to, as if they were new."""
         for server in self._unconnected:
             self._failed.pop(server, None)
         self._responded -= self._unconnected
@@ -288,7 +288,9 @@ class Downloader:
     def __call__(self, address: str, place: str) -> None:
         """Download a URL that was found at `place`.
 
-        Raises the errors that the class describes, and DataUnavailable for a URL that is not allowed.
+        Raises:
+            DataError: the download failed permanently.
+            DataUnavailable: the download failed temporarily, or the URL is not allowed.
         """
         url, begun = check_allowed_url(address, self._allowed, place), time.monotonic()
         for attempt, pause in enumerate((*WAITS, None), start=1):
@@ -300,7 +302,8 @@ class Downloader:
             except httpx.TransportError as error:
                 problem = f"{type(error).__name__}: {error}"
             except httpx.DecodingError as error:
-                raise DataError(place, f"found {str(url)!r} damaged ({error}), expected an image or a video") from error
+                problem = f"the response of {str(url)!r} cannot be decoded ({error})"
+                raise DataError(place, f"{problem}, expected an image or a video") from error
             is_unconnected = weight == MOST_DOWN
             if down is not None and down not in self._responded:
                 if attempt == FIRST_ATTEMPTS or time.monotonic() - begun > CONNECT_TIMEOUT:
@@ -314,7 +317,7 @@ class Downloader:
                     self._failed[down] += weight
                 attempts = f"{attempt} attempt{'s' * (attempt > 1)} ({problem})"
                 kind = _NoConnection if is_unconnected else DataUnavailable
-                raise kind(place, f"found {str(url)!r} unreachable after {attempts}; run the download again")
+                raise kind(place, f"cannot download {str(url)!r} after {attempts}; run the download again")
         return None
 
     def _attempt(self, url: httpx.URL, path: Path, place: str) -> None:
@@ -329,8 +332,8 @@ class Downloader:
                 kind = _NoConnection if server in self._unconnected else DataUnavailable
                 raise kind(
                     place,
-                    f"found {str(asked)!r}, which was not requested because earlier URLs of {server} failed; run the "
-                    "download again when the server responds",
+                    f"{str(asked)!r} was not requested because earlier URLs of {server} failed; run the download again "
+                    "when the server responds",
                 )
             try:
                 response = self._client.send(self._client.build_request("GET", asked), stream=True)
@@ -339,7 +342,7 @@ class Downloader:
             except (httpx.TimeoutException, httpx.NetworkError) as error:
                 raise _RetryableError(f"{type(error).__name__}: {error}", server, 1) from error
             except (httpx.InvalidURL, ValueError) as error:  # some redirects to something other than a URL
-                problem = f"found {str(asked)!r} redirected to an invalid URL ({error})"
+                problem = f"{str(asked)!r} redirects to an invalid URL ({error})"
                 raise DataError(place, f"{problem}, expected an image or a video") from error
             with closing(response):
                 self._responded.add(server)
@@ -350,10 +353,8 @@ class Downloader:
                     if response.status_code in _BUSY:
                         raise _RetryableError(f"status {response.status_code}", None, 1)
                     return self._store(response, url, path, place)
-            asked = check_allowed_url(str(response.next_request.url), self._allowed, f"{place}: {url} leads elsewhere")
-        raise DataError(
-            place, f"found {str(url)!r} redirected over {MOST_REDIRECTS} times, expected an image or a video"
-        )
+            asked = check_allowed_url(str(response.next_request.url), self._allowed, f"{place}: redirect from {url}")
+        raise DataError(place, f"{str(url)!r} redirects over {MOST_REDIRECTS} times, expected an image or a video")
 
     def _store(self, response: httpx.Response, url: httpx.URL, path: Path, place: str) -> None:
         where, wanted = f"{place}: {url}", "expected an image or a video"
@@ -361,7 +362,7 @@ class Downloader:
         if response.status_code != 200:
             raise DataError(where, f"found the status {response.status_code} {response.reason_phrase}, expected 200")
         if kind.startswith(("text/", "application/json")):
-            raise DataError(where, f"found a page ({kind}), {wanted}")
+            raise DataError(where, f"found contents of the type {kind}, {wanted}")
         length = response.headers.get("content-length", "")
         _check_size(int(length) if length.isdecimal() else 0, where)
         unfinished = self._unfinished / uuid.uuid4().hex
@@ -376,7 +377,7 @@ class Downloader:
                     file.write(chunk)
                     _check_size(file.tell(), where)
                     if time.monotonic() > end or self.stopped.is_set():
-                        raise httpx.ReadTimeout(f"{file.tell():,} bytes so far")
+                        raise httpx.ReadTimeout(f"received only {file.tell():,} bytes")
             with unfinished.open("rb") as file:
                 start = file.read(512)
             if not start:
@@ -397,7 +398,7 @@ def _check_size(found: int, where: str) -> None:
 
 
 def check_url_prefix(prefix: str) -> None:
-    """Raise ValueError for a prefix that cannot begin a URL, or allows more URLs than a reader would expect."""
+    """Raise ValueError if an allowed URL prefix is not a scheme, a host and optionally a path, or is misleading."""
     if _is_scheme(prefix):
         return
     url = parse_url(prefix)
@@ -416,7 +417,7 @@ def check_url_prefix(prefix: str) -> None:
 
 
 def check_allowed_url(address: str, prefixes: Sequence[str], place: str) -> httpx.URL:
-    """Return the URL of a record or a redirect, as it will be requested.
+    """Parse the URL of a record or a redirect, and check that one of the allowed prefixes covers it.
 
     Scheme, host and port must be equal, and paths are compared by complete segments: "https://example.org/a" allows
     "https://example.org/a/1.png", but neither "https://example.org/ab" nor "https://example.org.evil.com/a".
@@ -431,8 +432,8 @@ def check_allowed_url(address: str, prefixes: Sequence[str], place: str) -> http
     if url.userinfo or _escapes_folder(url) or not any(_has_prefix(url, prefix) for prefix in prefixes):
         raise DataUnavailable(
             place,
-            f"found the URL {quote_url(address)}, expected one that begins with {' or '.join(prefixes)} "
-            "(--allowed-urls)",
+            f"found the URL {quote_url(address)}, expected one that begins with {' or '.join(prefixes)}; to download "
+            "it, add its beginning to --allowed-urls",
         )
     return url.copy_with(fragment=None)
 
@@ -457,7 +458,7 @@ def _raw_path(url: httpx.URL) -> str:
 
 
 def _escapes_folder(url: httpx.URL) -> bool:
-    """Return whether a server could read a path outside the URL's folder, because of encoded '.' or '..' segments.
+    """Return whether a URL has percent-encoded '.' or '..' segments, so that a server could leave the URL's folder.
 
     httpx resolves segments that are not encoded.
     """

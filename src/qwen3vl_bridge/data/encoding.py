@@ -69,8 +69,8 @@ class VisionLimits:
             most = reader.size["longest_edge"] if most is None else most
             if least > most:
                 raise ValueError(
-                    f"{kind}s of {least} pixels at least and {most} at most, expected {kind}_min_pixels up to "
-                    f"{kind}_max_pixels"
+                    f"{kind}_min_pixels is {least}, expected at most {kind}_max_pixels, {most} (a limit of None is the "
+                    "processor's)"
                 )
             reader.size = type(reader.size)(shortest_edge=least, longest_edge=most)
         reader = processor.video_processor
@@ -78,7 +78,9 @@ class VisionLimits:
             if (value := getattr(self, f"video_{name}")) is not None:
                 setattr(reader, name, value)
         if reader.min_frames > reader.max_frames:
-            raise ValueError(f"video_min_frames is {reader.min_frames}, expected at most {reader.max_frames}")
+            raise ValueError(
+                f"video_min_frames is {reader.min_frames}, expected at most video_max_frames, {reader.max_frames}"
+            )
 
 
 def load_processor(path: str | Path, limits: VisionLimits | None = None) -> Any:
@@ -112,9 +114,13 @@ def check_processor(processor: Any, place: str) -> None:
     for name in ("image_token", "video_token"):
         token, number = getattr(processor, name), getattr(processor, f"{name}_id")
         if number is None or number == tokenizer.unk_token_id or tokenizer.encode(token) != [number]:
-            raise DataError(place, f"{name} {token!r} has the id {number}, expected one that the tokenizer gives it")
+            raise DataError(
+                place, f"found the id {number} for {name} {token!r}, expected the id of a token of the tokenizer"
+            )
     if not getattr(processor, "chat_template", None):
-        raise DataError(place, "found no chat template, expected the one that the model was trained with")
+        raise DataError(
+            place, "found no chat template, expected the one of the model; add its file, such as chat_template.jinja"
+        )
 
 
 @dataclass(frozen=True)
@@ -135,7 +141,7 @@ class EncodedSample:
 
     @property
     def is_blank(self) -> bool:
-        """Return whether this is the blank token for an unreadable sample (`SampleFilter.encode_or_blank`)."""
+        """Return whether this sample is only the single token that replaces an unreadable sample."""
         return len(self) == 1  # no template renders a conversation as one token
 
 
@@ -147,7 +153,7 @@ class _Headers(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """Tokens of a sample. An image or a frame has one token, which stands for `counts` tokens."""
+    """Tokens of a sample in which an image or a frame has a single placeholder token, which stands for `counts`."""
 
     ids: Tensor  # [n] int64
     trained: Tensor  # [n] bool, whether each is trained on
@@ -160,7 +166,7 @@ class _Tokens(NamedTuple):
         return int(self.counts.sum())
 
     def cut(self, limit: int) -> _Tokens:
-        """Return the first tokens, at most `limit`. End before an image or video that would not be complete."""
+        """Return the first tokens, at most `limit`; leave out an image or video that would not be complete."""
         keep = int((self.counts.cumsum(0) <= limit).sum())
         keep = min([keep, *(first for first, last in (*self.images, *self.videos) if first < keep <= last)])
         images, videos = (tuple(one for one in spans if one[1] < keep) for spans in (self.images, self.videos))
@@ -181,7 +187,6 @@ class Encoder:
         """Store a processor from `load_processor`; raise ValueError for a setting that the template ignores or rejects.
 
         Args:
-            processor: the processor.
             answers: train on "all" assistant messages, or only on the "last", unless messages have their own setting.
             empty_thinking: whether the empty thinking block that the template renders before an answer without
                 reasoning is part of the "prompt", or is trained on ("train").
@@ -198,7 +203,7 @@ class Encoder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return a text that changes if a sample may get other tokens.
+        """Return a text that identifies the encoding: it changes if samples may get other tokens.
 
         It covers the chat template, the tokenizer, the resolution limits, and the answers that are trained on.
         """
@@ -214,7 +219,7 @@ class Encoder:
         return repr((*sizes, clips.fps, clips.min_frames, clips.max_frames, self._only, *asked, digest))
 
     def size(self, conversation: Conversation, limit: int | None = None) -> Size:
-        """Return the tokens and patches of a sample, truncated to `limit` tokens, but never within an image.
+        """Return the numbers of tokens and patches of a sample, truncated to `limit` tokens, but never in an image.
 
         Only headers of images are read.
 
@@ -237,7 +242,7 @@ class Encoder:
         return Size(tokens.total, sum(t * n for t, n in frames), sum(t * n**2 for t, n in frames))
 
     def __call__(self, conversation: Conversation, limit: int | None = None) -> EncodedSample:
-        """Return the tokens, labels and pixels of one conversation. Arguments are those of `size`.
+        """Return the tokens, labels and pixels of one conversation, truncated to `limit` tokens like in `size`.
 
         Raises:
             DataError: images do not decode or do not match their placeholders, or an answer cannot be located.
@@ -280,9 +285,9 @@ class Encoder:
         chosen = answers if self._only == "all" else answers[-1:]
         trained = [number for number in answers if conversation.losses.get(number, number in chosen)]
         if not trained:
-            problem = f"found no answer to train on with answers={self._only!r}"
+            problem = f"found no answer to train on with answers={self._only!r}, expected at least one"
             raise DataError(
-                conversation.sample_id, f"{problem}: the keys 'loss' or 'weight' of its messages exclude every answer"
+                conversation.sample_id, f"{problem}: 'loss' or 'weight' of the messages exclude all answers"
             )
         return trained
 
@@ -296,7 +301,7 @@ class Encoder:
                 images.get_number_of_image_patches(*size, limit) for size, limit in zip(sizes, limits, strict=True)
             ]
         except ValueError as error:
-            raise DataError(place, f"the processor rejects an image or video: {error}") from error
+            raise DataError(place, f"the model's processor rejects an image of this sample: {error}") from error
         videos = (video.sample_frames(clip, self.processor.video_processor, place) for clip in conversation.videos)
         return _Headers(tuple(number // images.merge_size**2 for number in patches), tuple(videos))
 
@@ -321,9 +326,9 @@ class Encoder:
         return found
 
     def _pixels(self, conversation: Conversation, headers: _Headers) -> dict[str, Tensor | None]:
-        """Return pixels and grids of the images and videos in `headers`.
+        """Return pixels and grids of the images and videos in `headers`, by field name of `EncodedSample`.
 
-        If the sample was truncated, `headers` has only the first ones of the conversation.
+        If the sample was truncated, `headers` has only the first images and videos of the conversation.
         """
         place, reader = conversation.sample_id, self.processor.video_processor
         loaded = [load_image(image, place) for image in conversation.images[: len(headers.image_tokens)]]
@@ -342,13 +347,19 @@ class Encoder:
             settings = {"do_sample_frames": False, "do_resize": False, "return_tensors": "pt"}
             made_videos += [reader(videos=[clip], **settings) for clip in clips]
         except (ValueError, RuntimeError) as error:
-            raise DataError(place, f"the processor rejects an image or video: {error}") from error
+            raise DataError(
+                place, f"the model's processor rejects an image or video of this sample: {error}"
+            ) from error
         merge = self.processor.image_processor.merge_size**2
         found = [prod(grid) // merge for made in made_images for grid in made["image_grid_thw"].tolist()]
         found += [tuple(made["video_grid_thw"][0].tolist()) for made in made_videos]
         expected = [*headers.image_tokens, *(sampled.grid for sampled in headers.videos)]
         if found != expected:
-            raise DataError(place, f"images and videos became {found}, expected {expected} according to their headers")
+            raise DataError(
+                place,
+                f"found images and videos with tokens and grids {found}, expected {expected} according to the headers "
+                "of the files; a file is damaged, or changed while it was read",
+            )
         return {
             name: torch.cat([one[name] for one in made]) if made else None
             for made, names in (
@@ -370,7 +381,9 @@ class Encoder:
             problem = (
                 f"found {tokens.total} tokens, and no answer among the first {cut.total} that remain after truncation"
             )
-            raise DataError(conversation.sample_id, f"{problem}, expected an answer within {limit} tokens")
+            raise DataError(
+                conversation.sample_id, f"{problem}, expected an answer within {limit} tokens (dataset.seq_length)"
+            )
         return cut
 
     def _tokenize(self, conversation: Conversation, text: str, answers: Sequence[Span], headers: _Headers) -> _Tokens:
@@ -385,7 +398,11 @@ class Encoder:
             ("videos", processor.video_token, len(headers.videos)),
         ):
             if (found := text.count(token)) != expected:
-                raise DataError(place, f"the chat template made {found} placeholders for {kind}, expected {expected}")
+                raise DataError(
+                    place,
+                    f"found {found} placeholders for {kind} in the text of the chat template, expected {expected}; use "
+                    "a checkpoint with another chat template",
+                )
         text, answers, videos = _insert_video_frames(processor, text, answers, headers.videos)
         # every second piece is an answer; `starts` are first characters of tokens, if there are videos
         pieces, starts = [], []
@@ -424,10 +441,10 @@ def _insert_video_frames(
 ) -> tuple[str, list[Span], list[Span]]:
     """Replace each video placeholder in a text by one placeholder per frame.
 
-    Return the new text, and the spans of the answers and of the videos in it. As in the training of Qwen3-VL, the
-    frames replace the template's vision start, video and vision end tokens. transformers 5.12 leaves the start and end
-    tokens around them; 4.57 did not.
+    Return the new text, and in it the spans of the answers (`spans` in the old text) and of the videos.
     """
+    # As in the training of Qwen3-VL, the frames replace the template's vision start, video and vision end tokens.
+    # transformers 5.12 leaves the start and end tokens around them; 4.57 did not.
     bare = processor.video_token
     frame = f"{processor.vision_start_token}{bare}{processor.vision_end_token}"
     parts, shifts, found = [], [], []
@@ -448,7 +465,7 @@ def _insert_video_frames(
 def _check_prompt_tokens(
     tokenizer: Any, text: str, answers: Sequence[Span], pieces: Sequence[Tensor], place: str
 ) -> None:
-    """Raise DataError if an earlier answer has other tokens when it is part of the prompt of the last trained answer.
+    """Raise DataError if an answer is tokenized differently by itself than within the prompt of a later answer.
 
     At generation the whole prompt is tokenized at once; in training each answer is tokenized separately.
     """
@@ -463,19 +480,18 @@ def _check_prompt_tokens(
     start = next(start for (start, _), end in zip(answers, ends, strict=True) if common < end)
     raise DataError(
         place,
-        f"the tokenizer joins the beginning of the answer {text[start : start + 20]!r}... with the text before it in "
-        f"the "
-        "prompt of a later answer, so its tokens differ there; remove white space at its beginning, train on only the "
-        "last answer with answers='last', exclude this one with \"loss\": false, or, for an empty "
-        "thinking block, set empty_thinking='prompt'",
+        f"the tokens of the answer {text[start : start + 20]!r}... differ in the prompt of a later answer, where the "
+        "tokenizer joins its beginning with the text before; remove white space at its beginning, set "
+        'dataset.answers=last to train on only the last answer, exclude this answer with "loss": false, or, for an '
+        "empty thinking block, set dataset.empty_thinking=prompt",
     )
 
 
 def tokenize(tokenizer: Any, text: str, *, begins: bool = True, offsets: bool = False) -> Encoding:
     """Tokenize a text with the `tokenizers` backend of a fast tokenizer, which is faster than the transformers class.
 
-    The backend gets the settings that transformers would give it. `begins` says whether a conversation begins with the
-    text, for tokenizers that mark the beginning. Encoding without offsets is faster.
+    The backend gets the settings that transformers would give it. `begins` says whether the text begins a conversation,
+    for tokenizers that mark the beginning with a token. Encoding without offsets is faster.
     """
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()

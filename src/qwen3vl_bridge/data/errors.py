@@ -21,7 +21,7 @@ class DataError(ValueError):
     """
 
     def __init__(self, place: str, problem: str | None = None) -> None:
-        """Join a location, such as "train.jsonl:12: message 3", and the problem found there.
+        """Set the message to "PLACE: PROBLEM", with a location such as "train.jsonl:12: message 3" as the place.
 
         Without `problem`, `place` is the complete message: torch recreates exceptions of data-loading workers this way.
         """
@@ -40,21 +40,21 @@ class DataError(ValueError):
 
 
 class SampleSizeChanged(DataError):
-    """The size of a sample differs from the size that its row was planned with. Raised even if `on_bad` is "drop".
+    """Error for a sample with another size than its row was planned with. Raised even if `on_bad` is "drop".
 
     Either the data changed, or the rows were planned for other data.
     """
 
 
 class DataUnavailable(DataError):
-    """Data that are temporarily unavailable: not downloaded, network down, stream interrupted.
+    """Error for data that are temporarily unavailable: not downloaded, network down, stream interrupted.
 
     Raised even if `on_bad` is "drop".
     """
 
 
 def describe_lost_worker(error: BaseException, setting: str = "dataset.num_workers") -> str | None:
-    """Return a message about the data-loading process that died, with advice; None if `error` is another error."""
+    """Return a message with advice if `error` says that a data-loading process died; otherwise None."""
     if (lost := lost_worker(error)) is None:
         return None
     process, signal = lost
@@ -64,8 +64,7 @@ def describe_lost_worker(error: BaseException, setting: str = "dataset.num_worke
     else:
         advice = (
             "Most likely memory ran out, and the kernel (see `dmesg`) or the memory limit of the job or container "
-            "killed "
-            "the largest process: give it more memory, or"
+            "killed the largest process: give the job more memory, or"
         )
     return f"a data-loading process (pid {process}) {how}. {advice} lower {setting}; 0 reads in the main process"
 
@@ -91,6 +90,6 @@ def group_errors(errors: Iterable[tuple[str, str, str]], most: int) -> Iterator[
 
 
 def name_records(names: Sequence[str]) -> str:
-    """Return the first five record names, and how many more there are."""
+    """Return a text with the first five record names, and how many more there are."""
     more = f" and {len(names) - _MOST_NAMED:,} more" if len(names) > _MOST_NAMED else ""
     return visible(", ".join(names[:_MOST_NAMED])) + more

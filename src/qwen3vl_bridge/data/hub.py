@@ -89,14 +89,12 @@ class HubDataset:
         """Read the rows of a `datasets.Dataset` with at least one row as conversations.
 
         Args:
-            dataset: the data set.
             name: its name in messages.
             media_root: folder of images and videos; None to allow no paths.
-            schema: schema of the records.
-            download_key: name of the data in the download record; None for the fingerprint of the library.
+            download_key: name of the data in the download record; None for the fingerprint that `datasets` computes.
         """
         if not len(dataset):
-            raise DataError(name, "found no rows, expected one conversation a row")
+            raise DataError(name, "found no rows, expected at least one, with a conversation in each row")
         self.name, self._schema = name, schema
         columns = columns_to_read(dataset.features.arrow_schema, name, schema)
         self._rows = dataset.select_columns(columns).with_format("arrow")
@@ -114,18 +112,21 @@ class HubDataset:
         folder = Path(folder)
         if (folder / "dataset_dict.json").is_file():
             splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
-            raise DataError(str(folder), f"found the splits {', '.join(splits)}, expected one, as {folder}/SPLIT")
+            raise DataError(
+                str(folder), f"found the splits {', '.join(splits)}, expected one; set the path {folder}/SPLIT"
+            )
         try:
             dataset = datasets.load_from_disk(str(folder))
         except Exception as error:  # any of Arrow's, JSON's and its own
-            raise DataError(str(folder), f"found a data set that does not load ({error})") from error
+            raise DataError(str(folder), f"`datasets` cannot load this data set ({error}); save it again") from error
         return cls(dataset, folder.name, make_media_access(media_root, folder), schema)
 
     @classmethod
     def from_hub(cls, name: str, media_root: MediaRoot = None, schema: Schema = DEFAULT_COLUMNS) -> HubDataset:
-        """Open a data set on the hub, from the local cache if it was downloaded before.
+        """Open a data set on the hub by a name such as "hf://owner/name", from the local cache if it is there.
 
-        Arguments and errors are those of `load_hub_dataset` and of this class.
+        Raises:
+            DataError: the data set cannot be loaded, or has several configurations or splits and none is chosen.
         """
         dataset, called = load_hub_dataset(name)
         source = cls(dataset, called, media_root, schema, download_key=called)
@@ -137,13 +138,13 @@ class HubDataset:
         return len(self._rows)
 
     def sample_id(self, index: int) -> str:
-        """Return the name of the data set and the index of the row, counted from 0."""
+        """Return the name of the data set and the index of the row, such as "owner/name#train[0]"."""
         return f"{self.name}[{range(len(self))[index]}]"
 
     def fingerprint(self) -> str:
-        """Return the fingerprint that `datasets` has for the data, and a digest of the URLs that were not downloaded.
+        """Return a text that identifies the data, and which of their URLs could not be downloaded.
 
-        For a data set on the hub, its name, rows and bytes replace the fingerprint of the library.
+        It has the fingerprint that `datasets` computes; for a data set on the hub its name, rows and bytes.
         """
         return self.media.add_missing_urls(add_schema_name(self._fingerprint, self._schema))
 
@@ -153,14 +154,16 @@ class HubDataset:
         try:
             table = self._rows[range(len(self))[index]]
         except (OSError, pa.ArrowException) as error:
-            raise DataError(place, f"found a row unreadable ({error})") from error
+            raise DataError(
+                place, f"`datasets` cannot read this row ({error}); download or save the data again"
+            ) from error
         return read_conversation(table, 0, place, self.media, self._schema)
 
 
 def load_hub_dataset(name: str, **how: Any) -> tuple[Any, str]:
-    """Load a data set by a name that `HubName.parse` accepts; return it, and its full name with the split.
+    """Load a data set by a name such as "hf://owner/name"; return it, and its full name with the split.
 
-    `how` is passed to `datasets.load_dataset`.
+    `how` has further arguments for `datasets.load_dataset`.
 
     Raises:
         DataError: the data set is unknown, or has several configurations or splits and none is chosen.
@@ -174,9 +177,11 @@ def load_hub_dataset(name: str, **how: Any) -> tuple[Any, str]:
         splits = [found.split] if found.split else datasets.get_dataset_split_names(*named, **others)
         dataset = datasets.load_dataset(*named, split=splits[0], **others, **how) if len(splits) == 1 else None
     except Exception as error:  # errors of the network, the hub, and file formats
-        raise DataError(place, f"found a data set that does not load ({error})") from error
+        raise DataError(
+            place, f"`datasets` cannot load this data set ({error}); check the name, the network and your access to it"
+        ) from error
     if dataset is None:
-        raise DataError(place, f"found the splits {', '.join(splits)}, expected one, as {place}#{splits[0]}")
+        raise DataError(place, f"found the splits {', '.join(splits)}, expected one; set the path {place}#{splits[0]}")
     return dataset, str(replace(found, split=splits[0]))
 
 
@@ -189,7 +194,7 @@ _MANY = 10  # files of a part, from which on an uneven division makes no differe
 
 @dataclass
 class _ReadState:
-    """How far one process has read the stream: the next rows begin at index `place` of the epoch."""
+    """Position up to which one process has read a stream: the next row has index `place` in the epoch."""
 
     epoch: int
     tables: Generator[Any]
@@ -197,19 +202,13 @@ class _ReadState:
 
 
 class StreamedDataset:
-    """A streaming data set, read forward, epoch after epoch. Images are not decoded here.
+    """A streaming data set of Hugging Face's `datasets`, read forward, epoch after epoch. Images are not decoded here.
 
     The latest rows are cached, with their images. Earlier rows, and the first row of a resumed run, are found by
     rereading the epoch from the start, which is slow.
 
     A part of a stream is a subset of its files, or of the row groups of Parquet files (`IterableDataset.shard`), so
-    each process downloads only its own part. Parts are read with `IterableDataset.iter`: iteration would divide them
-    again over the workers of a torch DataLoader, but `StreamedRows` already assigns parts to processes.
-
-    Each epoch is shuffled with a seed derived from the seed of the run and the epoch. `set_epoch` is not used: it
-    writes to memory shared by workers that read different epochs, and shuffles the shards of data sets that should not
-    be shuffled. `skip` is not used, because it changes some orders; earlier rows are read and discarded instead.
-    `state_dict` is not used, because it loses the samples in the shuffle buffer.
+    each process downloads only its own part. Each epoch is shuffled with its own seed.
     """
 
     def __init__(
@@ -226,13 +225,11 @@ class StreamedDataset:
         """Read conversations from a `datasets.IterableDataset` that has the same order in every process.
 
         Args:
-            dataset: the data set.
             name: its name in messages.
             media_root: folder of images and videos; None to allow no paths.
             seed: seed of the order, which differs in each epoch; None for the order of the data set.
             buffer_size: rows in the shuffle buffer of each process, with their files in memory.
             keep: number of the latest rows that are cached.
-            schema: schema of the records.
         """
         if dataset.features is not None:
             # Undo what the library does for data sets of the hub: decoding ahead, in threads.
@@ -246,12 +243,12 @@ class StreamedDataset:
 
     @classmethod
     def from_hub(cls, name: str, media_root: MediaRoot = None, **how: Any) -> StreamedDataset:
-        """Stream a data set from the hub. Arguments and errors are those of `load_hub_dataset` and this class."""
+        """Stream a data set from the hub by a name such as "hf://owner/name". `how` has the arguments of the class."""
         dataset, called = load_hub_dataset(name, streaming=True)
         return cls(dataset, called, media_root, **how)
 
     def divide(self, parts: int) -> Self:
-        """Return the data set, prepared for division into `parts`, with equally many files per part if possible.
+        """Return the data set, prepared for division into `parts` parts, with equally many files each if possible.
 
         Raises:
             DataError: there are fewer files than parts.
@@ -263,15 +260,14 @@ class StreamedDataset:
         if found < parts:
             raise DataError(
                 self.name,
-                f"found {found} files or row groups of Parquet files, expected at least {parts}, one for each part "
-                f"of the "
-                "stream: data-parallel ranks x data-loading processes (dataset.num_workers, at least 1) x rows of a "
-                "microbatch, or dataset.stream_parts. Use fewer, or turn dataset.streaming off",
+                f"found {found} files or row groups of Parquet files, expected at least {parts}, one for each part of "
+                "the stream (dataset.stream_parts; by default data-parallel ranks x data-loading processes x rows of a "
+                "microbatch). Lower dataset.stream_parts or dataset.num_workers, or set dataset.streaming=false",
             )
         if found % parts and found < _MANY * parts:
             text = (
-                "%s: %d files or row groups in %d parts; samples of parts with %d are read more often than samples of "
-                "parts with %d"
+                "%s: %d files or row groups are divided into %d parts of the stream (dataset.stream_parts); samples of "
+                "parts with %d files are read more often than samples of parts with %d"
             )
             logger.warning(text, self.name, found, parts, found // parts, found // parts + 1)
         return self._with_dataset(dataset, None)
@@ -309,14 +305,14 @@ class StreamedDataset:
         return range(epoch * EPOCH_STRIDE + start, epoch * EPOCH_STRIDE + max(start, end))
 
     def sample_id(self, number: int) -> str:
-        """Return the data set's name and the sample's index; also the epoch of a shuffled stream, and the part."""
+        """Return the location of a sample for messages, such as "owner/name#train[3 of epoch 0, part 1 of 2]"."""
         epoch, place = _epoch_and_place(number)
         where = [] if self._seed is None else [f"epoch {epoch}"]
         where += [] if self._part is None else ["part {} of {}".format(*self._part)]
         return f"{self.name}[{place} of {', '.join(where)}]" if where else f"{self.name}[{place}]"
 
     def fingerprint(self) -> str:
-        """Return name, number of shards, size and shuffle settings, and a digest of the URLs that were not downloaded.
+        """Return a text that identifies the data, their order, and which of their URLs could not be downloaded.
 
         Nothing is read from the stream.
         """
@@ -357,10 +353,9 @@ class StreamedDataset:
                 del self._readings[os.getpid()]  # it cannot continue
                 raise DataUnavailable(
                     self.sample_id(epoch * EPOCH_STRIDE + reading.place),
-                    f"the stream was interrupted there or soon after ({type(error).__name__}: {error}), expected "
-                    "rows of one type (pass features=... to load_dataset, or store values of several types as "
-                    "strings of "
-                    "JSON)",
+                    f"the stream was interrupted at or after this row ({type(error).__name__}: {error}); start again "
+                    "if the network failed. If columns have values of several types, pass features=... to "
+                    "load_dataset, or store the values as JSON strings",
                 ) from error
             if table is None:
                 self._ended.add(epoch)
@@ -376,13 +371,17 @@ class StreamedDataset:
 
     def _open(self, epoch: int, place: int) -> _ReadState:
         if place > self._keep:
-            text = "%s: epoch %d is read from its beginning to reach sample %d; the latest %d are kept"
+            text = "%s: epoch %d is read from its beginning to reach sample %d; only the latest %d samples are cached"
             logger.warning(text, self.name, epoch, place, self._keep)
         dataset = self._dataset
         if self._seed is not None:
+            # Not with `set_epoch`: it writes to memory shared by workers that read different epochs, and shuffles the
+            # shards of data sets that should not be shuffled. `skip` would change some orders, and `state_dict` lose
+            # the samples in the shuffle buffer; earlier rows are read and discarded instead.
             order = np.random.default_rng([self._seed, epoch, *(self._part or ())])
             dataset = dataset.shuffle(generator=order, buffer_size=self._buffer_size)
-        # Rows of an unknown type may differ in type, and do not fit into one table.
+        # With `iter`, because iteration would divide a part again over the workers of a torch DataLoader, but
+        # `StreamedRows` already assigns parts to processes. Rows of an unknown type may not fit into one table.
         tables = dataset.with_format("arrow").iter(batch_size=_BATCH if dataset.features is not None else 1)
         reading = self._readings[os.getpid()] = _ReadState(epoch, tables)
         # Also at the interpreter's exit, while the library's modules can still close their files.
@@ -397,5 +396,5 @@ def _close(tables: Generator[Any], process: int) -> None:
 
 def _epoch_and_place(number: int) -> tuple[int, int]:
     if number < 0:
-        raise IndexError(f"sample index is {number}, expected 0 or more: a streamed data set has no known length")
+        raise IndexError(f"sample number is {number}, expected 0 or more: a streamed data set has no known length")
     return divmod(number, EPOCH_STRIDE)

@@ -47,7 +47,7 @@ _MOST_BINS = 24  # of a histogram
 
 @dataclass(frozen=True)
 class Piece:
-    """The fewest tokens that form complete characters, usually one token; or a run of one vision token."""
+    """The fewest consecutive tokens that form complete characters, usually one; or a run of equal vision tokens."""
 
     ids: tuple[int, ...]
     text: str
@@ -88,7 +88,7 @@ class SampleView:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The result of `inspect_samples`."""
+    """Statistics of a file of conversations, and views of some of its samples."""
 
     num_samples: int  # in the file
     seq_length: int
@@ -126,7 +126,7 @@ def inspect_samples(
 ) -> Inspection:
     """Encode some samples to show, and measure the lengths of more; raise DataError if `start` is too large.
 
-    The filter of `samples` must have no length limit, because long samples are counted here.
+    `samples.sample_filter` must not have a length limit, because long samples are counted here.
     """
     assert samples.total is not None  # streams are not inspected
     total, errors = samples.total, dict[int, tuple[str, str]]()
@@ -205,7 +205,7 @@ def view_sample(sample: EncodedSample, processor: Any, *, images: bool = False) 
 
 
 def _split_pieces(ids: list[int], trained: list[bool], tokenizer: Any, vision: tuple[int, ...]) -> Iterator[Piece]:
-    """Yield the pieces of a sample: runs of one vision token, and the fewest tokens that form complete characters."""
+    """Yield the pieces of a sample: runs of equal vision tokens, and the fewest tokens that form full characters."""
 
     def decoded(run: list[int]) -> str:
         return tokenizer.decode(run, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -247,10 +247,10 @@ def _vision_views(
 
 
 def _unpatch(patches: Tensor, grid: tuple[int, int, int], processor: Any) -> Tensor:
-    """Return [frames, height, width, channels] uint8: the resized frames that a processor divided into patches.
+    """Return the resized frames that a processor divided into patches: [frames, height, width, channels] uint8.
 
-    `patches` are [N, channels * temporal_patch * patch * patch] in merge order, and `grid` their numbers in time,
-    height and width. An image has as many equal frames as the temporal patch size.
+    `patches` are [patches, channels * temporal_patch * patch * patch] with the patches of a token next to each other,
+    and `grid` their numbers in time, height and width. An image has as many equal frames as the temporal patch size.
     """
     time, height, width = grid
     merge, patch, temporal = processor.merge_size, processor.patch_size, processor.temporal_patch_size
@@ -265,7 +265,7 @@ def _unpatch(patches: Tensor, grid: tuple[int, int, int], processor: Any) -> Ten
 
 
 def print_text(inspection: Inspection) -> None:
-    """Print an inspection: trained tokens in color on a terminal, in [[ ]] elsewhere."""
+    """Print an inspection, with trained tokens in color on a terminal, and in [[ ]] elsewhere."""
     console = Console()
     if console.is_terminal and not console.no_color:
         console.print(as_text(inspection), soft_wrap=True, highlight=False)
@@ -398,12 +398,12 @@ img {{ flex: none; max-width: 100%; height: auto; image-rendering: pixelated }}
 
 
 def write_html(inspection: Inspection, path: Path, title: str, model: str | None = None) -> None:
-    """Write the HTML report. `path` never has an incomplete file. The other arguments are those of `html_parts`."""
+    """Write the HTML report of an inspection atomically. Its title names the data (`title`) and the model."""
     replace_file(path, "".join(html_parts(inspection, title, model)).encode("utf-8", "backslashreplace"))
 
 
 def html_parts(inspection: Inspection, title: str, model: str | None = None) -> Iterator[str]:
-    """Yield the HTML report in parts. Its title names the data (`title`), and the model that encoded them (`model`)."""
+    """Yield the HTML report of an inspection in parts. Its title names the data (`title`) and the model."""
     of_model = f" for {model}" if model else ""
     yield _PAGE.format(title=_escaped(f"{title}{of_model}, rows of {inspection.seq_length:,} tokens"))
     rows = (f"<tr><th>{name}</th><td>{_escaped(value)}</td></tr>\n" for name, value in _summary(inspection).items())

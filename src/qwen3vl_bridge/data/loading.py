@@ -45,7 +45,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class EncodedRow(NamedTuple):
-    """The samples of one row, the window of the plan that has the row, and numbers of dropped samples per data set."""
+    """One row: its samples, the window in which it was packed, and numbers of dropped samples per data set."""
 
     samples: tuple[EncodedSample, ...]
     window: Window
@@ -65,7 +65,7 @@ class Epoch(NamedTuple):
 
 @dataclass(frozen=True)
 class Balance:
-    """Assign rows to ranks by cost. `over` is the number of rows assigned together: the global batch size."""
+    """Settings to assign rows to ranks by cost. `over` rows, the global batch size, are assigned together."""
 
     over: int
     costs: TowerCosts
@@ -73,7 +73,7 @@ class Balance:
 
 @dataclass(frozen=True)
 class RowSettings:
-    """How samples are ordered, packed into rows, collated and assigned to ranks."""
+    """Settings to order samples, pack them into rows, collate them and assign rows to ranks."""
 
     collator: Collator
     pack: bool = True  # several samples per row; otherwise one, padded
@@ -85,20 +85,22 @@ class RowSettings:
 
 
 def assign_rows(costs: Sequence[float], ranks: int) -> list[int]:
-    """Return the order in which the rows of a global batch are read, so that all ranks have equal work.
+    """Return the indices of the rows of a global batch in an order in which all ranks have similar work.
 
-    Rank r reads positions r, r + ranks, r + 2 * ranks, ... Ranks wait for each other at the end of a step, and with
-    sharded parameters or experts in every microbatch. So the rows of a turn have similar costs, and within a turn the
-    rank with the lowest total so far gets the most expensive row. Rows are assigned only within a global batch, so the
-    gradient of a step is the sum over the same rows for every assignment and number of ranks. Raise ValueError if the
-    number of rows is not a multiple of the ranks.
+    Rank r reads the rows at positions r, r + ranks, r + 2 * ranks, ... of the result. The gradient of a step is the sum
+    over the same rows for every assignment and number of ranks.
+
+    Raises:
+        ValueError: the number of rows is not a multiple of the number of ranks.
     """
     if ranks < 1 or len(costs) % ranks:
-        raise ValueError(f"found {len(costs)} rows to assign to {ranks} ranks, expected a multiple of the ranks")
+        raise ValueError(f"found {len(costs)} rows for {ranks} ranks, expected a multiple of the number of ranks")
     if ranks == 1:
         return list(range(len(costs)))
     falling = sorted(range(len(costs)), key=lambda row: (-costs[row], row))
     totals, order = [0.0] * ranks, list[int]()
+    # Ranks wait for each other at the end of a step, and with sharded parameters or experts in every microbatch. So the
+    # rows of a microbatch have similar costs, and the rank with the lowest total so far gets the most expensive row.
     for turn in range(0, len(costs), ranks):
         ranks_by_load = sorted(range(ranks), key=lambda rank: (totals[rank], rank))
         assignment = dict(zip(ranks_by_load, falling[turn : turn + ranks], strict=True))
@@ -124,13 +126,11 @@ class RowDataset(Dataset[EncodedRow]):
         """Plan the rows of `samples`. Data-parallel ranks take the rows in turn.
 
         Args:
-            samples: the samples.
-            settings: settings of the rows.
             length: the result of `len`.
             begin: window to start at; None for the first.
             ranks: number of data-parallel ranks.
-            repeat: number of rows, always the first of the plan, that are repeated without end; rows after the epoch of
-                the plan have no loss. None to continue without repetition.
+            repeat: repeat the first `repeat` rows without end; those after the end of the first epoch have no loss.
+                None to continue with the next rows.
         """
         self.samples, self.settings, self._len, self.ranks, self.repeat = samples, settings, length, ranks, repeat
         if settings.packed is not None:
@@ -152,11 +152,12 @@ class RowDataset(Dataset[EncodedRow]):
         self._assigned: tuple[int, list[int]] | None = None
         if settings.balance and settings.balance.over % ranks:
             raise ValueError(
-                f"{settings.balance.over} rows are assigned to {ranks} data-parallel ranks, expected a multiple"
+                f"balance_over is {settings.balance.over}, expected a multiple of {ranks}, the number of data-parallel "
+                "ranks"
             )
 
     def starting_at(self, begin: Window) -> RowDataset:
-        """Return the same rows, planned from a window on, to resume a run. Sizes that were measured are reused."""
+        """Return the same rows, planned from the window `begin` on, to resume a run. Measured sizes are reused."""
         return RowDataset(
             self.samples, self.settings, length=self._len, begin=begin, ranks=self.ranks, repeat=self.repeat
         )
@@ -174,10 +175,8 @@ class RowDataset(Dataset[EncodedRow]):
     def epoch(self, *, counted: bool = False) -> Epoch | None:
         """Return the size of the first epoch; None for a stream, which has no known length.
 
-        The plan must begin with that epoch.
-
-        Without `counted`, a long epoch that is not packed yet is estimated from its first window, so that not all
-        samples are measured.
+        The plan must begin with that epoch. Without `counted`, the size of a long epoch that is not packed yet is
+        estimated from its first window, so that not all samples are measured.
         """
         order, packed = self.order(self.settings.seed), self.settings.packed
         if isinstance(order, StreamedDataset):
@@ -216,7 +215,7 @@ class RowDataset(Dataset[EncodedRow]):
         return EncodedRow(encoded, self.plan.window(first), self.plan.dropped(assigned), unreadable)
 
     def cost(self, number: int) -> float:
-        """Return the FLOPs of a row in the vision tower and the language model. The settings must have a `balance`."""
+        """Return the FLOPs of a row in the vision tower and the language model. `settings.balance` must be set."""
         assert self.settings.balance is not None
         sizes = [self.samples.size(sample) for sample in self.plan.row(number)]
         return sum(self.settings.balance.costs.count_flops(**size._asdict()) for size in sizes)
@@ -259,7 +258,7 @@ class RowDataset(Dataset[EncodedRow]):
         }
 
     def fingerprint(self) -> dict[str, int | str | None]:
-        """Return the data and settings that decide which samples each row number has."""
+        """Return the data and settings that decide which samples are in the row with a given number."""
         settings = self.settings
         return {
             **self.rules(),
@@ -271,7 +270,7 @@ class RowDataset(Dataset[EncodedRow]):
 
 
 def mask_out_rows(batch: TokenBatch, rows: Sequence[bool]) -> torch.Tensor:
-    """Return the loss mask [B, S] of a batch, with zeros in each row for which `rows` is True."""
+    """Return the loss mask [rows, seq_length] of a batch, with zeros in each row for which `rows` is True."""
     return batch.loss_mask.masked_fill(torch.tensor(list(rows)).unsqueeze(-1), 0)
 
 
@@ -313,7 +312,7 @@ class StreamedRows(RowDataset):
         return StreamedRows(self, self._parts, self._counter)
 
     def fingerprint(self) -> dict[str, int | str | None]:
-        """Return the data and settings that decide which samples each row number has."""
+        """Return the data and settings that decide which samples are in the row with a given number."""
         return {**super().fingerprint(), "data": self._file.fingerprint(), "parts": self._parts}
 
 
@@ -374,7 +373,7 @@ class BatchStream(Iterator[TokenBatch]):
         return iter(loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the stream as plain numbers, equal on every rank except for the window."""
+        """Return the position of the stream and a fingerprint of its data; only "window" differs between ranks."""
         return {
             "row": self._next_row,
             "window": asdict(self._window),
@@ -434,28 +433,26 @@ def iterate_one_pass[Row](
             raise error.without_traceback() from None
         if not group:
             if not turn:
-                raise DataError("found no samples, expected at least one")
+                raise DataError("found no samples in this split, expected at least one that is not dropped")
             return
         batch = lay_out([group[min(number, len(group) - 1)] for number in numbers])
         yield replace(batch, loss_mask=mask_out_rows(batch, [number >= len(group) for number in numbers]))
 
 
 def check_position(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Raise ValueError if the fingerprint of the data (`found`) differs from that in a saved position (`expected`)."""
+    """Raise ValueError if the fingerprint of the data (`found`) differs from the one in a checkpoint (`expected`)."""
     now, then = found.get("parts"), expected.get("parts")
     if then is not None and now is not None and now != then:
         raise ValueError(
-            f"the position is in a stream that was read in {then} parts, but this run reads {now}. Use as many "
-            f"data-parallel "
-            f"ranks x data-loading processes as before, or set dataset.stream_parts={then} and use a number that "
-            f"divides it"
+            f"the checkpoint's position is in a stream that was read in {then} parts, but this run reads it in {now}. "
+            f"Set dataset.stream_parts={then}, with a number of data-parallel ranks x data-loading processes that "
+            "divides it"
         )
     if names := [name for name in {**expected, **found} if found.get(name) != expected.get(name)]:
         differ = "; ".join(f"{name} {found.get(name)}, expected {expected.get(name)}" for name in names)
         raise ValueError(
-            f"the checkpoint position belongs to other data: found {differ}. Continue with the same data and "
-            f"settings; "
-            "or start a new run in another folder with this checkpoint as initial weights"
+            f"the checkpoint's position belongs to other data: found {differ}. Continue with the same data and "
+            "settings, or start a new run in another folder with this checkpoint as initial weights"
         )
 
 
@@ -466,8 +463,9 @@ def check_assignment(row: int, before: tuple[int, int], now: tuple[int, int]) ->
     """
     if before != now and any(row % over for over, _ in (before, now)):
         raise ValueError(
-            f"the position, row {row}, is among {before[0]} rows that were assigned to {before[1]} ranks, but this run "
-            f"assigns {now[0]} rows to {now[1]} ranks. Use the same numbers, or a checkpoint between global batches"
+            f"the checkpoint's position, row {row}, is within {before[0]} rows that were assigned to {before[1]} "
+            f"data-parallel ranks, but this run assigns {now[0]} rows to {now[1]} ranks. Use the same "
+            "dataset.balance_over and number of ranks, or a checkpoint between global batches"
         )
 
 
@@ -475,8 +473,8 @@ def check_dp_rank(dp_rank: int, dp_size: int, micro_batch_size: int = 1) -> None
     """Raise ValueError if a data-parallel rank is outside its group, or a microbatch has no rows."""
     if not 0 <= dp_rank < dp_size or micro_batch_size < 1:
         raise ValueError(
-            f"found data-parallel rank {dp_rank} of {dp_size} and {micro_batch_size} rows a microbatch, "
-            "expected a rank inside its group and at least one row"
+            f"found dp_rank {dp_rank}, dp_size {dp_size} and micro_batch_size {micro_batch_size}, expected a rank from "
+            "0 to dp_size - 1 and at least one row"
         )
 
 

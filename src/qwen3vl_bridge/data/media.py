@@ -64,11 +64,11 @@ class MediaAccess:
         return cls(_as_roots(root), url_cache or UrlCache())
 
     def for_data(self, data: str) -> MediaAccess:
-        """Return the same access with the download record of the named data (see `UrlCache.for_data`)."""
+        """Return a copy with the download record of the data set that `data` names (a `download_key`)."""
         return replace(self, url_cache=self.url_cache.for_data(data))
 
     def add_missing_urls(self, fingerprint: str) -> str:
-        """Return a fingerprint of data, extended by a digest of the URLs that failed (`DownloadRecord`)."""
+        """Append a hash of the URLs that could not be downloaded, if any, to the fingerprint of a data set."""
         record = self.url_cache.record
         return record.add_missing_urls(fingerprint) if record else fingerprint
 
@@ -85,7 +85,7 @@ def _as_roots(given: Any) -> tuple[Path, ...]:
 
 
 def make_media_access(given: MediaRoot, default: Path | None) -> MediaAccess:
-    """Return the access for the `media_root` of a source; raise DataError if a folder does not exist.
+    """Return a `MediaAccess` for a setting `media_root`; raise DataError if a folder does not exist.
 
     `default` is the root if `given` has none.
     """
@@ -93,7 +93,9 @@ def make_media_access(given: MediaRoot, default: Path | None) -> MediaAccess:
     roots = access.roots or _as_roots(default)
     for root in roots:
         if not root.is_dir():
-            raise DataError(str(root), "there is no such folder, expected the media root")
+            raise DataError(
+                str(root), "there is no such folder, expected the media root; set media_root to an existing folder"
+            )
     return replace(access, roots=roots)
 
 
@@ -125,9 +127,11 @@ def find_media(name: str, root: Path | MediaAccess, place: str) -> Media:
     if name.lower().startswith(("http://", "https://")):
         return access.url_cache(name, place)
     if "://" in name:
-        raise DataError(place, f"found the URL {name[:80]!r}, expected the path of a file")
+        raise DataError(place, f"found the URL {name[:80]!r}, expected the path of a file, or an http or https URL")
     if not access.roots:
-        raise DataError(place, f"found the path {name[:80]!r}, and no media_root that it is relative to")
+        raise DataError(
+            place, f"found the path {name[:80]!r} but no folder that it is relative to; set dataset.media_root"
+        )
     return _find_file(name, access.roots, place)
 
 
@@ -144,11 +148,15 @@ def _find_file(name: str, roots: tuple[Path, ...], place: str) -> Path:
         raise DataError(
             f"{place}: {name!r} is {outside[0]}",  # what follows is the same for all files of a linked folder
             f"expected a path inside the media root {' or '.join(given[:-1])}; to allow that folder, add it to "
-            f"the roots: dataset.media_root=[{','.join(given)}] for training, --media-root for each for `qwen3vl data`",
+            f"the roots: dataset.media_root=[{','.join(given)}] for training, one --media-root per folder for "
+            "`qwen3vl data`",
         )
     if path is None:
         problem = "is not a file" if any(path.exists() for path in paths) else "does not exist"
-        raise DataError(place, f"{name!r} is {' or '.join(map(str, paths))}, which {problem}")
+        raise DataError(
+            place,
+            f"{name!r} is {' or '.join(map(str, paths))}, which {problem}; correct the path or dataset.media_root",
+        )
     return path
 
 
@@ -169,9 +177,9 @@ def address_file(downloaded: Path) -> Path:
 
 @dataclass(frozen=True)
 class DownloadRecord:
-    """The URLs of a data set that could not be downloaded, as digests (see `url_digest`); empty without a record.
+    """Record of the URLs of a data set that could not be downloaded; empty if the data set was not downloaded.
 
-    `num_retryable` is the number of these URLs that the next download requests again.
+    `failed` has their hashes (see `url_digest`), and `num_retryable` how many the next download requests again.
     """
 
     total: int = 0
@@ -180,7 +188,7 @@ class DownloadRecord:
 
     @classmethod
     def read(cls, root: Path, data: str) -> Self:
-        """Read the record of the named data from a folder of downloads; raise DataError if it is damaged."""
+        """Read the record of the data set that `data` names from a folder of downloads; raise DataError if damaged."""
         path = cls._path(root, data)
         try:
             found = read_json(path)
@@ -195,7 +203,7 @@ class DownloadRecord:
             ) from error
 
     def write(self, root: Path, data: str) -> None:
-        """Write the record of the named data to a folder of downloads, replacing an earlier record."""
+        """Write the record of the data set that `data` names to a folder of downloads; replace an earlier record."""
         path = self._path(root, data)
         path.parent.mkdir(parents=True, exist_ok=True)
         failed = sorted(digest.hex() for digest in self.failed)
@@ -207,7 +215,7 @@ class DownloadRecord:
         return root / "records" / f"{hashlib.sha256(data.encode()).hexdigest()[:40]}.json"
 
     def add_missing_urls(self, fingerprint: str) -> str:
-        """Return a fingerprint of data, extended by a digest of the URLs that could not be downloaded."""
+        """Append a hash of the URLs that could not be downloaded, if any, to the fingerprint of a data set."""
         if not self.failed:
             return fingerprint
         digest = hashlib.sha256(b"".join(sorted(self.failed))).hexdigest()[:16]
@@ -218,7 +226,7 @@ class DownloadRecord:
 class UrlCache:
     """A folder of downloaded files; None for the cache folder of the user. Picklable, for data-loading workers.
 
-    With the `record` of a data set, URLs that failed in its download are not read, even if their files exist now.
+    With the download `record` of a data set, URLs that failed in that download raise, even if their files exist now.
     """
 
     folder: Path | None = None
@@ -230,7 +238,7 @@ class UrlCache:
         return self.folder or user_cache() / "media"
 
     def for_data(self, data: str) -> UrlCache:
-        """Return the same folder with the download record of the data that `data` names."""
+        """Return a copy with the download record of the data set that `data` names (a `download_key`)."""
         return replace(self, record=DownloadRecord.read(self.root, data))
 
     def __call__(self, address: str, place: str) -> Path:
@@ -256,8 +264,8 @@ class UrlCache:
                 return path
             raise DataUnavailable(
                 place,
-                f"{found}, which exists now, but its download failed when this data set was last downloaded; run "
-                "`qwen3vl data download` again",
+                f"{found}, whose file exists now, although its download failed when this data set was last downloaded; "
+                "run `qwen3vl data download` again",
             )
         problem = self.failure_reason(address)
         if has_failed or (problem is not None and self.record is None):
@@ -265,7 +273,7 @@ class UrlCache:
             raise DataError(place, f"{found}, which could not be downloaded: {problem}")
         state = f"and no download of it in {self.root} (url_cache)"
         if problem is not None:
-            state = f"which could not be downloaded ({problem}), and no record of that in a download of these data"
+            state = f"which could not be downloaded ({problem}) for other data; these data were not downloaded"
         raise DataUnavailable(
             place,
             f"{found}, {state}; run `qwen3vl data download` for these data, with --columns and --schema-adapter as in "
@@ -273,12 +281,9 @@ class UrlCache:
         )
 
     def path_of(self, address: str) -> Path:
-        """Return the path of the file that a URL is downloaded to.
-
-        The file name has a digest and the end of the URL, so that FFmpeg sees the file extension.
-        """
+        """Return the path of the file that a URL is downloaded to: a hash of the URL, and the URL's last part."""
         digest, url = url_digest(address).hex(), parse_url(address)
-        name = "" if url is None else url.path.rpartition("/")[2]
+        name = "" if url is None else url.path.rpartition("/")[2]  # FFmpeg reads the file extension
         ending = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[-60:]
         return self.root / digest[:2] / f"{digest[2:]}-{ending}"
 
@@ -305,7 +310,7 @@ def parse_url(address: str) -> httpx.URL | None:
 
 
 def url_digest(address: str) -> bytes:
-    """Return 20 bytes of SHA-256 that identify a URL without its fragment, which is not sent to the server."""
+    """Return a hash of 20 bytes that identifies a URL. Ignore its fragment, which is not sent to the server."""
     url = parse_url(address)
     text = address if url is None else str(url.copy_with(fragment=None))
     return hashlib.sha256(text.encode("utf-8", "backslashreplace")).digest()[:20]
@@ -338,7 +343,7 @@ def is_image_file(file: Path) -> bool:
 
 
 def image_size(image: Media, place: str) -> tuple[int, int]:
-    """Return the height and width that `load_image` would give an image, from its header. Raises the same errors."""
+    """Return the height and width of an upright image, if possible from its header; raise DataError if damaged."""
     with _open_checked(image, place) as opened:
         width, height = opened.size
         try:
@@ -352,7 +357,7 @@ def image_size(image: Media, place: str) -> tuple[int, int]:
 
 
 def _has_no_late_orientation(opened: PngImageFile) -> bool:
-    """Return whether a PNG is complete and has no orientation after its pixels."""
+    """Return whether a PNG is complete and has no metadata, such as an EXIF orientation, after its pixels."""
     file, has_begun = opened.fp, False
     if file is None:
         return False
@@ -375,11 +380,7 @@ def _has_no_late_orientation(opened: PngImageFile) -> bool:
 
 
 def load_image(image: Media, place: str) -> Image.Image:
-    """Return an image in RGB and upright, like `transformers.image_utils.load_image`; the first frame of an animation.
-
-    Rotate by the EXIF orientation, which a processor ignores if it is given a path, although the conversation was
-    written about the upright image. Composite transparent images on white, as qwen-vl-utils and vLLM do with RGBA.
-    transformers drops the transparency, so that black text on a transparent background becomes black on black.
+    """Return an image in RGB, rotated by its EXIF orientation, on a white background; the first one of an animation.
 
     Raises:
         DataError: the file does not decode, or has too many pixels.
@@ -393,9 +394,12 @@ def load_image(image: Media, place: str) -> Image.Image:
                     is_gray = not isinstance(value, tuple)
                     scaled = int(value * factor) if is_gray else tuple(int(one * factor) for one in value)
                     opened.info["transparency"] = scaled
+            # Processors ignore the orientation, although the conversation was written about the upright image.
             upright = ImageOps.exif_transpose(opened)
             if not upright.has_transparency_data:
                 return upright.convert("RGB")  # opaque pixels are those of Pillow's own conversion, to the bit
+            # On white, as qwen-vl-utils and vLLM do with RGBA. transformers drops the transparency, so that black text
+            # on a transparent background becomes black on black.
             upright, white = upright.convert("RGBA"), Image.new("RGB", upright.size, "white")
             white.paste(upright, mask=upright.getchannel("A"))
             return white
@@ -421,12 +425,12 @@ def _open_checked(media: Media, place: str) -> Image.Image:
     try:
         if image.format == "EPS":
             raise DataError(
-                place, f"{describe(media)} is PostScript, a program that Ghostscript runs; expected an image"
+                place, f"{describe(media)} is PostScript, a program that Ghostscript runs; convert it to PNG or JPEG"
             )
         if image.mode in ("I", "F") or image.mode.startswith("I;"):
             # Pillow would make all values above 255 white.
             raise DataError(
-                place, f"{describe(media)} has pixels of the kind {image.mode!r}, expected 8 bits per color"
+                place, f"{describe(media)} has pixels of the kind {image.mode!r}; convert it to 8 bits per color"
             )
         check_pixels(*image.size, media, place)
     except DataError:

@@ -57,10 +57,10 @@ def read_mixture(
     schema_adapter: str | None = None,
     columns: Columns | None = None,
 ) -> tuple[MixedSet, ...]:
-    """Return the data sets of a mixture setting; raise ValueError for what can be found without reading data.
+    """Return the data sets of a mixture setting; raise ValueError if it is invalid, without reading data.
 
     The setting is a list with the fields of `MixedSet` for each data set, or the path of a YAML file with such a list.
-    The other arguments are defaults; `schema_adapter` and `columns` are for data sets that have neither.
+    The other arguments are defaults; `schema_adapter` and `columns` apply to data sets that set neither of these two.
     """
     where, found = _SETTING, setting
     if isinstance(setting, (str, os.PathLike)):
@@ -77,7 +77,7 @@ def read_mixture(
     sets = tuple(_read_set(f"{where}[{place}]", one, default) for place, one in enumerate(found))
     names = [one.name for one in sets]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"{where} has {names.count(twice)} data sets named {twice!r}; give each a `name`")
+        raise ValueError(f"{where} has {names.count(twice)} data sets named {twice!r}; set another `name` for each")
     if any(one.weight is not None for one in sets) and any(one.weight is None for one in sets):
         without = next(one.name for one in sets if one.weight is None)
         raise ValueError(
@@ -116,7 +116,7 @@ def _read_set(where: str, given: Any, default: Mapping[str, Any]) -> MixedSet:
 
 
 def _default_name(path: str) -> str:
-    """Return the last component of a path that is not a generic name such as "train" or "data"."""
+    """Return the last component of a path that is not generic, such as "train" or "data"."""
     if path.startswith(HUB):
         return path.removeprefix(HUB)
     place = Path(path)
@@ -125,7 +125,7 @@ def _default_name(path: str) -> str:
 
 
 def open_mixture(sets: Sequence[MixedSet], split: str, url_cache: UrlCache | None = None) -> Mixture:
-    """Open a split of the data sets. Weights and epochs apply to training; other splits are read once."""
+    """Open one split of several data sets as a mixture. Weights and epochs apply only to the split "train"."""
     sets = [one for one in sets if one.path_of(split) is not None]
     sources = [
         open_source(
@@ -152,7 +152,7 @@ def open_mixture(sets: Sequence[MixedSet], split: str, url_cache: UrlCache | Non
 
 @functools.cache
 def _log_once(message: str) -> None:
-    """Log a message once per process: the checks before a run open the same data several times."""
+    """Log a message once per process, because the checks before a run open the same data several times."""
     logger.info("%s", message)
 
 
@@ -180,7 +180,7 @@ class Mixture:
         return MixedOrder(self._lengths, self._taken, seed)
 
     def set_index(self, index: int) -> int:
-        """Return the index of the data set of a sample."""
+        """Return the index of the data set that contains a sample."""
         return bisect_right(self._firsts, range(len(self))[index]) - 1
 
     def sample_id(self, index: int) -> str:
@@ -189,7 +189,7 @@ class Mixture:
         return f"{self.names[number]}/{self.sources[number].sample_id(range(len(self))[index] - self._firsts[number])}"
 
     def fingerprint(self) -> str:
-        """Return the fingerprints of the data sets and their samples per epoch, without names and paths."""
+        """Return a text with the fingerprint of each data set and its samples per epoch, without names and paths."""
         sets = zip(self.sources, self._taken, strict=True)
         return " + ".join(f"{source.fingerprint()} ({taken} an epoch)" for source, taken in sets)
 

@@ -54,23 +54,22 @@ def pack(
 
     Args:
         rows: the samples and the settings of rows, not packed yet.
-        folder: destination.
         workers: number of processes that measure; 0 for this process.
         overwrite: replace earlier packed rows.
-        progress: wraps the numbers of samples measured in each step.
+        progress: wraps the iterator over the numbers of samples measured in each step.
         say: called with a line of text when the leftovers of a killed process were removed.
 
     Raises:
-        ValueError: rows that cannot be packed.
+        ValueError: packing is off, the rows are packed already, or the data set is streamed.
         DataError: a sample cannot be trained on, and that is an error; or there are no valid samples.
         CheckpointError: the destination cannot be written to.
     """
     if not rows.settings.pack or rows.settings.packed is not None:
-        raise ValueError("the rows are packed already, or packing is off")
+        raise ValueError("the rows are packed already, or packing is off; set train_packing to None and pack to True")
     check_target(folder, overwrite=overwrite, check_replaceable=_check_packing)
     rules = rows.rules()  # first, because it fails if the data are incomplete
     if rows.samples.total is None:
-        raise ValueError("found a stream, expected samples by number: a stream is packed while it is read")
+        raise ValueError("streaming is on, expected it off to pack in advance: a stream is packed while it is read")
     samples, total = rows.samples, rows.samples.total
     if workers:  # each sample is measured by one worker; their drop counts are logged together
         counts = open_shared_sizes(0, {"packing": secrets.token_hex(8)})
@@ -115,7 +114,7 @@ def _check_packing(folder: Path) -> None:
 
 
 class _MeasuredChunks(Dataset[tuple[np.ndarray, int]]):
-    """Dataset of chunks: the sizes of consecutive samples, [n, 3], and how many of these samples were truncated."""
+    """Dataset of chunks of consecutive samples: their sizes, [samples, 3], and how many of them were truncated."""
 
     def __init__(self, samples: Samples, total: int) -> None:
         self._samples, self._total = samples, total
@@ -133,7 +132,7 @@ class _MeasuredChunks(Dataset[tuple[np.ndarray, int]]):
 def _measure_all(
     samples: Samples, total: int, workers: int, progress: Callable[[Iterable[int]], Iterable[int]]
 ) -> tuple[np.ndarray, int]:
-    """Return the sizes of all samples, [samples, 3], and the number of truncated samples."""
+    """Return the sizes of all samples, [samples, 3] (fields of `Size`), and the number of truncated samples."""
     sizes, counts = list[np.ndarray](), list[int]()
     loader = DataLoader(
         _MeasuredChunks(samples, total), batch_size=None, num_workers=workers, worker_init_fn=make_worker_init(None)

@@ -57,7 +57,7 @@ def count_by_set(sets: Iterable[int]) -> SetCounts:
 
 
 def merge_counts(merge: Callable[[tuple[int, ...]], int], *counts: SetCounts) -> SetCounts:
-    """Return several counts per data set merged into one, with `sum`, `max` or another function."""
+    """Merge several counts per data set into one, with `sum`, `max` or another function."""
     return tuple(map(merge, zip_longest(*counts, fillvalue=0)))
 
 
@@ -77,7 +77,7 @@ class Order(Protocol):
 
 
 class NumberedOrder(Order):
-    """Samples 0 to n - 1, in numerical or in random order, different in each epoch."""
+    """Order of the samples 0 to `num_samples` - 1: numerical, or random and different in each epoch."""
 
     def __init__(self, num_samples: int, seed: int | None = None) -> None:
         """Order the samples randomly if `seed` is set, otherwise numerically; raise ValueError for 0 samples."""
@@ -91,7 +91,7 @@ class NumberedOrder(Order):
         return self._num_samples
 
     def sample_numbers(self, epoch: int, start: int, count: int) -> Sequence[int]:
-        """See `Order`."""
+        """Return the sample numbers at positions `start` to `start + count - 1` of an epoch."""
         end = min(start + count, self._num_samples)
         if self._seed is None:
             return range(start, end)
@@ -105,7 +105,7 @@ class NumberedOrder(Order):
 
 
 class MixedOrder(Order):
-    """Samples of several data sets, with a given number per epoch from each data set.
+    """Order that mixes several data sets, with a given number of samples per epoch from each data set.
 
     Samples are numbered one data set after the other.
 
@@ -129,7 +129,8 @@ class MixedOrder(Order):
         if any(number <= 0 for number in taken) or sum(map(floor, taken)) < 1:
             found = ", ".join(f"{float(number):g} of {length}" for number, length in zip(taken, lengths, strict=True))
             raise ValueError(
-                f"an epoch would take {found} samples, expected more than 0 from each data set and at least 1 in all"
+                f"an epoch would take {found} samples, expected more than 0 from each data set and at least 1 in all; "
+                "change weight or epochs in dataset.mixture"
             )
         self._lengths, self._taken, self._seed = tuple(lengths), tuple(taken), seed
         self._firsts = [0, *accumulate(lengths)]
@@ -142,18 +143,18 @@ class MixedOrder(Order):
         return sum(self._samples_before(1))
 
     def sample_numbers(self, epoch: int, start: int, count: int) -> Sequence[int]:
-        """See `Order`."""
+        """Return the sample numbers at positions `start` to `start + count - 1` of an epoch."""
         return [
             self._firsts[number] + self._sets[number].sample_numbers(passed, place, 1)[0]
             for number, passed, place in self._positions(epoch, start, count)
         ]
 
     def are_first_reads(self, epoch: int, start: int, count: int) -> list[bool]:
-        """Return, for each sample at these positions, whether the run reads the sample for the first time."""
+        """Return, for each of `count` samples from position `start` of an epoch, whether it was never read before."""
         return [passed == 0 for _, passed, _ in self._positions(epoch, start, count)]
 
     def _positions(self, epoch: int, start: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (data set, pass over it, position in the pass) for each sample at these positions of an epoch."""
+        """Yield (data set, pass over it, position in the pass) for `count` samples of an epoch from `start` on."""
         begun, ended = self._samples_before(epoch), self._samples_before(epoch + 1)
         before = [0, *accumulate(end - begin for begin, end in zip(begun, ended, strict=True))]
         for drawn in self._merged_order(epoch, before)[start : start + count].tolist():
@@ -185,7 +186,7 @@ class MixedOrder(Order):
 
 
 def _to_int32(order: torch.Tensor) -> torch.Tensor:
-    """Return an order as int32 to save memory (int64 from 2**31 samples on): processes keep full epochs."""
+    """Convert sample numbers to int32 to save memory; from 2**31 samples on, return them unchanged."""
     return order.int() if len(order) < 2**31 else order
 
 
@@ -197,8 +198,8 @@ def best_fit(
 ) -> list[list[int]]:
     """Pack samples into rows by best-fit decreasing; raise ValueError for a sample that does not fit into a row.
 
-    Samples in descending order of size each go into the row with the least sufficient space. The returned rows, and the
-    sample numbers in a row, are in ascending order.
+    Samples are taken in descending order of size; each goes into the fullest row that has space for it. The returned
+    rows, and the sample numbers in a row, are in ascending order.
     """
     if patches is None or most_patches is None:
         patches, most_patches = [0] * len(lengths), 1
@@ -208,9 +209,9 @@ def best_fit(
     for sample in sorted(range(len(lengths)), key=lambda sample: (-share[sample], sample)):
         length, pixels = lengths[sample], patches[sample]
         if not 1 <= length <= capacity:
-            raise ValueError(f"sample {sample} has {length} tokens, expected 1 to {capacity}")
+            raise ValueError(f"sample {sample} has {length} tokens, expected 1 to {capacity}, the length of a row")
         if not 0 <= pixels <= most_patches:
-            raise ValueError(f"sample {sample} has {pixels} patches, expected at most {most_patches}")
+            raise ValueError(f"sample {sample} has {pixels} patches, expected at most max_patches, {most_patches}")
         left, row, left_patches = room.take(length, pixels) or (capacity, len(rows), most_patches)
         if row == len(rows):
             rows.append([])
@@ -231,7 +232,7 @@ class _FreeSpace:
             insort(self._shelves[patches * len(self._shelves) // self._most], (tokens, row, patches))
 
     def take(self, tokens: int, patches: int) -> tuple[int, int, int] | None:
-        """Remove the row with the least sufficient space; return its free tokens, number and free patches, or None."""
+        """Remove the fullest row with enough space; return its free tokens, number and free patches, or None."""
         lowest, found = patches * len(self._shelves) // self._most, []
         for number in range(lowest, len(self._shelves)):
             shelf = self._shelves[number]
@@ -253,7 +254,7 @@ Row = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Window:
-    """The state of a plan at the start of a window, from which the plan can resume."""
+    """State of a row plan before a window (samples that are packed together), from which the plan can resume."""
 
     epoch: int = 0
     start: int = 0  # position in the epoch's order of its first new sample
@@ -263,7 +264,7 @@ class Window:
 
 
 class RowPlan:
-    """The samples of each row, by row number. Random access packs all earlier rows; sequential access is cheap."""
+    """Plan of which samples share a row. Random access packs all earlier rows; sequential access is cheap."""
 
     def __init__(
         self,
@@ -282,7 +283,6 @@ class RowPlan:
 
         Args:
             size: returns the space of a sample in a row, with its padding; 0 tokens to drop the sample.
-            order: order of the samples.
             capacity: maximum tokens of a row.
             pack: pack several samples per row; if False, each sample is a row.
             window_size: number of samples that are packed together.
@@ -299,7 +299,7 @@ class RowPlan:
         self._latest: tuple[Window, list[Row], Window] | None = None  # that was packed, its rows, and the one after it
 
     def row(self, number: int) -> Row:
-        """Return the samples of a row; raise IndexError before the first window, DataError if an epoch has no rows."""
+        """Return the samples of a row; raise IndexError for rows before the plan, DataError if an epoch has no rows."""
         window = self.window(number)
         return self._pack_window(window)[0][number - window.first_row]
 
@@ -338,8 +338,8 @@ class RowPlan:
         ):
             raise DataError(
                 f"epoch {window.epoch}",
-                "all samples are bad or too long and were dropped, so no row is left. The log names the first of them; "
-                "`qwen3vl data inspect` shows why, dataset.on_bad=error stops at the first",
+                "all samples are bad or too long and were dropped, expected at least one valid sample. The log names "
+                "the first; `qwen3vl data inspect` shows all reasons, and dataset.on_bad=error stops at the first",
             )
         self._windows.append(following)
 
@@ -386,7 +386,7 @@ class PackedRows:
     """A folder of packed rows, with the sizes of all samples, including samples that are in no row."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Open a folder of `write_packed_rows`; raise DataError if files are missing or damaged."""
+        """Open a folder written by `write_packed_rows`; raise DataError if files are missing or damaged."""
         self.folder = Path(folder)
         try:
             manifest = read_json(self.folder / MANIFEST)
@@ -421,15 +421,16 @@ class PackedRows:
             or_pad = f", or set dataset.pad_to_multiple_of={found}" if found and not found % needed else ""
             raise ValueError(
                 f"{self.folder} was packed for another run: this run pads samples to a multiple of {needed} (packed "
-                f"with "
-                f"{found}). Pack again with --pad-to-multiple-of {needed}{or_pad}"
+                f"with {found}). Pack again with --pad-to-multiple-of {needed}{or_pad}"
             )
         # Packing under "error" succeeded, so no sample was left out or cut: "drop" and "truncate" give the same rows.
         strict = {name for name in ("on_long", "on_bad") if self.rules.get(name) == "error"}
         names = [name for name in {**rules, **self.rules} if rules.get(name) != self.rules.get(name)]
         if names := [name for name in names if name not in strict]:
             differ = ", ".join(f"{name} {rules.get(name)} (packed with {self.rules.get(name)})" for name in names)
-            raise ValueError(f"{self.folder} was packed for another run: this run has {differ}. Pack again")
+            raise ValueError(
+                f"{self.folder} was packed for another run: this run has {differ}. Pack again with this run's settings"
+            )
 
     def tokens(self) -> int:
         """Return the total number of tokens of all rows, without padding."""
@@ -441,10 +442,10 @@ class PackedRows:
 
 
 class PackedPlan:
-    """The samples of each packed row, by row number, as `RowPlan` has them. Access to any row has the same cost."""
+    """Plan of rows that were packed before training, with methods like `RowPlan`. Access to any row costs the same."""
 
     def __init__(self, packed: PackedRows, seed: int | None) -> None:
-        """Order packed rows randomly if `seed` is set, differently in each epoch; otherwise as on disk."""
+        """Set the order of the rows: random and different in each epoch if `seed` is set, otherwise as on disk."""
         self._packed, self._order = packed, NumberedOrder(len(packed), seed)
 
     def row(self, number: int) -> tuple[int, ...]:
@@ -458,7 +459,7 @@ class PackedPlan:
         return Window(epoch=epoch, first_row=epoch * len(self._packed))
 
     def dropped(self, number: int) -> SetCounts:
-        """Return no counts: samples were dropped, and reported, when the rows were packed."""
+        """Return an empty tuple, because samples were dropped and reported when the rows were packed."""
         return ()
 
     def end_of_epoch(self) -> int:
@@ -484,9 +485,8 @@ def write_packed_rows(
     """Write packed rows into an empty folder.
 
     Args:
-        folder: destination.
-        sizes: int64 array, see the module docstring; also `rows` and `starts`.
-        rules: see `RowDataset.rules`.
+        sizes, rows, starts: int64 arrays, see the module docstring.
+        rules: data and settings that the packing depends on (`RowDataset.rules`).
         about: further information for readers of `packing.json`.
     """
     for name, array in zip(_ARRAYS, (sizes, rows, starts), strict=True):

@@ -60,7 +60,7 @@ _files: dict[Path, int] = {}  # opened by this process, and never closed: that w
 class Sizes:
     """Cache of sample sizes in this process, by sample number. It keeps the `most` latest measurements.
 
-    If `known` is given, it returns the size of every sample, and nothing is measured.
+    If the function `known` is given, it returns the size of every sample, and nothing is measured.
     """
 
     def __init__(self, most: int = 2**16, known: Callable[[int], Size] | None = None) -> None:
@@ -79,7 +79,7 @@ class Sizes:
     def lock(self, sample: int, *, wait: bool) -> AbstractContextManager[bool]:
         """Lock a sample while it is measured, so that no other process measures it too.
 
-        The value of the context is whether this process holds the lock. With `wait`, wait for a process that holds it;
+        The context manager yields whether this process holds the lock. With `wait`, wait for a process that holds it;
         afterwards that process has measured the sample, or has died.
         """
         return nullcontext(True)
@@ -91,10 +91,9 @@ class Sizes:
 
 
 def open_shared_sizes(total: int, rules: Mapping[str, Any]) -> Sizes:
-    """Return sample sizes that all processes of this job on this machine share, in a temporary file.
+    """Return a cache of sample sizes that all processes of this job on this machine share, in a temporary file.
 
-    If no file can be shared, the sizes are those of this process alone. `rules` has everything that must be equal for a
-    sample number to have the same size.
+    If no file can be shared, the cache is of this process alone. `rules` has all that the size of a sample depends on.
     """
     digest = hashlib.sha256(repr(sorted(rules.items())).encode()).hexdigest()[:16]
     path = Path(tempfile.gettempdir(), f"{_PREFIX}{os.getuid()}_{_job()}_{digest}")
@@ -129,7 +128,7 @@ class SharedSizes(Sizes):
         self._path = path
 
     def get(self, sample: int) -> Size | None:
-        """See `Sizes`."""
+        """Return the size of a sample; None if no process has measured it."""
         fields = self._read(1 + sample)
         return super().get(sample) if fields is None else Size(*fields)
 
@@ -146,7 +145,7 @@ class SharedSizes(Sizes):
         os.pwrite(_open_file(self._path), record, index * _RECORD.size)
 
     def store(self, sample: int, size: Size) -> None:
-        """See `Sizes`."""
+        """Store the measured size of a sample for all processes."""
         try:
             self._write(1 + sample, size)
         except OSError as error:  # such as a full disk
@@ -160,7 +159,7 @@ class SharedSizes(Sizes):
 
     @contextlib.contextmanager
     def lock(self, sample: int, *, wait: bool) -> Iterator[bool]:
-        """See `Sizes`. A lock belongs to a process: its threads share it."""
+        """Lock a sample while it is measured, see `Sizes.lock`. The threads of a process share its locks."""
         file = _open_file(self._path)
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, sample)
@@ -174,7 +173,7 @@ class SharedSizes(Sizes):
             fcntl.lockf(file, fcntl.LOCK_UN, 1, sample)
 
     def count_drop(self, kind: DropReason) -> int:
-        """See `Sizes`. Counts are per machine."""
+        """Count a dropped or truncated sample; return the number so far over all processes on this machine."""
         place = get_args(DropReason).index(kind)
         try:
             with self.lock(_NOTES, wait=True):
@@ -249,7 +248,7 @@ class MeasuredConversation(NamedTuple):
 class SampleFilter:
     """Measure and encode conversations, and count dropped and truncated samples. Picklable, for workers.
 
-    Its own counts are per process; the logged counts may be shared with other processes (`with_counter`).
+    The attributes `num_dropped` and `num_truncated` are per process; logged counts may be shared (`with_counter`).
     """
 
     def __init__(
@@ -264,7 +263,6 @@ class SampleFilter:
         """Set which conversations become samples, and what happens to the others.
 
         Args:
-            encoder: the encoder.
             limit: maximum tokens of a sample.
             most_patches: maximum patches of the images and videos of a sample; None for no limit.
             on_long: what to do with a longer sample, or one with too many patches. "truncate" never truncates images.
@@ -344,21 +342,18 @@ class SampleFilter:
         if (len(sample), patches) != (size.tokens, size.patches):
             found = f"found {len(sample)} tokens and {patches} patches"
             planned = f"but its row was planned for {size.tokens} and {size.patches}: the data have changed since then"
-            raise SampleSizeChanged(sample.sample_id, f"{found}, {planned}")
+            raise SampleSizeChanged(sample.sample_id, f"{found}, {planned}; restore them, or start and pack again")
         return sample
 
     def encode_or_blank(self, read: Callable[[], MeasuredConversation], place: str) -> EncodedSample:
-        """Return the tokens and pixels of a sample; replace a bad sample by a single token without loss.
-
-        Errors are those of `encode`.
-        """
+        """Return the tokens and pixels of a sample like `encode`; replace a bad one by a single token without loss."""
         if sample := self.encode(read, "unreadable"):
             return sample
         token = torch.tensor([pad_token_id(self.encoder.processor.tokenizer)])
         return EncodedSample(token, token, torch.zeros(1), None, None, place)
 
     def handle_error(self, error: DataError, kind: DropReason = "dropped") -> None:
-        """Raise the error of a sample, or count the sample as dropped if `on_bad` is "drop" (`kind` as in `encode`)."""
+        """Raise the error of a sample, or count the sample as left out for the reason `kind` if `on_bad` is "drop"."""
         if isinstance(error, (SampleSizeChanged, DataUnavailable)):
             raise error
         if self.on_bad == "error":
@@ -389,9 +384,8 @@ class Samples:
         """Read the samples of a source of conversations.
 
         Args:
-            file: the source.
             sample_filter: decides which conversations become samples.
-            sizes: stores the measured sizes; None for this process alone.
+            sizes: cache of measured sizes; None for a new one of this process alone.
             counter: counts dropped samples; None for `sizes.count_drop`.
         """
         self.file = file
@@ -431,7 +425,7 @@ class Samples:
             return size
 
     def encode(self, index: int) -> EncodedSample:
-        """Return the tokens and pixels of a sample. Errors are those of `SampleFilter.encode_or_blank`."""
+        """Return the tokens and pixels of a sample; of a dropped one, a single token (`encode_or_blank`)."""
         return self.sample_filter.encode_or_blank(
             lambda: MeasuredConversation(self.file[index], self.size(index)), self.file.sample_id(index)
         )

@@ -48,12 +48,12 @@ class Conversations(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """Return a text that changes if an index may have another conversation."""
+        """Return a text that identifies the data: it changes if an index may have another conversation."""
         ...
 
 
 class ConversationSource(Conversations, Protocol):
-    """Conversations with a known number, unlike a stream.
+    """A known number of conversations, unlike a stream.
 
     `download_key` is the name of the data in the download record.
     """
@@ -84,14 +84,14 @@ class _JsonFile(ABC):
 
     @abstractmethod
     def _find(self) -> str:
-        """Store the offsets of the records; return a digest of the file."""
+        """Store the offsets of the records; return a hash of the file."""
 
     @abstractmethod
     def sample_id(self, index: int) -> str:
         """Return the location of a conversation, for messages."""
 
     def fingerprint(self) -> str:
-        """Return a digest of the file, and of the URLs that were not downloaded."""
+        """Return a text that identifies the contents: hashes of the file, and of the URLs not downloaded."""
         return self.media.add_missing_urls(self.download_key)
 
     def __len__(self) -> int:
@@ -112,8 +112,8 @@ class _JsonFile(ABC):
                 error.pos >= len(error.doc) or error.msg.startswith("Unterminated")
             ):
                 problem = (
-                    f"found no valid JSON ({error}), expected one conversation per line: this one is truncated, or "
-                    f"on several lines"
+                    f"found no valid JSON ({error}), expected one conversation per line; this conversation is "
+                    "truncated, or on several lines"
                 )
                 raise DataError(place, problem) from error
             raise DataError(place, f"found no valid JSON ({error}), expected one conversation") from error
@@ -156,7 +156,7 @@ class JsonList(_JsonFile):
             digest = hashlib.sha256(text).hexdigest()
             self._find_objects(text, len(codecs.BOM_UTF8) if text[:3] == codecs.BOM_UTF8 else 0)
         if not self._starts:
-            raise DataError(str(self.path), "found an empty list, expected conversations")
+            raise DataError(str(self.path), "found an empty list, expected at least one conversation")
         return digest
 
     def _find_objects(self, text: mmap.mmap, begin: int) -> None:
@@ -213,7 +213,6 @@ def open_source(
         media_root: as for `MediaAccess.from_settings`; by default the folder of the file, and none for the hub.
         url_cache: the folder of downloaded URLs; None for the default folder.
         schema_adapter: name of the schema of the records (`find_schema`), or None.
-        columns: column names of the data set.
     """
     schema = find_schema(schema_adapter, columns or DEFAULT_COLUMNS)
     media = MediaAccess.from_settings(media_root, url_cache)
@@ -235,7 +234,8 @@ def open_source(
         return Parquet(path, media, schema)
     if path.suffix not in (".json", ".jsonl"):
         raise DataError(
-            str(path), "found no folder and none of the endings .jsonl, .json and .parquet, expected one of them"
+            str(path),
+            "found neither a folder nor a file, expected a folder, or a file name in .jsonl, .json or .parquet",
         )
     listed = path.suffix == ".json" and path.is_file() and _starts_with_list(path)
     return JsonList(path, media, schema) if listed else JsonLines(path, media, schema)

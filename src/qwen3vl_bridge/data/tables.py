@@ -67,7 +67,7 @@ def read_conversation(
     except UnicodeDecodeError as error:
         raise DataError(place, f"found bytes that are not valid UTF-8 ({error})") from error
     except ValueError as error:
-        raise DataError(place, f"found a value that does not decode ({error}), expected JSON") from error
+        raise DataError(place, f"found a value of a JSON column that is not valid JSON ({error})") from error
     return parse_conversation(schema.convert_record(record, place), place, media)
 
 
@@ -112,7 +112,7 @@ def _is_number(kind: Any) -> bool:
 
 
 def _is_unchecked(field: Any, read: Collection[str]) -> bool:
-    """Return whether a column has only numbers that neither a sample nor a check depends on."""
+    """Return whether a column has only numbers, and neither a sample (columns `read`) nor a check depends on them."""
     return field.name not in read and not is_checked_key(field.name) and all(map(_is_number, _leaf_types(field.type)))
 
 
@@ -120,7 +120,7 @@ def columns_to_read(table: Any, place: str, schema: Schema = DEFAULT_COLUMNS) ->
     """Return the names of the columns to read, in the order of the Arrow schema `table`.
 
     Raises:
-        DataError: a column with messages or a required one is missing, or one contains bytes and is not read.
+        DataError: a required column is missing, or a column that is not read contains bytes.
     """
     read = schema.columns_to_read(table.names, place)
     if isinstance(schema, NamedSchema):
@@ -156,12 +156,11 @@ class Parquet:
     """
 
     def __init__(self, path: str | Path, media_root: MediaRoot = None, schema: Schema = DEFAULT_COLUMNS) -> None:
-        """Read the offsets of the rows, and compute a digest of the files (see `_sample_blocks`), ordered by name.
+        """Read the offsets of the rows, and compute a hash of the contents of the files, in the order of their names.
 
         Args:
             path: a file, a folder of files, or a pattern such as "data/train-*.parquet".
             media_root: folder of images and videos; None for the folder of the files.
-            schema: schema of the records.
 
         Raises:
             DataError: a file is not complete, there are no messages or rows, or the files are of several splits.
@@ -204,18 +203,23 @@ class Parquet:
             if (largest := max((group.total_byte_size for group in groups), default=0)) > CACHE_BYTES:
                 text = (
                     "%s: found a row group of %d bytes; at most %d bytes are cached, so each sample in random order "
-                    "reads a "
-                    "full row group. Write the file with a smaller row_group_size"
+                    "reads a full row group. Write the file with a smaller row_group_size"
                 )
                 logger.warning(text, file, largest, CACHE_BYTES)
         if not self._len:
-            raise DataError(str(self.path), "found no rows, expected one conversation a row")
+            raise DataError(str(self.path), "found no rows, expected at least one, with a conversation in each row")
+        # Texts determine the samples, and are a small part of files with images. So the digest has every footer
+        # (offset, size, minimum and maximum of each column of each row group), up to 4096 blocks of the texts that are
+        # read, and up to 1024 blocks of columns of bytes, which are images. If there are more blocks, a change that
+        # alters no footer is detected with probability 4096 / (number of text blocks). Names, folders and times of
+        # files, which differ between machines, do not count. The cost is bounded: 5120 reads, half a minute from a
+        # network disk with 5 ms per read.
         try:
             for chunks, most in ((texts, _MOST_OF_TEXTS), (contents, _MOST_OF_BYTES)):
                 for block in _sample_blocks(self._files, chunks, most):
                     digest.update(block)
         except OSError as error:
-            raise DataError(str(self.path), f"found a file unreadable ({error})") from error
+            raise DataError(str(self.path), f"cannot read a file ({error})") from error
         self.download_key = add_schema_name(f"{self._len} rows, {digest.hexdigest()[:16]}", schema)
         self.media = media.for_data(self.download_key)
         self._cache: dict[int, Any] = {}
@@ -233,7 +237,7 @@ class Parquet:
         return f"{self._files[file].name}[{row - self._first_rows[file]}]"
 
     def fingerprint(self) -> str:
-        """Return the number of rows, and digests of the files in order and of the URLs that were not downloaded."""
+        """Return a text that identifies the data: number of rows, and hashes of the files and URLs not downloaded."""
         return self.media.add_missing_urls(self.download_key)
 
     def __getitem__(self, index: int) -> Conversation:
@@ -249,7 +253,7 @@ class Parquet:
                 with pq.ParquetFile(self._files[file]) as opened:
                     table = opened.read_row_group(group, columns=self._columns[file], use_threads=False)
             except (OSError, pa.ArrowException) as error:
-                raise DataError(place, f"found row group {group} unreadable ({error})") from error
+                raise DataError(place, f"cannot read row group {group} ({error}); the file may be damaged") from error
         self._cache[number] = table  # the most recently used is last
         while len(self._cache) > 1 and (
             len(self._cache) > CACHE_GROUPS or sum(kept.nbytes for kept in self._cache.values()) > CACHE_BYTES
@@ -264,24 +268,20 @@ def _parquet_files(path: Path) -> list[Path]:
     else:
         files = sorted(path.parent.glob(path.name)) if "*" in path.name else [path]
     if not files or not all(file.is_file() for file in files):
-        raise DataError(str(path), "there is no such Parquet file, expected one, or a folder with some")
+        raise DataError(str(path), "there is no such Parquet file, expected the path of a file, or a folder with some")
     splits = {match[1] for file in files if (match := _SPLIT.match(file.name))}
     if len(splits) > 1:
         names = ", ".join(sorted(splits))
-        raise DataError(str(path), f"found files of the splits {names}, expected one, as '{path}/NAME-*.parquet'")
+        raise DataError(
+            str(path), f"found files of the splits {names}, expected one split; set the path '{path}/NAME-*.parquet'"
+        )
     return files
 
 
 def _sample_blocks(files: Sequence[Path], chunks: Sequence[int], most: int) -> Iterator[bytes]:
-    """Yield blocks of 64 KiB of the given column chunks: all, or `most` of them, evenly spread.
+    """Yield blocks of 64 KiB of the given column chunks: all blocks, or `most` of them, evenly spread.
 
     `chunks` has three numbers for each column of a row group: the index of its file, its offset there, and its length.
-    Texts determine the samples, and are a small part of files with images. So a digest has every footer (offset, size,
-    minimum and maximum of each column of each row group), up to 4096 blocks of the texts that are read, and up to 1024
-    blocks of columns of bytes, which are images. If there are more blocks, a change that alters no footer is detected
-    with probability 4096 / (number of text blocks). The digest does not depend on names, folders or times of files,
-    which differ between machines. The cost is bounded: 5120 reads, half a minute from a network disk with 5 ms per
-    read.
     """
     ends = array("Q", accumulate(-(-length // _BLOCK) for length in chunks[2::3]))
     total = ends[-1] if ends else 0

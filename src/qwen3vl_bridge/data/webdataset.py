@@ -96,7 +96,9 @@ class _ReaderWithPath:
                 file = reader.jsonl_path
             else:
                 file = reader.shard_infos[bisect_right(reader.shard_count_cumsum, index) - 1].path
-            raise DataError(str(file), f"{found}; the file may have changed since 'energon prepare'") from error
+            raise DataError(
+                str(file), f"{found}; if the file has changed since 'energon prepare', run 'energon prepare' again"
+            ) from error
 
 
 def add_paths_to_errors(dataset: Any) -> Any:
@@ -192,7 +194,7 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             sample_filter: decides which conversations become samples.
             collator: collates samples into rows.
             sample_fps: frames per second for lists of frames without a rate; None to raise for them.
-            columns: names of the columns of the records, where they differ from ours.
+            columns: names of the columns of the records, where they differ from the default names.
         """
         self.sample_filter, self.collator = sample_filter, collator
         self._sample_fps, self._columns = sample_fps, columns
@@ -227,7 +229,7 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         for loaded in datasets:
             if loaded.aux:
                 found = f"found auxiliary data ({', '.join(loaded.aux)})"
-                raise DataError(_dataset_paths([loaded]), f"{found}, expected media in the tars")
+                raise DataError(_dataset_paths([loaded]), f"{found}, expected media in the tar files of the samples")
             dataset, kind = loaded.dataset, loaded.dataset.__sample_type__
             if not issubclass(kind, CrudeSample):
                 found = f"found a {type(dataset).__name__} of {kind.__name__}"
@@ -248,7 +250,8 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         if self._left_out > self._num_samples:  # training would loop over the data forever
             raise DataError(
                 sample_location(sample),
-                f"{self._left_out} consecutive samples were dropped, expected a valid one",
+                f"{self._left_out} consecutive samples were dropped, expected a valid one; they are bad or too long, "
+                "and the log names the first",
             )
         raise SkipSample
 
@@ -269,7 +272,7 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
 
 
 class Qwen3VLTaskEncoder(MeasuringTaskEncoder):
-    """Convert samples to `EnergonBatch`es with rows packed by best fit, or padded.
+    """Task encoder of energon that converts samples to `EnergonBatch`es, with rows packed by best fit, or padded.
 
     For energon's `get_train_dataset` and `get_val_dataset`. With `packing_buffer_size`, batch_size must be 1.
     """
@@ -334,8 +337,8 @@ _RANK_ENTRIES = {"worker_config", "slice_offsets", "len"}  # entries of energon'
 class Qwen3VLEnergonProvider(ConversationRows):
     """Dataset of conversations from WebDatasets prepared by energon. `ConversationRows` has the other settings.
 
-    A "sample" of Megatron-Bridge's counters is a row. It is no `EnergonDatasetConfig`: Megatron-Bridge makes the task
-    encoder of those itself, of three kinds it knows.
+    A "sample" of Megatron-Bridge's counters is a row. The class does not derive from `EnergonDatasetConfig`, because
+    Megatron-Bridge creates the task encoder of such classes itself, and supports only three kinds.
 
     Attributes:
         path: a folder with ".nv-meta", a JSONL file with energon's index, or a metadataset's YAML.
@@ -349,8 +352,8 @@ class Qwen3VLEnergonProvider(ConversationRows):
         dataset_kwargs: additional arguments for energon's `get_train_dataset`, such as "split_config".
         seed: seed of the order of samples.
         sample_fps: frames per second of videos given as lists of frames without this value; None to raise for them.
-        columns: column names of the data, as in `Qwen3VLConversationProvider`.
-        dataloader_type: "external": energon has its own loaders.
+        columns: column names of the data, where they differ from the default names (docs/data.md).
+        dataloader_type: must be "external": energon has its own loaders.
     """
 
     ignored_settings: ClassVar[dict[str, Any]] = {**ConversationRows.ignored_settings, "pin_memory": True}
@@ -393,14 +396,14 @@ class Qwen3VLEnergonProvider(ConversationRows):
         validate_declarative_mapping(self.dataset_kwargs, field_name="dataset_kwargs")
         if taken := _RESERVED & self.dataset_kwargs.keys():
             raise ValueError(
-                f"dataset_kwargs has {', '.join(sorted(taken))}, expected none of them: use the settings of "
-                "the dataset for sizes; media are not decoded by energon"
+                f"dataset_kwargs has {', '.join(sorted(taken))}, expected none of them: set sizes by settings such as "
+                "dataset.shuffle_buffer_size; energon does not decode media here"
             )
 
     def build_datasets(
         self, context: DatasetBuildContext
     ) -> tuple[EnergonStream | None, Iterator[TokenBatch] | None, None]:
-        """Return endless batches of each split for Megatron-Bridge's loop. Its checkpoints store their position."""
+        """Return (training, validation, None): endless batches for Megatron-Bridge's loop, which saves the position."""
         groups = context.pg_collection
         rows = self if groups is None else self.for_context_parallel(groups.cp.size())
         dp_rank, dp_size = (0, 1) if groups is None else (groups.dp.rank(), groups.dp.size())
@@ -430,11 +433,11 @@ class Qwen3VLEnergonProvider(ConversationRows):
     def stream(self, split: str, *, dp_rank: int = 0, dp_size: int = 1) -> EnergonStream:
         """Return endless microbatches of "train" or "valid" for a custom loop.
 
-        Save the `save_state` of each rank with its checkpoints.
+        Save the result of `EnergonStream.save_state` of each rank with checkpoints.
         """
         check_dp_rank(dp_rank, dp_size)
         if split not in ("train", "valid"):
-            raise ValueError(f"found the split {split!r}, expected 'train' or 'valid': others have no stream")
+            raise ValueError(f"found the split {split!r}, expected 'train' or 'valid': only these can be streamed")
         return EnergonStream(self, split, dp_rank, dp_size)
 
     def evaluation(self, split: str, *, dp_rank: int = 0, dp_size: int = 1) -> Iterator[TokenBatch]:
@@ -526,13 +529,13 @@ class Qwen3VLEnergonProvider(ConversationRows):
 
 @contextmanager
 def _add_path_to_error(path: str) -> Iterator[None]:
-    """Raise errors of energon as DataError with the path of the data."""
+    """Convert energon's errors in the `with` block to DataError with the path of the data."""
     try:
         yield
     except DataError:
         raise
     except (OSError, ValueError, AssertionError, KeyError, TypeError) as error:
-        found = f"energon cannot read it: {type(error).__name__}: {error}"
+        found = f"energon cannot read the data: {type(error).__name__}: {error}"
         raise DataError(path, f"{found}; expected a folder that 'energon prepare' has been run on") from error
 
 
@@ -549,7 +552,7 @@ def _config_digest(config: Any) -> str:
 
 
 class WebDatasetLoader(EnergonDataloader):
-    """Megatron-Bridge's wrapper of a loader of energon, with the loader as `source`."""
+    """Megatron-Bridge's wrapper of energon's data loader, which is the attribute `source`."""
 
     def __init__(self, source: Any) -> None:
         super().__init__(source)
@@ -591,4 +594,6 @@ class EnergonStream(Iterator[TokenBatch]):
         try:
             self._loader.restore_state(state)
         except AssertionError as error:
-            raise ValueError(f"energon rejects the position: {error}; use the settings it was saved with") from error
+            raise ValueError(
+                f"energon rejects the saved position: {error}; resume with the settings that it was saved with"
+            ) from error

@@ -1,4 +1,4 @@
-"""Training the vision and the language module on separate ranks, together in Megatron-Bridge's loop.
+"""Train the vision and the language module on separate ranks, together in Megatron-Bridge's loop.
 
 Megatron-Bridge gives each module a separate optimizer. This file divides the gradients of both by the number of tokens,
 which only language ranks count, and clips both by their joint norm. It also lets vision ranks read the batches they
@@ -42,7 +42,7 @@ class JoinModules(Callback):
     """Callback that trains and evaluates the vision and the language module together in Megatron-Bridge's loop."""
 
     def on_data_init_start(self, context: CallbackContext) -> None:
-        """Pass both modules' communicator and process groups to evaluations, also in a run that does not train."""
+        """Make evaluations use the communicator between the modules, also in a run that does not train."""
         add_arguments_of_evaluation(evaluation_arguments)
 
     def on_train_start(self, context: CallbackContext) -> None:
@@ -52,7 +52,7 @@ class JoinModules(Callback):
         join_modules(get_model_config(context.model[0]), context.optimizer, sharded=sharded)
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """Correct the number of consumed samples. Megatron-Bridge then adds the samples of this rank's module.
+        """Check the images received in this step, and correct the number of consumed samples to a global batch.
 
         Raises:
             ValueError: the vision ranks sent other images or videos than expected in this step.
@@ -62,6 +62,7 @@ class JoinModules(Callback):
             if hasattr(module, "headers"):  # on a language rank
                 module.headers.check_remaining()
         groups, train = get_attr_wrapped_model(context.model[0], "pg_collection"), context.state.cfg.train
+        # Megatron-Bridge adds these afterwards, counted for this rank's module.
         added = groups.dp.size() * train.micro_batch_size * get_num_microbatches()
         context.state.train_state.consumed_train_samples += get_current_running_global_batch_size() - added
 
@@ -81,10 +82,10 @@ class JoinModules(Callback):
 
 
 def join_modules(provider: VisionLanguageProvider, optimizer: MegatronOptimizer, *, sharded: bool) -> None:
-    """Set up joint gradients and gradient norms. Every rank calls this once, with the optimizer of its module.
+    """Set up the joint scaling of gradients and the joint gradient norm of both modules.
 
-    A distributed optimizer (`sharded`) needs no change: it sums its norm over all ranks, because Megatron-Bridge gives
-    a module no group for that sum.
+    Every rank must call this once, with the optimizer of its module. A distributed optimizer (`sharded`) already sums
+    its norm over all ranks.
     """
     if not trains_vision(provider):
         for info in p2p_communicator(provider).rank_module_map.values():
@@ -97,7 +98,7 @@ def join_modules(provider: VisionLanguageProvider, optimizer: MegatronOptimizer,
 
 
 def lacks_joint_gradients(provider: Any) -> bool:
-    """Return whether a provider of any model has separate vision ranks, but `join_modules` has not been called."""
+    """Return True if a provider has separate vision ranks, but `join_modules` has not been called for it."""
     split = getattr(provider, "dist_train", None)
     return split is not None and split.use_dist_train and provider.finalize_model_grads_func is not finalize_gradients
 
@@ -107,9 +108,9 @@ def finalize_gradients(
 ) -> None:
     """Finalize gradients as megatron-core does. Vision ranks divide by the number of tokens on language ranks.
 
-    `num_tokens` is set to the number of tokens of the global batch. This is a module-level function without further
-    arguments, because its name is saved with the configuration of the run.
+    `num_tokens` is set in place to the number of tokens of the global batch.
     """
+    # A module-level function without further arguments: its name is saved with the configuration of the run.
     provider, groups = get_model_config(model[0]), get_attr_wrapped_model(model[0], "pg_collection")
     counted = num_tokens if provider.add_decoder else None
     finalize_model_grads(model, counted, pg_collection=groups, force_all_reduce=force_all_reduce)
@@ -125,8 +126,8 @@ def _joint_norm(own: Any, *, contributes: bool) -> Tensor | float:
     """Return the joint norm of the gradients of both modules.
 
     Args:
-        own: returns the gradient norm of this rank's module.
-        contributes: whether this rank adds the norm of its module to the joint norm; one rank of each module does.
+        own: function that returns the gradient norm of this rank's module.
+        contributes: add the norm of this rank's module to the joint norm. True on one rank of each module.
     """
     norm = own()
     joint = sum_number_over_ranks(0.0 if norm is None or not contributes else norm**2).sqrt()
@@ -135,7 +136,7 @@ def _joint_norm(own: Any, *, contributes: bool) -> Tensor | float:
 
 
 class OneWayBridge:
-    """megatron-core's bridge between modules, for a frozen vision tower: it does not send gradients back."""
+    """megatron-core's communicator between two modules, without sending gradients back: for a frozen vision tower."""
 
     def __init__(self, bridge: BridgeCommunicator) -> None:
         self.src_module_name, self.dest_module_name = bridge.src_module_name, bridge.dest_module_name
@@ -155,9 +156,9 @@ def replicas_to_read(provider: VisionLanguageProvider, groups: ProcessGroupColle
 def next_vision_batch(state: GlobalState, given: Iterator[Any], groups: ProcessGroupCollection) -> tuple:
     """Return the next microbatch of each language replica that this vision rank encodes for.
 
-    Megatron-Bridge assigns rows by the replicas of the tower. With as many language replicas, both read the same rows.
-    Otherwise its iterator (`given`) is ignored, and this rank reads rows from the position of the run. The iterator of
-    a script yields tuples with a microbatch of each replica.
+    If both modules have equally many replicas, the microbatch is from Megatron-Bridge's iterator, `given`. Otherwise
+    `given` would yield other rows than language ranks read. It is ignored, and this rank reads the rows itself. If a
+    script passes its own iterator, it must yield tuples with one microbatch per replica.
     """
     replicas = dist_train_replicas(state.cfg.model)
     if not isinstance(given, RerunDataIterator) or replicas.vision == replicas.language:
@@ -201,12 +202,12 @@ def evaluation_arguments(state: GlobalState) -> dict[str, Any]:
 
 
 def merge_split_model[Context: (CheckpointSaveContext, CheckpointLoadContext)](ctx: Context) -> Context:
-    """Return Megatron-Bridge's context with which each module saves or loads its tensors of one complete model.
+    """Return a copy of a save or load context with which both modules save or load one complete checkpoint.
 
     Names of tensors are unique over both modules, so a run can continue with another number of ranks, or without
-    separate vision ranks. Other state is the first rank's, with two exceptions:
+    separate vision ranks. State other than tensors is saved by the first rank, with two exceptions:
 
-    - Random states are stored by the index of a rank in its module. Those of the tower get a separate name.
+    - Random states are stored by the index of a rank in its module. The states of vision ranks get a separate name.
     - An optimizer without parameters has no state dict, for example the optimizer of experts on vision ranks. The state
       dict of the other module is used.
     """

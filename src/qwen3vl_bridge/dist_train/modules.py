@@ -1,12 +1,10 @@
 """The vision and the language module that train on separate ranks, and the tensor that they exchange.
 
-The tensor, a payload, has the shape [P, 1 + R, (t + 1) * h]. Each of P shards has a header row, a row for each vision
-token, and rows of zeros up to the longest shard. The row of a token has its DeepStack features, in the order of their
-layers, and then its vision token. megatron-core concatenates shards of several senders, and splits shards for several
-receivers, along the first dimension, so images may have any size.
-
-Legend of shapes: P shards, R rows for vision tokens, t DeepStack features, h hidden size of the text model, M vision
-tokens.
+The tensor, called payload, has the shape [shards, 1 + rows, (features + 1) * hidden], where hidden is the hidden size
+of the text model. Each shard has a header row, a row for each vision token, and rows of zeros up to the longest shard.
+The row of a token has its DeepStack features, in the order of their layers, and then its vision token. megatron-core
+concatenates shards of several senders, and splits shards for several receivers, along the first dimension, so images
+may have any size.
 """
 
 from __future__ import annotations
@@ -81,15 +79,15 @@ class Qwen3VLLanguageModule(Qwen3VLModel):
         """Do nothing, because the tower is on separate ranks."""
 
     def encode(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """Return the vision tokens [M, h] and DeepStack features [t, M, h] that the vision ranks have sent.
+        """Return the received vision tokens [tokens, hidden] and DeepStack features [features, tokens, hidden].
 
         Raises:
             ValueError: nothing was received, or a payload does not match its microbatch, which may be an earlier one.
         """
         if self.payload is None or inputs.vision_shards is None:
             raise ValueError(
-                "this model has no vision tower (dist_train.use_dist_train) and has received no vision tokens. Use "
-                "qwen3vl_bridge.forward_step and the schedule that includes the vision ranks"
+                "model.dist_train.use_dist_train is True, so this rank has no vision tower, but it received no vision "
+                "tokens: use qwen3vl_bridge.forward_step and Megatron-Bridge's loop, which includes the vision ranks"
             )
         payload, self.payload = self.payload, None
         if not trains_vision(self.config):
@@ -108,19 +106,20 @@ class Qwen3VLLanguageModule(Qwen3VLModel):
         super().set_input_tensor(received.get(LANGUAGE))
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | dict[str, Tensor]:
-        """Call `Qwen3VLModel.forward`. Output for the next pipeline stage is returned in a dict by module name."""
+        """Call `Qwen3VLModel.forward`. Before the last pipeline stage, return the output in a dict by module name."""
         output = super().forward(*args, **kwargs)
         return output if self.post_process else {LANGUAGE: output}
 
 
 def pack(tokens: Tensor, features: Tensor, shards: Sequence[VisionShard], rows: int) -> Tensor:
-    """Pack vision tokens and DeepStack features into a payload [P, 1 + R, (t + 1) * h].
+    """Pack vision tokens and DeepStack features into a payload [shards, 1 + rows, (features + 1) * hidden].
 
     Args:
-        tokens: [M, h], ordered by shard. Tokens after the last shard, such as those of a blank image, are ignored.
-        features: [t, M, h].
+        tokens: vision tokens [tokens, hidden], ordered by shard. Tokens after the last shard, such as those of a blank
+            image, are ignored.
+        features: DeepStack features [features, tokens, hidden].
         shards: number of tokens and checksum of each shard.
-        rows: R, at least the number of tokens of each shard.
+        rows: number of rows for tokens, at least the number of tokens of each shard.
     """
     token_rows = torch.cat((*features, tokens), -1)
     counts = [shard.tokens for shard in shards]
@@ -136,10 +135,10 @@ def pack(tokens: Tensor, features: Tensor, shards: Sequence[VisionShard], rows: 
 def unpack(
     payload: Tensor, shards: Sequence[VisionShard], deepstack_layers: int, hidden: int
 ) -> tuple[Tensor, Tensor, Header]:
-    """Unpack a payload [P, 1 + R, (t + 1) * h] with the expected shards, one from each sender.
+    """Unpack a payload [shards, 1 + rows, (features + 1) * hidden] with the expected shards, one from each sender.
 
     Returns:
-        Vision tokens [M, h], DeepStack features [t, M, h], and the header, which is still to be checked.
+        Vision tokens [tokens, hidden], DeepStack features [features, tokens, hidden], and the unchecked header.
 
     Raises:
         ValueError: the payload has an unexpected shape.
@@ -149,7 +148,8 @@ def unpack(
         raise ValueError(
             f"the vision ranks sent a tensor of shape {list(payload.shape)}, expected "
             f"{[len(shards), f'{1 + most} or more', width]}: {len(shards)} shards with up to {most} vision tokens of "
-            f"hidden size {hidden}, each with {deepstack_layers} DeepStack features"
+            f"hidden size {hidden}, each with {deepstack_layers} DeepStack features. All ranks must read the same "
+            "batches with the same configuration"
         )
     header = Header(HostCopy(payload[:, 0, : _HEADER.size]), _header_numbers(shards, deepstack_layers, hidden))
     rows = torch.cat([rows[1 : 1 + shard.tokens] for rows, shard in zip(payload, shards, strict=True)])
@@ -165,7 +165,7 @@ class Header(NamedTuple):
     """The header rows of a payload, and their expected contents.
 
     Attributes:
-        received: [P, bytes].
+        received: bytes of each shard's header row, [shards, bytes].
         expected: (tokens, checksum, DeepStack layers, hidden size) of each shard.
     """
 
@@ -173,7 +173,7 @@ class Header(NamedTuple):
     expected: list[tuple[int, ...]]
 
     def check(self) -> None:
-        """Wait for the received header, and raise ValueError if the payload has other images or videos."""
+        """Wait for the received header, and raise ValueError if the payload does not have the expected images."""
         received = [_HEADER.unpack(bytes(int(byte) for byte in row)) for row in self.received.tolist()]
         if received != self.expected:
             raise ValueError(

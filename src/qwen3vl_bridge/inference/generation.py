@@ -50,11 +50,11 @@ def generate(
     megatron-core does not cache its state: each token then costs the compute of the full sequence. Prompts of equal
     length are decoded together, so there is no padding between a prompt and its answer.
 
-    Ranks that share weights must get the same prompts (`ranks_in_step`). They return the answers of their first rank.
+    All ranks that `ranks_in_step` returns must get the same prompts. They return the answers of the first of them.
 
     Args:
         model: a VisionLanguageModel, wrapped or not, or a list with one. It is in eval mode during the call.
-        input_ids, attention_mask: [B, S]. The mask is 0 at padding, on either side; None without padding.
+        input_ids, attention_mask: [prompts, tokens]. The mask is 0 at padding, on either side; None without padding.
         max_new_tokens: maximum length of an answer.
         pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw: outputs of the processor.
         mm_token_type_ids: ignored; the processor returns it, but `input_ids` contain the same information.
@@ -64,7 +64,7 @@ def generate(
             `eos_token_id`.
 
     Returns:
-        [B, S + longest answer] int64: `input_ids`, then the answers with their end tokens.
+        [prompts, tokens + longest answer] int64: `input_ids`, then the answers with their end tokens.
 
     Raises:
         ValueError: the model has pipeline or context parallelism, shapes are inconsistent, a prompt has no tokens, or
@@ -115,10 +115,10 @@ def generate(
 
 
 def end_token_ids(model: nn.Module | list[nn.Module], tokenizer: Any, hf_model: str | Path | None = None) -> list[int]:
-    """Return the ids that end an answer, for `generate`.
+    """Return the token ids that end an answer, for the argument `eos_token_id` of `generate`.
 
-    They are the provider's id, which ends a text, and the tokenizer's, which ends a turn in chat models. No single file
-    reliably has both. `generation_config.json` of `hf_model`, a folder or hub id, may add more.
+    These are the ids of the provider (end of a text), of the tokenizer (end of a turn in chat models), and of
+    `generation_config.json` in `hf_model`, a folder or hub id.
     """
     ends = [_unwrap_single(model).config.eos_token_id, tokenizer.eos_token_id]
     if hf_model is not None:
@@ -129,10 +129,9 @@ def end_token_ids(model: nn.Module | list[nn.Module], tokenizer: Any, hf_model: 
 
 
 def ranks_in_step(model: nn.Module | list[nn.Module]) -> ProcessGroup | None:
-    """Return the ranks that compute a forward pass together, and so must get the same prompts; None if there are none.
+    """Return the group of ranks over which Megatron-FSDP or expert parallelism shards weights; None if there is none.
 
-    In addition to tensor-parallel ranks, these are the ranks that Megatron-FSDP or expert parallelism shards weights
-    over.
+    These ranks compute each forward pass together, so they must get the same prompts.
     """
     groups = _unwrap_single(model).pg_collection
     if megatron_fsdp(_first(model)) is not None:
@@ -151,29 +150,30 @@ def _unwrap_single(model: nn.Module | list[nn.Module]) -> VisionLanguageModel:
     if len(chunks) != 1 or not isinstance(chunks[0], VisionLanguageModel):
         found = [type(chunk).__name__ for chunk in chunks]
         raise ValueError(
-            f"model is {found}, expected one VisionLanguageModel, such as Qwen3VLModel: chunks of a pipeline cannot "
-            "generate"
+            f"model is {found}, expected one VisionLanguageModel, such as Qwen3VLModel: generation does not support "
+            "pipeline parallelism; load the checkpoint without it"
         )
     groups = chunks[0].pg_collection
-    for name, size in (("pipeline", groups.pp.size()), ("context", groups.cp.size())):
+    sizes = {"pipeline_model_parallel_size": groups.pp.size(), "context_parallel_size": groups.cp.size()}
+    for name, size in sizes.items():
         if size > 1:
-            raise ValueError(f"{name}-parallel size is {size}, expected 1 for generation: load the checkpoint with 1")
+            raise ValueError(f"{name} is {size}, expected 1 for generation; load the checkpoint with {name} 1")
     return chunks[0]
 
 
 def _remove_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:
-    """Return the tokens of each prompt without padding, on the host."""
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     if input_ids.dim() != 2 or mask.shape != input_ids.shape:
         raise ValueError(
             f"input_ids has shape {list(input_ids.shape)} and attention_mask {list(mask.shape)}, expected "
-            "[prompts, tokens] both"
+            "[prompts, tokens] for both"
         )
     prompts = [ids[keep] for ids, keep in zip(input_ids.cpu(), mask.cpu().bool(), strict=True)]
     empty = [row for row, prompt in enumerate(prompts) if not len(prompt)]
     if empty or not prompts:
         raise ValueError(
-            f"found {len(prompts)} prompts, and prompts {empty} have no tokens: expected at least one token in each"
+            f"found {len(prompts)} prompts, of which {empty} have no tokens, expected at least one prompt, and at "
+            "least one token in each"
         )
     return prompts
 
@@ -194,7 +194,7 @@ def _decode(
     pad: int,
     group: ProcessGroup | None,
 ) -> Tensor:
-    """Return answers [b, at most max_new_tokens] to prompts of equal length.
+    """Return answers [prompts, at most max_new_tokens] to prompts of equal length.
 
     Args:
         model: the model.
@@ -204,7 +204,7 @@ def _decode(
         max_new_tokens: the maximum length of an answer.
         ends: ids that end an answer.
         pad: fills rows after the end of an answer.
-        group: ranks that use the tokens of their first rank, because their logits may differ in the last bit.
+        group: ranks that must generate the same tokens, those of the first rank; None for this rank alone.
     """
     ids, config, groups = batch.input_ids, model.config, model.pg_collection
     # A cache needs steps of one token. It would lack the state of linear attention.
@@ -263,17 +263,14 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def megatron_fsdp(model: nn.Module) -> MegatronFSDP | None:
-    """Return the Megatron-FSDP wrapper of a model, or None. Its ranks gather parameters in every forward pass."""
+    """Return the Megatron-FSDP wrapper of a model; None if Megatron-FSDP does not wrap the model."""
     return next((layer for layer in _wrappers(model) if isinstance(layer, MegatronFSDP)), None)
 
 
 @contextlib.contextmanager
 def direct_module_calls(model: nn.Module) -> Iterator[None]:
-    """Allow calls of single modules of a model under Megatron-FSDP, instead of calls of the full model.
-
-    Hooks gather the parameters of a module when it is called. Between steps, the parameters of the optimizer are in
-    place until the full model is called.
-    """
+    """Context manager that allows calls of single modules of a model under Megatron-FSDP, instead of the full model."""
+    # Between steps, modules have the optimizer's sharded parameters until the full model is called.
     sharded = megatron_fsdp(model)
     with contextlib.nullcontext() if sharded is None else module_parameters(sharded):
         yield

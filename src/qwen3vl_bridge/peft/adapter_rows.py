@@ -1,4 +1,4 @@
-"""Select the layers that get adapters (`AdapterSettings`), and describe adapters by rows like the weight table's.
+"""Select the layers that get adapters (`AdapterSettings`), and describe adapters by entries like the weight table's.
 
 A layer in Megatron may be several layers in Hugging Face (q, k and v; gate and up; the four of linear attention's
 `in_proj`). Its adapter has one `linear_in`, which equals the `lora_A` of each Hugging Face layer, and one `linear_out`,
@@ -67,7 +67,7 @@ class AdapterSettings:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Names of the parameters that each adapter has."""
+        """Return the names of the parameters that each adapter has, such as "linear_in.weight"."""
         return (LINEAR_IN, LINEAR_OUT, MAGNITUDE) if self.dora else (LINEAR_IN, LINEAR_OUT)
 
     def adapts(self, layer: str) -> bool:
@@ -96,23 +96,24 @@ def suggest_names(entries: Iterable[str]) -> str:
 
 
 def layer_name(row: WeightRow) -> str:
-    """Return the name of the layer with a row's weight. For an expert, it is the name of the expert's own module."""
+    """Return the Megatron name of the linear layer whose weight an entry describes. Each expert is its own layer."""
     return local_name(row.megatron).removesuffix(".weight")
 
 
 def adaptable_rows(rows: Iterable[WeightRow]) -> Iterator[WeightRow]:
-    """Return the rows of linear layers that can have adapters. Models in `peft` have no multi-token prediction."""
+    """Yield the weight mapping entries of linear layers that can have adapters."""
+    # Models in `peft` have no multi-token prediction.
     return (row for row in rows if _LINEAR.search(row.megatron) and not is_mtp(row.megatron))
 
 
 def adapter_row(weight: WeightRow, kind: str, dim: int, *, fused: bool = False) -> WeightRow:
-    """Return the weight-table row of one parameter of an adapter.
+    """Return the weight mapping entry of one parameter of an adapter.
 
     Args:
-        weight: the expanded row of the layer's weight.
-        kind: LINEAR_IN, LINEAR_OUT or MAGNITUDE. The row of LINEAR_IN has only the first Hugging Face tensor;
+        weight: the expanded entry of the adapted weight.
+        kind: LINEAR_IN, LINEAR_OUT or MAGNITUDE. The entry of LINEAR_IN has only the first Hugging Face tensor;
             `adapter_names` returns the names of all, which are equal.
-        dim: the adapter's rank.
+        dim: rank of the adapter.
         fused: whether one tensor holds gate and up, or all sections. Megatron-FSDP stores adapters like this.
     """
     hf = adapter_names(weight, kind)
@@ -229,7 +230,7 @@ def _modules(tensors: set[str]) -> set[str]:
 
 
 def _shortest(selected: set[str], names: set[str]) -> list[str]:
-    """Return names that match only `selected` among `names`: the last part ("q_proj") where it is unambiguous."""
+    """Return the shortest names that select `selected` among `names`: the last part ("q_proj") if unambiguous."""
     ambiguous = {_last_part(name) for name in names - selected}
     return sorted({name if _last_part(name) in ambiguous else _last_part(name) for name in selected})
 

@@ -65,7 +65,7 @@ def export_adapters(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> ConversionReport:
-    """Write the adapters of a run as a folder of `peft`, from a checkpoint of either format.
+    """Write the adapters of a run as a folder for `peft`, from a torch_dist or fsdp_dtensor checkpoint.
 
     Args:
         megatron_path: the run's folder, or the folder of an iteration.
@@ -83,7 +83,7 @@ def export_adapters(
         if trained := sorted(stored.base_tensors):
             raise CheckpointError(
                 f"{stored.folder}: the run also trained {len(trained)} base tensors, such as {trained[0]}. "
-                "A folder of adapters cannot store them; use `merge`, which writes a full model"
+                "A folder of adapters cannot store them; use `qwen3vl adapters merge`, which writes a full model"
             )
         plan = stored.plan(torch_dtype)
         tasks = {task.target.name: task for task in plan.tasks}
@@ -177,7 +177,7 @@ def _open_base(run: StoredAdapters, base_model: str | Path | None, *, trust_remo
     name = str(base_model or run.base)
     if not name:
         raise CheckpointError(
-            f"{run.folder}: its run_config.yaml names no initial weights; name them with --base-model"
+            f"{run.folder}: run_config.yaml names no initial weights; name the base model with --base-model"
         )
     path = expanded(name)
     try:
@@ -187,14 +187,16 @@ def _open_base(run: StoredAdapters, base_model: str | Path | None, *, trust_remo
             base = open_model(name, trust_remote_code=trust_remote_code)
     except CheckpointError as error:
         if base_model is None:
-            raise CheckpointError(f"the run's initial weights: {error}; give --base-model to name others") from error
+            raise CheckpointError(
+                f"cannot open the run's initial weights: {error}; name the base model with --base-model"
+            ) from error
         raise
     check_same_model(base.config, run.config)
     return base
 
 
 def _padding(run: StoredAdapters, base: StoredModel, *, drop: bool) -> list[str]:
-    """Return notes on vocabulary padding in both checkpoints. Raise CheckpointError if it is nonzero, unless `drop`."""
+    """Return notes on vocabulary padding in both checkpoints; raise CheckpointError if it is nonzero, unless `drop`."""
     trained, vocabulary = run.trained if run.base_tensors else set(), base.config.dimensions["vocab"]
     of_base = [row for row in base.rows if row.megatron not in trained]
     of_run = [row for row in base.rows if row.megatron in trained]
@@ -205,7 +207,7 @@ def _padding(run: StoredAdapters, base: StoredModel, *, drop: bool) -> list[str]
 
 
 def _plan(run: StoredAdapters, base: StoredModel, dtype: str | None) -> tuple[Plan, TensorSource]:
-    """Return the plan to write the merged model, and the source of its base, trained and merged tensors."""
+    """Return the conversion plan of the merged model, and the source of the tensors that the plan reads."""
     target, rows = HuggingFace(base.config.dimensions), base.rows
     dtypes = dict(dtype=dtype, float32_as=base.float32_in_export(dtype))
     plan = make_plan(rows, base.layout, target, base.tensors.specs, where=str(base.folder), **dtypes)
@@ -267,7 +269,7 @@ class MergedWeight:
 
     @property
     def name(self) -> str:
-        """Name of the merged weight in the plan. It contains the scale, so that plans with other scales differ."""
+        """Return the name of the merged weight in the conversion plan, which differs for other scales."""
         return f"{self.weight.target.name}, merged with {self.scale!r}"
 
 
@@ -293,7 +295,7 @@ class MergedTensorSource:
         self._file, self._latest = tempfile.TemporaryFile(), ""  # noqa: SIM115
 
     def byte_ranges(self, wanted: TensorSlice) -> Iterator[ByteRange]:
-        """Yield where the elements of a slice are stored. A merged weight is computed first. See `TensorSource`."""
+        """Yield where the elements of a slice are stored in files. A merged weight is computed first."""
         if wanted.tensor not in self._merges:
             yield from self._sources[wanted.tensor].byte_ranges(wanted)
             return

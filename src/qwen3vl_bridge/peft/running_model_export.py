@@ -1,7 +1,7 @@
 """Export the adapters of a running model as Hugging Face tensors, alone or merged into weights.
 
-Megatron-Bridge gathers the parameters of each adapter from the ranks. They are converted by the same rows as adapters
-in checkpoints (`adapter_rows.py`).
+Megatron-Bridge gathers the parameters of each adapter from the ranks. They are converted by the same weight-table
+entries as adapters in checkpoints (`adapter_rows.py`).
 """
 
 from __future__ import annotations
@@ -127,11 +127,13 @@ class AdapterConversion(OpenPeftBridge):
         return (HFWeightTuple(name, weight.cpu() if cpu else weight) for name, weight in weights.items())
 
     def _row(self, layer: str, experts: ExpertLayout | None = None) -> WeightRow:
-        """Return the weight-table row, expanded, of the weight of the layer named `layer`."""
+        """Return the expanded weight mapping entry of the weight of the layer named `layer`."""
         for row in family(self.family).rows(experts):
             if match := re.fullmatch(re.escape(layer_name(row)).replace(r"\*", r"(\d+)"), layer):
                 return row.with_indices(*map(int, match.groups()))
-        raise KeyError(f"{layer} has no row in the weight table")
+        raise KeyError(
+            f"found an adapter on {layer}, which is not in the weight table: this is a bug, please report it"
+        )
 
     def _dimensions(self) -> Dimensions:
         return family(self.family).dimensions(self.hf_config.to_dict())
@@ -150,14 +152,14 @@ class AdapterConversion(OpenPeftBridge):
     def adapters(
         self, megatron_model: list[MegatronModule], exclude: Iterable[str] = (), *, show_progress: bool = False
     ) -> tuple[Weights, dict[str, RankAndAlpha]]:
-        """Return all adapters. Those of experts are rescaled to the alpha / rank of the other layers.
+        """Return all adapters. Adapters of experts are rescaled to the alpha / rank of the other layers.
 
         Args:
             exclude: prefixes of the Megatron names of layers to leave out.
 
         Returns:
-            The tensors by the names of `peft` (M.lora_A.weight, M.lora_B.weight, M.lora_magnitude_vector); and rank and
-            alpha of each adapter by the name of the adapted tensor.
+            The tensors by the names of `peft` (MODULE.lora_A.weight, .lora_B.weight, .lora_magnitude_vector); and rank
+            and alpha of each adapter by the name of the adapted tensor.
         """
         tasks = self.build_adapter_conversion_tasks(megatron_model, exclude)
         dims, scale, weights, adapted = self._dimensions(), _common_scale(tasks), {}, {}
@@ -281,17 +283,15 @@ def save_hf_adapter(
     exclude_adapter_base_prefixes: Iterable[str] | None = None,
     expand_shared_outer: bool = False,
 ) -> None:
-    """Save the adapters of a running model as a folder of `peft`. Call it on all ranks; rank 0 writes.
+    """Save the adapters of a running model as a folder for `peft`. Call it on all ranks; rank 0 writes.
 
     For our models `AutoBridge.save_hf_adapter` calls this function (`upstream/auto_bridge_saves.py`).
 
     Args:
-        bridge: the AutoBridge of the model.
         model: a rank's virtual pipeline stages, with adapters.
-        path: the folder.
         peft_config: the configuration that inserted the adapters: one of ours, or Megatron-Bridge's LoRA, VLMLoRA, DoRA
             or CanonicalLoRA.
-        base_model_name_or_path: name or folder of the base model; None for the bridge's own.
+        base_model_name_or_path: name or folder of the base model; None for the one that `bridge` was loaded from.
         show_progress: has no effect; an argument of Megatron-Bridge's method.
         exclude_adapter_base_prefixes: prefixes of the Megatron names of layers to leave out.
         expand_shared_outer: must be False; an argument of megatron-bridge since 0.7.
@@ -304,7 +304,7 @@ def save_hf_adapter(
     weights, adapted = conversion.adapters(model, exclude)
     if not weights:
         raise ValueError(
-            "the model has no adapters to save; expected a model to which Qwen3VLLoRA or another PEFT was applied"
+            "found no adapters in the model, expected a model to which Qwen3VLLoRA or another PEFT was applied"
         )
     if base_model_name_or_path is None:
         base_model_name_or_path = str(getattr(bridge.hf_pretrained, "model_name_or_path", None) or "")
@@ -385,10 +385,7 @@ def _expert_layer(layer: str, expert: int) -> str:
 
 
 def _common_scale(tasks: dict[str, list[AdapterWeightConversionTask]]) -> float | None:
-    """Return alpha / rank if it is the same for all adapters except those of experts, else None.
-
-    See `normalize_moe_lora`.
-    """
+    """Return alpha / rank if it is the same for all adapters except those of experts, else None."""
     scales = {each[0].alpha / each[0].dim for layer, each in tasks.items() if not is_expert_layer(layer)}
     return scales.pop() if len(scales) == 1 else None
 

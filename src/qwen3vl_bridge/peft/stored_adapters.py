@@ -47,8 +47,8 @@ def adapter_settings(config: dict[str, Any], folder: Path) -> AdapterSettings:
     """Return the adapter settings of a run.
 
     Args:
-        config: the run_config.yaml of the folder.
-        folder: for messages.
+        config: contents of the folder's run_config.yaml.
+        folder: folder of the checkpoint, for error messages.
 
     Raises:
         CheckpointError: the run had no adapters, adapters of an unknown class, or invalid settings.
@@ -71,12 +71,14 @@ def adapter_settings(config: dict[str, Any], folder: Path) -> AdapterSettings:
         targets, excluded = (fields[name] or [] for name in ("target_modules", "exclude_modules"))
         components = frozenset(each.value for each in Component if fields[f"adapt_{each.value}"] is True)
     except KeyError as error:
-        raise CheckpointError(f"{folder / RUN_CONFIG}: peft lacks {error}") from error
+        raise CheckpointError(
+            f"{folder / RUN_CONFIG}: found no {error} in the section peft, expected it as the run wrote it"
+        ) from error
     are_names = all(isinstance(x, list) and all(isinstance(name, str) for name in x) for x in (targets, excluded))
     if type(dim) is not int or dim < 1 or type(alpha) not in (int, float) or not are_names:
         raise CheckpointError(
             f"{folder / RUN_CONFIG}: peft has dim {dim!r}, alpha {alpha!r}, target_modules {targets!r} and "
-            f"exclude_modules {excluded!r}; expected a whole number of at least 1, a number, and lists of names"
+            f"exclude_modules {excluded!r}, expected a whole number of at least 1, a number, and two lists of names"
         )
     return AdapterSettings(dim, alpha, methods[method], components, tuple(targets), tuple(excluded), experts is True)
 
@@ -86,7 +88,7 @@ def check_complete_model(folder: Path) -> None:
     if (folder / RUN_CONFIG).is_file() and read_run_config(folder).get("peft") is not None:
         raise CheckpointError(
             f"{folder} holds only the adapters and other parameters that a run trained, expected a complete model; "
-            "`qwen3vl adapters merge` makes one of it"
+            "make one with `qwen3vl adapters merge`"
         )
 
 
@@ -101,20 +103,22 @@ def check_same_adapters(folder: Path, peft: Any, *, compare: bool = True) -> Non
     theirs = read_run_config(folder).get("peft") or {}
     if peft is not None and not theirs:
         raise CheckpointError(
-            f"{folder} was saved by a run without adapters, and peft is a {type(peft).__name__}: expected another "
-            f"folder as checkpoint.save and checkpoint.load; checkpoint.pretrained_checkpoint={folder.parent} begins "
-            "with that run's weights"
+            f"{folder} was saved by a run without adapters, but peft is a {type(peft).__name__}; set other folders as "
+            "checkpoint.save and checkpoint.load. To begin with the weights of that run, set "
+            f"checkpoint.pretrained_checkpoint={folder.parent}"
         )
     if peft is None and theirs:
         raise CheckpointError(
-            f"{folder} was saved by a run with {theirs.get('_target_')}, this run has no adapters: expected the same "
-            "peft, or another folder as checkpoint.save and checkpoint.load"
+            f"{folder} was saved by a run with {theirs.get('_target_')}, but this run has no adapters; set the same "
+            "peft, or other folders as checkpoint.save and checkpoint.load"
         )
     ours = peft.to_cfg_dict() if compare and peft is not None else theirs
     names = sorted((theirs.keys() | ours.keys()) - _MAY_DIFFER)
     pairs = ((name, theirs.get(name), ours.get(name)) for name in names)
     if differ := [f"peft.{name} was {before!r}, is {now!r}" for name, before, now in pairs if before != now]:
-        raise CheckpointError("\n  ".join([f"{folder} has different adapters from this run:", *differ]))
+        raise CheckpointError(
+            "\n  ".join([f"{folder} has other adapter settings than this run; set peft as in the checkpoint:", *differ])
+        )
 
 
 @dataclass(frozen=True)
@@ -130,39 +134,39 @@ class StoredAdapters:
     hf_model: str  # name or folder of the Hugging Face model; empty if unknown
 
     def layers(self, experts: ExpertLayout = ExpertLayout.INPUT_MAJOR) -> list[WeightRow]:
-        """Return the weight-table rows of all layers with adapters. Their order does not depend on `experts`."""
+        """Return the weight mapping entries of all layers with adapters. Their order does not depend on `experts`."""
         return [row for row in adaptable_rows(self.config.rows(experts)) if self.settings.adapts(layer_name(row))]
 
     @property
     def trained(self) -> set[str]:
-        """Megatron names of base weights that the run trained in addition to adapters."""
+        """Return the Megatron names of base weights that the run trained in addition to adapters."""
         dimensions, both = self.config.dimensions, (False, True)
         layouts = [TorchDist(dimensions, named, local) for named in (frozenset(), _NAMED) for local in both]
 
         def possible_names(row: WeightRow) -> set[str]:
-            """Return the names that a row's tensors may have, in all checkpoint formats and layer specs."""
+            """Return the names that the tensors of an entry may have, in all checkpoint formats and layer specs."""
             return {*row.stored_names, *map(local_name, row.stored_names), *(layout.name(row)[0] for layout in layouts)}
 
         return {row.megatron for row in self.config.rows() if possible_names(row) & self.tensors.specs.keys()}
 
     @property
     def base_tensors(self) -> dict[str, TensorSpec]:
-        """Specs, by name, of the checkpoint's tensors that are trained base weights instead of adapters."""
+        """Return the specs of trained base weights in the checkpoint (all tensors but the adapters), by name."""
         return {name: spec for name, spec in self.tensors.specs.items() if ADAPTER_MARK not in name}
 
     def rows(self, experts: ExpertLayout = ExpertLayout.INPUT_MAJOR) -> list[WeightRow]:
-        """Return the weight-table rows of the parameters of all adapters that the settings require."""
+        """Return the weight mapping entries of the parameters of all adapters that the settings require."""
         # In checkpoints of Megatron-FSDP, gate and up of an adapter, or its sections, are one tensor.
         dim, names = self.settings.dim, self.tensors.specs
         return [adapter_row(layer, kind, dim, fused=f"{layer_name(layer)}{ADAPTER_MARK}{kind}" in names)
                 for layer in self.layers(experts) for kind in self.settings.kinds]  # fmt: skip
 
     def layout(self, rows: Collection[WeightRow]) -> TensorLayout:
-        """Return how the checkpoint stores the parameters of `rows`, see `find_layout`."""
+        """Return the layout in which the checkpoint stores the parameters of `rows` (weight mapping entries)."""
         return find_layout(self.ckpt_format, rows, self.config.dimensions, self.tensors.specs)
 
     def plan(self, dtype: str | None = None, experts: ExpertLayout = ExpertLayout.INPUT_MAJOR) -> Plan:
-        """Return the plan to convert all adapters to `peft`'s format.
+        """Return the conversion plan of all adapters to `peft`'s format.
 
         `peft` has one copy of `linear_in` for each Hugging Face layer. The plan contains only the first copy.
 
@@ -211,15 +215,15 @@ def open_adapters(
         if mixed:
             raise CheckpointError(
                 f"{folder} was saved by {ranks} tensor-parallel ranks, and stores {mixed[0]} as one tensor in which "
-                "each rank's rows of gate and up (or of the sections of linear attention) follow those of the rank "
-                "before, so they cannot be separated. Expected one tensor-parallel rank, or "
+                "each rank's rows of gate and up (or of the sections of linear attention) follow the rows of the rank "
+                "before, so they cannot be separated. Save again with one tensor-parallel rank, or with "
                 f"checkpoint.ckpt_format={megatron.TORCH_DIST}"
             )
     return stored
 
 
 def _config(folder: Path, base_model: str | Path | None, base: str, *, trust_remote_code: bool) -> ModelConfig:
-    """Return the config of `base_model` if given, else of the checkpoint, else of the run's initial weights `base`."""
+    """Return the model config of `base_model` if given, else of the checkpoint, else of the initial weights `base`."""
     own = own_config(folder)
     if base_model is None and own is not None:
         return own

@@ -72,10 +72,10 @@ class LocalSizes:
         self.holds_ends = self.kernels or not self.text_frozen
 
     def saves_input(self, layer: str) -> bool:
-        """Return whether a linear layer of the language model saves its input.
+        """Return True if the linear layer `layer` of the language model saves its input.
 
-        The gradient of its weight or of its adapter needs the input. Under full recomputation inputs always count: the
-        peak is in the repeated forward pass. Transformer Engine's frozen layers save it too, except experts.
+        The gradient of its weight or adapter needs the input. Under full recomputation inputs always count: the peak is
+        in the repeated forward pass. Transformer Engine's frozen layers save their input too, except experts.
         """
         lora, recompute = self.training.lora, self.training.recompute
         if not self.text_frozen or recompute.granularity == "full" or (lora is not None and layer in lora.targets):
@@ -278,7 +278,7 @@ def saved_around_mtp_layer(local: LocalSizes, *, received: bool) -> SavedTensors
     norm.
 
     Args:
-        received: whether the embedded next tokens come from the previous pipeline stage.
+        received: True if the embedded next tokens come from the previous pipeline stage.
     """
     saved = {
         **saved_by_norm(local, "norm of next tokens", local.h, local.token),
@@ -503,7 +503,7 @@ def _text_layer(local: LocalSizes, *, moe: bool, slots: float | None = None) -> 
     """Return the activations of a text layer, without adapters.
 
     Args:
-        moe: whether the layer has experts.
+        moe: True if the layer has experts.
         slots: see `saved_by_linear_attention`; None for full attention.
     """
     dims, layout, kernels = local.dims, local.layout, local.kernels
@@ -628,7 +628,7 @@ def _loss_temporary(local: LocalSizes, tokens: float, *, loss_in_chunks: bool) -
 
 
 def _apply_recomputation(layers: Sequence[LayerActivations], recompute: Recompute) -> tuple[float, float]:
-    """Return the bytes that layers store under a recomputation setting, and the peak of their temporary bytes."""
+    """Return the bytes per token (or patch) that `layers` store for the backward pass, and their temporary bytes."""
     if not layers:
         return 0.0, 0.0
     totals, number = [sum(layer.saved.values()) for layer in layers], recompute.num_layers or 1

@@ -34,9 +34,9 @@ STORED_BYTES = 12
 
 @functools.cache
 def _counted_rows(family_name: str) -> tuple[tuple[WeightRow, str, bool], ...]:
-    """Return (row, kind, replicated) for each row of a family's weight table.
+    """Return (entry, kind, replicated) for each weight mapping entry (`WeightRow`) of a family.
 
-    The kind is a value of `Component`, or "experts". Replicated rows are not sharded by tensor parallelism.
+    The kind is a value of `Component`, or "experts". Replicated parameters are not sharded by tensor parallelism.
     """
     rows = []
     for row in family(family_name).rows():
@@ -51,7 +51,7 @@ def count_parameters(
     """Return the number of parameters of a pipeline chunk on one rank, by component; experts are counted separately.
 
     Args:
-        counted: selects rows by their Megatron name; None for all.
+        counted: returns True for the Megatron names of parameters to count; None for all.
     """
     layers = {name: len(set(chunk.layers).intersection(dims.indices.get(name, ()))) for name in _LAYERS}
     counts = Counter[str]()
@@ -77,7 +77,7 @@ def count_parameters(
 
 
 def group_layers_by_kind(dims: Dimensions, layers: Iterable[int] | None = None) -> list[list[int]]:
-    """Group text layers by kind: full or linear attention, dense MLP or experts.
+    """Group the indices of text layers by kind of layer: full or linear attention, dense MLP or experts.
 
     Args:
         layers: indices of text layers; None for all.
@@ -205,7 +205,7 @@ def estimate_states(
 def _additional_fp8_bytes(
     dims: Dimensions, layout: ParallelLayout, chunks: tuple[PipelineChunk, ...], training: TrainingSettings
 ) -> float:
-    """Return the bytes that FP8 weights need in addition to weights in the model's precision."""
+    """Return the bytes that weights take in FP8, minus the bytes that they would take in the model's precision."""
     if (fp8 := training.fp8) is None:
         return 0.0
 
@@ -225,7 +225,7 @@ def _gathered_parameters(
 ) -> tuple[int, int]:
     """Return the number of parameters outside of layers, and the number of parameters of the largest layer.
 
-    ZeRO-3 keeps weights outside of layers unsharded during a step.
+    Under ZeRO-3 weights outside of layers are unsharded during a step.
     """
 
     def count(name: str, **fields: Any) -> int:

@@ -33,9 +33,9 @@ def propose(
     vision_layout: ParallelLayout | None = None,
     max_proposals: int = 5,
 ) -> tuple[list[MemoryEstimate], MemoryEstimate]:
-    """Return estimates of layouts that fit, no two with the same TP, PP and CP, and of the layout with least memory.
+    """Return estimates of the parallel layouts that fit, and the estimate of the layout that needs least memory.
 
-    Recomputation is chosen here; its settings in `training` are ignored.
+    No two proposals have the same TP, PP and CP. Recomputation is chosen here; its settings in `training` are ignored.
 
     Args:
         world: number of GPUs, including separate vision ranks.
@@ -84,7 +84,7 @@ def _possible_layouts(
     if vision_layout is not None:
         world, max_cp = world - vision_layout.world, 1
         if world < 1:
-            raise ValueError(f"there are {vision_layout.world} vision ranks, expected fewer than all GPUs")
+            raise ValueError(f"there are {vision_layout.world} vision ranks, expected fewer than the number of GPUs")
     powers = [2**power for power in range(world.bit_length())]
     sizes = {
         "tp": [size for size in powers if size <= gpu.gpus_per_node],

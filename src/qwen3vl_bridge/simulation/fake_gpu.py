@@ -32,10 +32,10 @@ class FakeGPUError(RuntimeError):
 
 
 def build(folder: str | os.PathLike[str]) -> Path:
-    """Build the libraries below `folder`, unless they exist.
+    """Build the libraries of the fake GPU in a subfolder of `folder`, unless they exist there.
 
     Returns:
-        The folder for `environment`: `folder / <digest of sources and torch>`.
+        The subfolder, for `environment`. Its name is a hash of the sources and of the installed torch.
 
     Raises:
         FakeGPUError: gcc, nm, the CUDA build of torch or CUDA's runtime headers are missing.
@@ -46,9 +46,9 @@ def build(folder: str | os.PathLike[str]) -> Path:
         installed = Path(engine.origin).parent  # may be outside of torch's site-packages
         libraries += sorted([*installed.rglob("*.so"), *installed.parent.glob("transformer_engine_torch*.so")])
     if not (site / "torch/lib/libtorch_cuda.so").exists():
-        raise FakeGPUError("torch is installed without CUDA; the fake GPU needs the CUDA build")
+        raise FakeGPUError("torch is installed without CUDA; the fake GPU needs the CUDA build of torch")
     if missing := [program for program in ("gcc", "nm") if shutil.which(program) is None]:
-        raise FakeGPUError(f"{' and '.join(missing)} not found: the fake GPU is built from C")
+        raise FakeGPUError(f"{' and '.join(missing)} not found, expected on PATH: the fake GPU is compiled from C")
     sources = [Path(__file__), *sorted(SOURCES.iterdir())]
     contents = [path.read_bytes() for path in sources] + [
         f"{path} {path.stat().st_size}".encode() for path in libraries
@@ -79,7 +79,7 @@ def build(folder: str | os.PathLike[str]) -> Path:
 
 
 def _stub(name: str) -> str:
-    """Return the C code of a CUDA function that only logs a GEMM, or does nothing if its name is not that of a GEMM."""
+    """Return the C code of a CUDA function: it logs a GEMM if `name` is the name of a GEMM, and else does nothing."""
     if _ALGEBRA.fullmatch(name):
         return f'int {name}(void *handle) {{ return other_product("{name}", handle); }}'
     return f"long {name}(void) {{ return 0; }}"
@@ -170,7 +170,7 @@ def mark(text: str) -> None:
 
 @contextmanager
 def on_sync(function: Callable[[bytes], None]) -> Iterator[None]:
-    """Call a function at each host-device synchronization in the block, on the stack of the synchronizing line.
+    """Call a function at each host-device synchronization inside the `with` block, from the line that synchronizes.
 
     The process must run on the fake GPU.
 

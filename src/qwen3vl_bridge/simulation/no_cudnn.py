@@ -15,7 +15,7 @@ from torch import Tensor
 
 @contextmanager
 def without_cudnn() -> Iterator[None]:
-    """Replace cuDNN attention by functions that return uninitialized tensors of the same shapes."""
+    """Make cuDNN attention return uninitialized tensors of the right shapes, inside the `with` block."""
     if not has_transformer_engine():
         yield
         return

@@ -120,11 +120,13 @@ def simulate_rank(cfg: ConfigContainer, *, rank: int, world: int, log: Path) -> 
     if not 0 <= rank < world:
         raise ValueError(f"rank is {rank}, expected 0 to {world - 1}")
     if cfg.train.micro_batch_size != 1:
-        raise ValueError(f"train.micro_batch_size is {cfg.train.micro_batch_size}, expected 1 (a packed row)")
+        raise ValueError(
+            f"train.micro_batch_size is {cfg.train.micro_batch_size}, expected 1: a simulation takes one packed row"
+        )
     if cfg.model.dist_train.use_dist_train or cfg.model.variable_seq_lengths:
         raise ValueError(
-            "model.variable_seq_lengths or model.dist_train is set, with which ranks send each other sizes; a "
-            "simulation has only one rank: expected model.variable_seq_lengths=False and no separate vision ranks"
+            "model.variable_seq_lengths or model.dist_train.use_dist_train is True, expected False for both: ranks "
+            "would send each other sizes, and a simulation has only one rank"
         )
     gc.freeze()  # compiling runs many garbage collections, which need not traverse imported modules
     report = Simulation(rank, world)
@@ -208,7 +210,7 @@ def _replace_row(cfg: ConfigContainer, make: Callable[[], TokenBatch], report: S
 
 
 class _NoWeights:
-    """Replacement of `Pretrained` that reads no weights, so that adapters are inserted into an uninitialized model."""
+    """Replacement of `Pretrained` that reads no weights: adapters are inserted into an uninitialized model."""
 
     @classmethod
     def find(cls, path: str) -> _NoWeights:
@@ -298,7 +300,7 @@ class _Recorder(Callback):
             self.report.collectives[name] = number + 1, total + nbytes
 
     def record_model(self, chunks: Any) -> Any:
-        """Record the memory of the model, and return the model: a post-wrap hook."""
+        """Record the memory of the model, and return the chunks. This is a post-wrap hook of the provider."""
         self.record_phase("model")
         return chunks
 
@@ -381,7 +383,7 @@ def _held_at_peak(trace: list[dict[str, Any]]) -> list[tuple[int, int, str]]:
 
 @functools.cache
 def _folders() -> tuple[str, ...]:
-    """Return the folders of the packages in `_PACKAGES`, but of no other copy, such as a clone of our repository."""
+    """Return the folders from which the packages in `_PACKAGES` are imported."""
     specs = [importlib.util.find_spec(name) for name in _PACKAGES]
     return tuple(f"{folder}/" for spec in specs if spec for folder in spec.submodule_search_locations or ())
 

@@ -33,8 +33,7 @@ _BATCH_SIZE = 16  # prompts
 
 
 def training_callbacks(cfg: ConfigContainer) -> list[Callback]:
-    """Validate a configuration and return its callbacks: `finetune(cfg, forward_step,
-    callbacks=training_callbacks(cfg))`.
+    """Validate a configuration and return the callbacks of its run, for `finetune(..., callbacks=...)`.
 
     Raises:
         RuntimeError: Asynchronous saving has started this process, which runs the training script again.
@@ -46,7 +45,7 @@ def training_callbacks(cfg: ConfigContainer) -> list[Callback]:
 
 
 def build_callbacks(cfg: ConfigContainer) -> list[Callback]:
-    """Return the callbacks without checking data, processor and script. For dry runs and simulations."""
+    """Return the callbacks of a run without validating data, processor and script, for dry runs and simulations."""
     if isinstance(cfg, Qwen3VLConfigContainer):
         vars(cfg)["has_callbacks"] = True
     callbacks: list[Callback] = [StepGuard()]  # first: the others use its gradient norms
@@ -65,7 +64,7 @@ def build_callbacks(cfg: ConfigContainer) -> list[Callback]:
 
 
 class SkipFinishedRun(Callback):
-    """End a run that is started again after its last step, for example when a scheduler requeues the job.
+    """Callback that ends a run which is started again after its last step, such as a requeued job.
 
     Otherwise Megatron-Bridge's samplers raise an error, or its loop validates and saves once more.
     """
@@ -87,7 +86,7 @@ class SkipFinishedRun(Callback):
 
 
 class KeepRngState(Callback):
-    """Restore torch's random state after data loaders are built, because each loader draws a seed from it."""
+    """Callback that restores torch's random state after data loaders are built: each loader draws a seed from it."""
 
     _state: torch.Tensor | None = None
 
@@ -102,7 +101,7 @@ class KeepRngState(Callback):
 
 
 class CollectGarbageAfterFirstStep(Callback):
-    """Collect garbage after the first step, in which compiling and tuning kernels leaves reference cycles.
+    """Callback that collects garbage after the first step, in which compiling kernels leaves reference cycles.
 
     The cycles hold GPU memory: 1.5 GiB for Qwen3.5-9B, measured on the fake GPU. Recipes collect garbage only every
     `train.manual_gc_interval` steps.
@@ -118,7 +117,7 @@ class CollectGarbageAfterFirstStep(Callback):
 
 
 class Accuracy(Callback):
-    """Generate answers at each evaluation, and log the fraction of correct answers as `accuracy`.
+    """Callback that generates answers at each evaluation and logs the fraction of correct answers as `accuracy`.
 
     Data-parallel ranks have different prompts. But with expert parallelism or Megatron-FSDP ranks must run forward
     passes together, so every rank generates all answers.
@@ -152,7 +151,7 @@ class Accuracy(Callback):
         return read_prompts(source, self.rows, self.settings.samples)
 
     def count_correct(self, model: Sequence[torch.nn.Module]) -> list[int]:
-        """Generate answers to the questions of this rank. Return the number of correct answers, and of questions."""
+        """Generate answers to the questions of this rank; return [number of correct answers, number of questions]."""
         asked = self._questions or []
         right, tokenizer = 0, self.rows.checkpoint().encoder.processor.tokenizer
         device = next(model[0].parameters()).device

@@ -38,13 +38,13 @@ Action = Literal["stop", "skip"]
 
 @dataclass(kw_only=True)
 class GuardConfig:
-    """What to do about steps that would ruin the weights. The samples of such a step are always named.
+    """Reaction to a step with a bad loss or gradient, before the weights change. The message names its samples.
 
     Attributes:
-        on_nan: if a loss or gradient is not finite, "stop" the run before the step, or "skip" the step.
-        on_spike: if a loss is far above recent losses, "stop", "skip", or None to ignore it.
+        on_nan: "stop" the run or "skip" the step if a loss or gradient is not finite.
+        on_spike: "stop" the run or "skip" the step if the loss is far above recent losses; None to ignore spikes.
         spike_factor: a loss above this many times the median of recent losses is a spike.
-        spike_window: number of recent steps. Spikes are detected once half as many losses are known.
+        spike_window: number of recent losses. Spikes are detected once half as many losses are known.
     """
 
     on_nan: Action = "stop"
@@ -63,7 +63,7 @@ class AccuracyConfig:
     Attributes:
         path: conversations, in the same format as `dataset.valid_path`; None to measure no accuracy.
         samples: number of conversations, from the beginning of the file.
-        max_new_tokens: maximum length of an answer, including the reasoning that a chat template asks for.
+        max_new_tokens: maximum number of tokens of an answer, including reasoning.
         metric: "exact" counts answers that are equal apart from surrounding white space; "contains" counts answers that
             contain the expected answer.
     """
@@ -128,7 +128,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
     Attributes:
         optimizer_config_override_provider: learning rates of the model's components; Megatron-Bridge's field.
         rerun_state_machine: Megatron-Bridge's field.
-        guard: what to do about steps that would ruin the weights; None for no checks.
+        guard: reaction to steps with a bad loss or gradient; None for no checks.
         accuracy: accuracy on held-out conversations.
     """
 
@@ -206,7 +206,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
             found = " and ".join(f"train.{name} {value}" for name, value in given.items() if value is not None)
             raise ValueError(
                 f"train.num_epochs is {epochs}{' with ' * bool(found)}{found}, expected a number above 0, and None for "
-                "train_iters, train_samples and rampup_batch_size"
+                "train.train_iters, train.train_samples and train.rampup_batch_size"
             )
         if not isinstance(rows, Qwen3VLConversationProvider):
             raise ValueError(
@@ -216,13 +216,12 @@ class Qwen3VLConfigContainer(ConfigContainer):
         count = int(rows.count_epoch(self.model.context_parallel_size).rows)
         train.num_epochs, train.train_iters = None, ceil(Fraction(str(epochs)) * count / train.global_batch_size)
         if get_rank_safe() == 0:
-            logger.info("train.num_epochs %s of %d rows: train.train_iters is %d", epochs, count, train.train_iters)
+            logger.info("train.num_epochs=%s with %d rows each: train.train_iters=%d", epochs, count, train.train_iters)
 
     def _complete_dataset(self) -> None:
         """Set the fields of the dataset that follow from other sections of the configuration.
 
-        Warn if the signal that asks a run to save and exit would kill data-loading workers: the run would then fail
-        before it can save.
+        Warn if `train.exit_signal` would kill data-loading workers, so that the run fails before it can save.
         """
         dataset, train = self.dataset, self.train
         exit_signal = int(train.exit_signal) if train.exit_signal_handler_for_dataloader else None
@@ -242,7 +241,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
         # Megatron-Bridge's energon loaders never handle the signal.
         if exit_signal is None or isinstance(dataset, EnergonDatasetConfig):
             logger.warning(
-                "train.exit_signal_handler is on, but not for the %d processes that read ahead: launchers send them "
-                "the signal too, it ends them, and the run fails before it can save; %s, or dataset.num_workers=0",
+                "train.exit_signal_handler does not apply to the %d data-loading workers: launchers send them the "
+                "signal too, it ends them, and the run fails before it can save; %s, or set dataset.num_workers=0",
                 *(dataset.num_workers, advice),
             )

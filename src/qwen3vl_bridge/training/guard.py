@@ -48,7 +48,7 @@ _MAX_NAMES = 10  # samples in a message
 
 
 class StepGuard(Callback):
-    """Implement `cfg.guard`, and compute the gradient norm of each component of the model.
+    """Callback that implements `cfg.guard` and computes the gradient norm of each component of the model.
 
     Norms are computed before clipping. They are logged as `grad_norm_language_model` and so on. A step needs one small
     all-reduce over all ranks.
@@ -99,7 +99,7 @@ class StepGuard(Callback):
         delattr(context.state, _RECORDED)
 
     def _prepare_and_sum(self) -> bool:
-        """Replace the optimizer's `prepare_grads`: also start one sum of losses and norms over all ranks."""
+        """Prepare gradients and start one sum of losses and norms over all ranks. Replaces `prepare_grads`."""
         overflow = self._prepare()  # with loss scaling; megatron-core skips the step by itself
         squares, sums = self._grad_norms.local_squares(), torch.zeros(2, dtype=torch.float64, device=self._device)
         if self._microbatches and not self._groups.tp.rank():  # tensor-parallel ranks have the same losses
@@ -111,19 +111,22 @@ class StepGuard(Callback):
         return overflow
 
     def _step_ready_if_good(self) -> bool:
-        """Replace the optimizer's `step_with_ready_grads`: skip the step if the guard does not accept it."""
+        """Step the optimizer unless the guard rejects the step. Replaces `step_with_ready_grads`."""
         return self._accepts_step(overflow=False) and self._step_ready()
 
     def _accepts_step(self, *, overflow: bool) -> bool:
         """Return True if the guard accepts the step.
 
         Raises:
-            BadStepError: The guard does not accept the step, and its setting is "stop".
+            BadStepError: The guard rejects the step, and the setting that applies is "stop".
+            ValueError: No losses were recorded.
         """
         if self._guard is None:
             return True
         if not self._read():
-            raise ValueError("cfg.guard is set, but no losses were recorded. Use qwen3vl_bridge.forward_step.")
+            raise ValueError(
+                "guard is set, but no losses were recorded: train with qwen3vl_bridge.forward_step, or set guard=None"
+            )
         loss, tokens = self._loss
         finding = self._guard.check_step(
             loss / tokens if tokens else None, 0.0 if overflow else math.hypot(*self._norms.values())
@@ -142,9 +145,9 @@ class StepGuard(Callback):
         return False
 
     def _read(self) -> float:
-        """Read this step's sums of losses and squared norms.
+        """Read the sums of losses and squared norms of this step, and return the number of recorded microbatches.
 
-        Return the number of recorded microbatches over all ranks; 0 if the sums have been read already.
+        The number is over all ranks. It is 0 if the sums have been read already.
         """
         if self._sums_of_step is None:
             return 0
@@ -159,10 +162,10 @@ def _check_anything_trained(context: CallbackContext) -> None:
     if any(gather_objects(any(p.requires_grad for chunk in context.model for p in chunk.parameters()))):
         return
     if (peft := context.state.cfg.peft) is None:
-        expected = "one of model.freeze_language_model, freeze_vision_model and freeze_vision_projection False"
+        advice = "set model.freeze_language_model, model.freeze_vision_model or model.freeze_vision_projection to False"
     else:
-        expected = f"a peft that matches some layer; it is {peft}"
-    raise ValueError(f"nothing would be trained: no parameter of the model requires a gradient; expected {expected}")
+        advice = f"set a peft that matches a layer of the model, instead of {peft}"
+    raise ValueError(f"nothing would be trained, because no parameter of the model requires a gradient; {advice}")
 
 
 class BadStepError(ValueError):
@@ -170,9 +173,9 @@ class BadStepError(ValueError):
 
 
 class Guard:
-    """Check the loss and the gradient norm of each step, with the same result on all ranks.
+    """Check of the loss and the gradient norm of each step, with the same result on all ranks.
 
-    `latest` has the losses of previous steps.
+    `latest` has the losses of previous steps, oldest first.
     """
 
     def __init__(self, settings: GuardConfig, latest: Sequence[float] = ()) -> None:
@@ -180,10 +183,7 @@ class Guard:
         self.latest = deque(latest, maxlen=settings.spike_window)
 
     def check_step(self, loss: float | None, gradient_norm: float) -> Finding | None:
-        """Return the problem of a step, or None if it has none.
-
-        The loss is added to the recent losses even if it is a spike: if losses have risen permanently, they are
-        accepted after half a window.
+        """Return the problem of a step, or None if loss and gradient norm are good.
 
         Args:
             loss: mean loss of the step; None without tokens.
@@ -191,7 +191,7 @@ class Guard:
         settings, known, limit = self.settings, len(self.latest), math.inf
         if 2 * known >= settings.spike_window:
             limit = settings.spike_factor * statistics.median(self.latest)
-        if loss is not None and math.isfinite(loss):
+        if loss is not None and math.isfinite(loss):  # also a spike: higher losses are accepted after half a window
             self.latest.append(loss)
         if loss is not None and not math.isfinite(loss):
             problem = f"the loss is {loss}, expected a finite value"
@@ -209,7 +209,7 @@ class Guard:
 
 
 class Finding(NamedTuple):
-    """A problem of a step, and the action that the settings choose."""
+    """A problem of a step, and the action that `GuardConfig` sets for it."""
 
     action: Action
     problem: str
@@ -252,7 +252,7 @@ def latest_losses(entries: Iterable[Mapping[str, Any]], step: int, window: int) 
 
 
 class SampleLoss(NamedTuple):
-    """The share of a sample's loss that a rank has computed."""
+    """The part of a sample's loss that one rank has computed."""
 
     segment: tuple[int, int, int]  # data-parallel rank, microbatch, segment: the same on all context-parallel ranks
     name: str
@@ -271,7 +271,7 @@ class Microbatch:
     sample_ids: tuple[str, ...]  # of the segments, if known
 
     def sample_losses(self, number: int, groups: ProcessGroupCollection) -> list[SampleLoss]:
-        """Return the loss of each sample in this microbatch, the `number`-th of a step, on this rank.
+        """Return this rank's part of the loss of each sample; `number` is the index of this microbatch in its step.
 
         Synchronizes with the device.
         """
@@ -293,11 +293,13 @@ class Microbatch:
 
 
 def record_losses(count: Callable, state: GlobalState, batch: TokenBatch, mask: Tensor) -> Callable:
-    """Wrap the loss function of a training microbatch: also record the losses for `StepGuard`, if it has started.
+    """Return the loss function of a training microbatch, extended to record the losses for `StepGuard`.
+
+    If no `StepGuard` has started, `count` is returned unchanged.
 
     Args:
-        count: loss function, from losses [b, s] to (sum, number of tokens, values to report).
-        mask: [b, s] this rank's share of the loss mask, on the device.
+        count: loss function, from losses [rows, tokens] to (sum, number of tokens, values to report).
+        mask: this rank's part of the loss mask [rows, tokens], on the device.
 
     Raises:
         ValueError: The configuration has settings that callbacks implement, and no callback has started.
@@ -326,10 +328,10 @@ def record_losses(count: Callable, state: GlobalState, batch: TokenBatch, mask: 
 
 
 class GradNormsByComponent:
-    """Compute gradient norms by component of the model.
+    """Gradient norm of each component of the model.
 
-    An optimizer steps parameters of the model, their float32 copies, or, if it is distributed, this rank's shards of
-    either. megatron-core says which of them are replicated, and over which ranks squared norms are summed.
+    The norm is over all tensors that the optimizer updates: parameters, their float32 copies, or, if the optimizer is
+    distributed, this rank's shards of either. Replicas on other ranks count once.
 
     Args:
         model: this rank's chunks, as given to the optimizer.
@@ -349,8 +351,8 @@ class GradNormsByComponent:
             parts = {tensor: part for part, p in named for tensor in _stepped_tensors(member, p)}
             if missing := set(stepped) - parts.keys():
                 raise ValueError(
-                    f"the optimizer updates {len(missing)} tensors that belong to no parameter of the model, "
-                    f"expected none: found shapes {sorted({tuple(tensor.shape) for tensor in missing})[:8]}"
+                    f"the optimizer updates {len(missing)} tensors that belong to no parameter of the model, with "
+                    f"shapes {sorted({tuple(tensor.shape) for tensor in missing})[:8]}; use the optimizer of this model"
                 )
             group = member.get_grad_stats_parallel_group()
             # Every such group computes the same sum, and the sum over all ranks adds it once for each group.
@@ -361,12 +363,12 @@ class GradNormsByComponent:
 
     @torch.no_grad()
     def local_squares(self) -> Tensor:
-        """Return this rank's share of the squared norms; their sum over all ranks is the squared norm.
+        """Return this rank's share of the squared norm of each component; the sum over ranks is the squared norm.
 
-        Gradients must be where the optimizer reads them.
+        Call this after the optimizer's `prepare_grads`.
 
         Returns:
-            [components] float64, on the device of the gradients.
+            A float64 tensor [components], on the device of the gradients.
         """
         totals = []
         for member, share, by_part in self._sums:

@@ -1,7 +1,6 @@
 """Convert batches of Megatron-Bridge's collators (dicts) to `TokenBatch`, and reject batches with wrong targets.
 
 Batches are converted on the host, where the data loader leaves them. So the step does not synchronize with the device.
-Legend: B rows, S tokens per row, T tokens of a packed row.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ _PACK_IN_STEP = ("enable_in_batch_packing", "defer_in_batch_packing_to_step")  #
 _OUR_DATASET = "qwen3vl_bridge.Qwen3VLConversationProvider"
 _WARNINGS = {
     "image_grid_thw": "Megatron-Bridge's collators resize images twice, which can change their aspect ratio, and use "
-    f"other limits than the checkpoint's processor. {_OUR_DATASET} follows the processor",
+    f"other limits than the checkpoint's processor. Use {_OUR_DATASET}, which follows the processor",
     "video_grid_thw": "Megatron-Bridge's collators drop frames of videos, and the times in the text are wrong: they "
-    f"assume 24 frames per second for every video. {_OUR_DATASET} uses each video's own times",
-    "cut": "Megatron-Bridge's collators cut rows at dataset.seq_length, here in the middle of an answer. "
-    f"{_OUR_DATASET} rejects, drops or truncates such samples according to on_long, and counts them",
+    f"assume 24 frames per second for every video. Use {_OUR_DATASET}, which reads the times from each video",
+    "cut": "Megatron-Bridge's collators cut rows at dataset.seq_length, here within an answer. Increase it, or use "
+    f"{_OUR_DATASET}, which rejects, drops or truncates long samples (dataset.on_long) and counts them",
 }
 _IMAGE_KEYS = {"pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"}
 
@@ -47,25 +46,25 @@ _IMAGE_KEYS = {"pixel_values", "image_grid_thw", "pixel_values_videos", "video_g
 def from_collator(batch: Mapping[str, Any], config: VisionLanguageProvider, dataset: Any = None) -> TokenBatch:
     """Convert a batch of a Megatron-Bridge collator to a `TokenBatch`.
 
-    Padded rows stay padded rows, and a packed row stays one packed row. If the configuration requests packing in the
-    step, padded rows are packed here, without their padding.
+    Padded rows stay padded, and a packed row stays packed. If `dataset` requests packing in the step, padded rows are
+    packed here, without their padding.
 
     Args:
-        batch: on the host: input_ids (or tokens), labels (already shifted) and loss_mask, all [B, S] or [1, T];
-        attention_mask [B, S]; for a packed row cu_seqlens_q and, if its segments are
-            padded, cu_seqlens_q_padded; position_ids; visual_inputs with pixels [patches, features] and grids [K, 3].
+        batch: on the host: input_ids (or tokens), labels (already shifted) and loss_mask, all [rows, tokens];
+            attention_mask [rows, tokens]; for a packed row cu_seqlens_q and, if its segments are padded,
+            cu_seqlens_q_padded; position_ids; visual_inputs with pixels [patches, features] and grids [images, 3].
         dataset: configuration of the dataset, which may request packing; or None.
 
     Returns:
-        The batch on the host. Pixels are not copied: they are most of the bytes, and may be in pinned memory already.
+        The batch on the host. Pixels are not copied.
 
     Raises:
         ValueError: Keys are missing or unknown; shapes, masks, offsets or images are inconsistent; labels are not the
-            next tokens; or padding counts in the loss.
+            next tokens; or loss_mask is not 0 for padding.
         TypeError: The batch is not a mapping.
     """
     if not isinstance(batch, Mapping):
-        raise TypeError(f"found a batch of type {type(batch).__name__}, expected a TokenBatch or a collator's dict")
+        raise TypeError(f"the batch is a {type(batch).__name__}, expected a TokenBatch or the dict of a collator")
     given = _check_keys(batch)
     images = _read_images(given.get("visual_inputs"))
     ids, mask, positions = given["input_ids"], given.get("attention_mask"), given.get("position_ids")
@@ -83,8 +82,8 @@ def from_collator(batch: Mapping[str, Any], config: VisionLanguageProvider, data
             ids,
             labels=given["labels"],
             loss_mask=given["loss_mask"],
-            # Text positions [B, S] are also given for rows with images, and count through them. M-RoPE positions are
-            # computed instead.
+            # Text positions [rows, tokens] are also given for rows with images, and count through them. M-RoPE
+            # positions are computed instead.
             position_ids=positions if positions is not None and positions.dim() == 3 else None,
             attention_mask=mask,
             packed_seq_params=packed,
@@ -93,9 +92,9 @@ def from_collator(batch: Mapping[str, Any], config: VisionLanguageProvider, data
     except ValueError as error:
         if images:
             error.add_note(
-                "Megatron-Bridge's collators cut rows at dataset.seq_length, even within images: increase it to the "
-                "length of the longest sample. Its loop passes the images of all microbatches to each microbatch if "
-                "dataset.dataloader_type is 'batch': expected 'single' or 'cyclic' for data with images"
+                "Two possible causes: Megatron-Bridge's collators cut rows at dataset.seq_length, even within images "
+                "(increase it to the length of the longest sample); with dataset.dataloader_type='batch' its loop "
+                "passes the images of all microbatches to each microbatch (use 'single' or 'cyclic')"
             )
         raise
     if positions is not None and positions.dim() != 3:
@@ -114,15 +113,18 @@ def _check_keys(batch: Mapping[str, Any]) -> dict[str, Any]:
         k for k, v in batch.items() if v is not None and k not in _USED_KEYS | _IGNORED_KEYS and k[:2] != "__"
     )
     if unknown:
-        raise ValueError(f"the batch has the keys {unknown}, expected only {sorted(_USED_KEYS | _IGNORED_KEYS)}")
+        raise ValueError(
+            f"the batch has the unknown keys {unknown}, expected only {sorted(_USED_KEYS | _IGNORED_KEYS)}; remove the "
+            "others in the collate function"
+        )
     given = {key: batch[key] for key in _USED_KEYS if batch.get(key) is not None}
     tokens = given.pop("tokens", None)
     if tokens is not None and not torch.equal(given.setdefault("input_ids", tokens), tokens):
-        raise ValueError("the batch has tokens that differ from input_ids, expected only one of them, or equal ones")
+        raise ValueError("the batch has different values for tokens and input_ids, expected only one of these keys")
     if missing := sorted({"input_ids", "labels", "loss_mask"} - given.keys()):
-        raise ValueError(f"the batch does not have {missing}; found {sorted(batch)}")
+        raise ValueError(f"the batch has the keys {sorted(batch)}, expected {missing} too")
     if "cu_seqlens_q" not in given and (stray := sorted(given.keys() & set(OFFSETS))):
-        raise ValueError(f"the batch has {stray} without cu_seqlens_q, expected the offsets without padding too")
+        raise ValueError(f"the batch has {stray} without cu_seqlens_q, the offsets without padding; expected both")
     shape = given["input_ids"].shape
     for name in ("labels", "loss_mask"):
         if given[name].shape != shape:
@@ -131,7 +133,7 @@ def _check_keys(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_images(visual: Any) -> dict[str, Tensor]:
-    """Return the images and videos of a batch, as arguments of `as_token_batch`."""
+    """Return the images and videos in `visual_inputs` of a batch, as keyword arguments of `as_token_batch`."""
     if visual is None:
         return {}
     given = visual.normalized_for_model()
@@ -144,12 +146,12 @@ def _read_images(visual: Any) -> dict[str, Tensor]:
 
 @cache
 def _warn(kind: str) -> None:
-    """Warn once per process and kind about faults of Megatron-Bridge's collators that cannot be corrected."""
+    """Log a warning of `_WARNINGS` about Megatron-Bridge's collators, each kind once per process."""
     logger.warning(_WARNINGS[kind])
 
 
 def _check_positions(given: Tensor, batch: TokenBatch, arranged: CallerLayout) -> None:
-    """Raise ValueError if text positions do not count up from 0 in each segment.
+    """Raise ValueError if the given text positions do not count up from 0 in each segment of the batch.
 
     Other positions would mean that a segment contains several packed documents.
     """
@@ -161,18 +163,18 @@ def _check_positions(given: Tensor, batch: TokenBatch, arranged: CallerLayout) -
     if wrong.any():
         first = int(wrong.nonzero()[0])
         raise ValueError(
-            f"position_ids has {int(arranged.arrange(given.cpu()).flatten()[first])} for token {int(expected[first])} "
-            "of a segment, expected positions that count up from 0; packed documents need cu_seqlens_q"
+            f"position_ids is {int(arranged.arrange(given.cpu()).flatten()[first])} at token {int(expected[first])} of "
+            "a segment, expected positions that count up from 0; for several documents in a row, pass cu_seqlens_q"
         )
 
 
 def _check_labels(batch: TokenBatch) -> None:
-    """Raise ValueError if padding counts in the loss or labels are not the next tokens."""
+    """Raise ValueError if the loss mask is not 0 for padding, or labels are not the next tokens."""
     layout, ids = batch.layout, batch.input_ids.flatten()
     trained, labels = batch.loss_mask.flatten() != 0, batch.labels.flatten()
     padding, segment = layout.padding_mask(), layout.segment_ids()
     if on_padding := int((trained & padding).sum()):
-        raise ValueError(f"loss_mask counts {on_padding} tokens of padding, expected 0 where attention_mask is 0")
+        raise ValueError(f"loss_mask is not 0 for {on_padding} padding tokens, expected 0 where attention_mask is 0")
     has_next = ~padding[1:] & (segment[1:] == segment[:-1])
     if (trained & ~F.pad(has_next, (0, 1))).any():
         _warn("cut")
@@ -180,6 +182,6 @@ def _check_labels(batch: TokenBatch) -> None:
     if len(wrong):
         token = int(wrong[0])
         raise ValueError(
-            f"labels has {int(labels[token])} at token {token} of the batch, whose next token is "
-            f"{int(ids[token + 1])}: expected shifted labels, and a shifted loss_mask"
+            f"labels is {int(labels[token])} at token {token} of the batch, expected the next token, "
+            f"{int(ids[token + 1])}; shift labels and loss_mask by one token"
         )

@@ -1,7 +1,7 @@
 """Compute speed, utilization, gradient norms and expert load of a run for its log.
 
 The forward step counts the contents of microbatches on the host (`count_microbatch`). `Metrics` sums the counts over
-ranks when a step is logged. The load of experts is counted in that step only.
+ranks when a step is logged. Expert load is counted only in steps that are logged.
 """
 
 from __future__ import annotations
@@ -49,11 +49,10 @@ _BALANCING_LOSSES = {"aux_loss": "load_balancing_loss", "global_aux_loss": "glob
 
 
 class Metrics(Callback):
-    """Compute metrics every `logger.log_interval` steps.
+    """Callback that computes metrics every `logger.log_interval` steps.
 
-    Rates are means over these steps, without the time of evaluations and checkpoints. Other metrics are those of the
-    last step, so that a resumed run logs the same. Padding does not count as tokens, and FLOPs are those that the model
-    needs for the tokens (`flops.TowerCosts`).
+    Rates are means over these steps, without the time of evaluations and checkpoints. Other metrics describe the last
+    step, so that a resumed run logs the same. Tokens and FLOPs exclude padding; FLOPs also exclude recomputation.
     """
 
     def __init__(self) -> None:
@@ -177,7 +176,7 @@ class BatchCounts(NamedTuple):
 class Meter:
     """Counts of this rank's microbatches since the last reset, and numbers of excluded samples.
 
-    The fields for samples have the names and meanings of fields of `TokenBatch`.
+    `dropped`, `newly_dropped` and `unreadable` mean the same as in `TokenBatch`.
     """
 
     amounts: BatchCounts = field(default_factory=BatchCounts)
@@ -186,7 +185,7 @@ class Meter:
     unreadable: SetCounts = ()
 
     def add(self, amounts: BatchCounts, batch: TokenBatch) -> None:
-        """Count one more microbatch, and the samples dropped up to its rows."""
+        """Add the counts of a microbatch and its numbers of excluded samples."""
         self.amounts += amounts
         self.dropped = merge_counts(max, self.dropped, batch.dropped)
         self.newly_dropped = merge_counts(sum, self.newly_dropped, batch.newly_dropped)
@@ -206,7 +205,7 @@ def get_meter(state: GlobalState) -> Meter:
 
 
 def count_microbatch(state: GlobalState, batch: TokenBatch, config: VisionLanguageProvider) -> None:
-    """Count a training microbatch on the host, for the metrics of `Metrics` and of Megatron-Bridge."""
+    """Add a training microbatch, on the host, to the counts of `Metrics` and to the FLOPs of Megatron-Bridge."""
     amounts = BatchCounts.from_batch(batch, config)
     get_meter(state).add(amounts, batch)
     count_flops(state, amounts)
@@ -226,10 +225,7 @@ def count_flops(state: GlobalState, amounts: BatchCounts) -> None:
 
 
 def step_costs(cfg: ConfigContainer) -> TowerCosts | None:
-    """Return the FLOPs per token and patch of a training step.
-
-    Return None if the run trains adapters of another package.
-    """
+    """Return the FLOPs per token and patch of a training step; None if adapters of another package are trained."""
     trained, peft = trained_parts(cfg.model), getattr(cfg, "peft", None)
     if peft is None:
         return model_costs(cfg.model.dimensions(), trained)
@@ -251,13 +247,13 @@ def peak_flops(device: str) -> float | None:
 
 
 class ExcludedSamples:
-    """Convert the numbers of samples that training excludes, by dataset, to metrics.
+    """Metrics about samples that training excludes: their numbers in total and by dataset.
 
-    - Samples dropped by the plan of rows: every process has the same plan, and each batch has the total up to its row.
-      The maximum over ranks counts.
-    - Samples dropped in streams and WebDatasets: each process reads its own share, and each batch has the number of new
-      ones. Data-parallel ranks add them.
-    - Unreadable samples: only ranks that read the row know them, and add them.
+    - Samples dropped when rows are planned: every process makes the same plan, and each batch has the total so far. The
+      metric is the maximum over ranks.
+    - Samples dropped while a stream or WebDataset is read: each process reads its own share, and each batch has the
+      number of newly dropped samples. The metric is the sum over data-parallel ranks.
+    - Unreadable samples: only ranks that read the row know them. The metric is the sum over data-parallel ranks.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -271,9 +267,9 @@ class ExcludedSamples:
         return [*counts, *[0] * (max(len(self._names), 1) - len(counts))]
 
     def to_metrics(self, dropped: Sequence[float], unreadable: Sequence[int]) -> dict[str, float]:
-        """Return the total numbers of dropped and unreadable samples, and the numbers per dataset of a mixture.
+        """Return the numbers of dropped and unreadable samples, in total and per dataset of a mixture, by metric name.
 
-        Keys are names of metrics. Zeros are omitted.
+        Zeros are omitted.
         """
         metrics = {}
         for kind, counts in (("dropped", dropped), ("unreadable", unreadable)):
@@ -291,9 +287,10 @@ class ExcludedSamples:
 
 
 class ExpertLoad:
-    """Count the tokens of each expert by hooks of the routers, from construction until the metrics are computed.
+    """Numbers of tokens routed to each expert, counted by forward hooks of the routers.
 
-    Hooks exist only in a step that is logged. They do not synchronize with the device.
+    Counting starts when this object is created, and ends when metrics are computed. It does not synchronize with the
+    device.
     """
 
     def __init__(self, model: Sequence[nn.Module]) -> None:
@@ -308,7 +305,7 @@ class ExpertLoad:
     def _count(self, router: nn.Module, args: tuple, kwargs: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:
         if not torch.is_grad_enabled():
             return  # a recomputed layer runs again with gradients, and is counted then
-        topk = output[1]  # [tokens, E] bool
+        topk = output[1]  # [tokens, experts] bool
         padding = kwargs.get("padding_mask", args[1] if len(args) > 1 else None)  # [s, b] bool, True for padding
         if padding is not None:
             topk = topk & ~padding.reshape(-1, 1)
@@ -320,7 +317,7 @@ class ExpertLoad:
 
         Returns:
             `expert_load_max` and `expert_load_mean`: maximum and mean over layers of the load, which is the number of
-            tokens of a layer's busiest expert divided by the mean of its experts. Also the balancing losses.
+            tokens of a layer's busiest expert divided by the mean over its experts. Also the balancing losses.
         """
         counts = self.count_tokens(cfg.model)
         loads = counts.amax(1) / counts.sum(1).clamp(min=1) * counts.size(1)
@@ -331,7 +328,7 @@ class ExpertLoad:
         """Stop counting, and return the number of tokens of each expert over all ranks, without padding.
 
         Returns:
-            A tensor [layers with experts, E] int64.
+            An int64 tensor [layers with experts, experts].
         """
         for hook in self._hooks:
             hook.remove()

@@ -31,12 +31,12 @@ from megatron.core.utils import unwrap_model
 logger = logging.getLogger(__name__)
 
 _RNG_STATE = "rng_state"
-_NEW_OPTIMIZER = "checkpoint.load_optim=false, to start with a new optimizer state"
+_NEW_OPTIMIZER = "set checkpoint.load_optim=false to start with a new optimizer state"
 _MTP = "mtp_loss_scaling_factor"
 _GROUPS, _IS_EXPERT = "param_groups", "is_expert_parallel"
 _GROUP_IDENTITY = tuple(key for key in param_group_identifier_keys if key != _IS_EXPERT)
 _CHOOSE_SCHEDULE = (
-    "set scheduler.override_opt_param_scheduler=true to use the settings, or "
+    "set scheduler.override_opt_param_scheduler=true to use the settings of this run, or "
     "scheduler.use_checkpoint_opt_param_scheduler=true to use the checkpoint's schedule"
 )
 
@@ -86,7 +86,7 @@ def check_checkpoint_exists(settings: CheckpointConfig) -> None:
     local = settings.non_persistent_ckpt_type == "local"  # ranks have these in other folders
     if settings.exit_on_missing_checkpoint and settings.load and not local and not _checkpoint_exists(settings):
         raise CheckpointError(
-            f"checkpoint.load is {settings.load}, which has no checkpoint; expected a folder with one, or "
+            f"checkpoint.load is {settings.load}, expected a folder with a checkpoint; give another folder, or set "
             "checkpoint.exit_on_missing_checkpoint=false"
         )
 
@@ -120,7 +120,7 @@ def check_optimizer_state(folder: Path, cfg: ConfigContainer) -> None:
     checkpoint, theirs, ours = saved.get("checkpoint") or {}, saved.get("model") or {}, vars(cfg.model)
     if not checkpoint.get("save_optim", True):
         raise CheckpointError(
-            f"{folder} was saved without the optimizer (checkpoint.save_optim=false): expected {_NEW_OPTIMIZER}"
+            f"{folder} was saved without optimizer state (checkpoint.save_optim=false); {_NEW_OPTIMIZER}"
         )
     if cfg.peft is not None:
         return
@@ -134,9 +134,9 @@ def check_optimizer_state(folder: Path, cfg: ConfigContainer) -> None:
         differ = ", ".join(f"model.{name} is {ours.get(name)}, the checkpoint has {theirs.get(name)}" for name in names)
         why = "does not have the state of parameters that are trained now"
         if by_index:
-            why = "was saved by index, and fits only the same trained parameters"
+            why = "was saved by parameter index, and fits only if the same parameters are trained"
         raise CheckpointError(
-            f"{differ}: the optimizer state in {folder} {why}; expected the checkpoint's settings, or {_NEW_OPTIMIZER}"
+            f"{differ}: the optimizer state in {folder} {why}; use the checkpoint's settings, or {_NEW_OPTIMIZER}"
         )
     rows = tuple(row for row in family(cfg.model.family).rows() if row.float32)
     if by_index and now[f"freeze_{Component.LANGUAGE_MODEL.value}"] and rows:
@@ -145,12 +145,15 @@ def check_optimizer_state(folder: Path, cfg: ConfigContainer) -> None:
             if name in tensors and tensors[name][0].dtype != "float32":
                 raise CheckpointError(
                     f"{folder} has {name} in 16 bits, as in Megatron-Bridge's own model, and this run has it in "
-                    f"float32: the optimizer state was saved by index, and does not fit; expected {_NEW_OPTIMIZER}"
+                    f"float32: the optimizer state was saved by parameter index, and does not fit; {_NEW_OPTIMIZER}"
                 )
 
 
 def _trained(model: Mapping[str, Any]) -> dict[str, bool]:
-    """Return whether each component and multi-token prediction are trained, by the name of the setting."""
+    """Return a dict from setting names, such as `freeze_vision_model`, to True if the component is trained.
+
+    The setting `mtp_loss_scaling_factor` stands for multi-token prediction.
+    """
     parts = {f"freeze_{component.value}": not model.get(f"freeze_{component.value}") for component in Component}
     mtp = bool(model.get("mtp_num_layers") and model.get(_MTP))
     return parts | {_MTP: mtp and parts[f"freeze_{Component.LANGUAGE_MODEL.value}"]}
@@ -158,7 +161,7 @@ def _trained(model: Mapping[str, Any]) -> dict[str, bool]:
 
 @contextlib.contextmanager
 def temporarily_set(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within the block, set an attribute of an object. Restore the attribute afterwards."""
+    """Set an attribute of an object inside the `with` block, and restore it afterwards."""
     had, before = name in vars(owner), vars(owner).get(name)
     setattr(owner, name, value)
     try:
@@ -168,11 +171,11 @@ def temporarily_set(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def load_chained_or_flat_state(optimizer: MegatronOptimizer | None) -> contextlib.AbstractContextManager[None]:
-    """Within the block, let an optimizer load a state saved by a different number of chained optimizers.
+    """Let an optimizer load a state saved by a different number of chained optimizers, inside the `with` block.
 
     megatron-core has a separate optimizer for experts only with expert parallelism. A checkpoint then has the settings
     of parameter groups (rates, decay, steps) by the index of the optimizer, and otherwise without an index. Without
-    this conversion a run with experts could resume only in the same form.
+    this conversion a run could not resume with expert parallelism turned on or off.
     """
     if optimizer is None:
         return contextlib.nullcontext()
@@ -189,10 +192,10 @@ def load_chained_or_flat_state(optimizer: MegatronOptimizer | None) -> contextli
 
 
 def convert_optimizer_state(state: dict, chain: Sequence[MegatronOptimizer]) -> dict:
-    """Convert a loaded state of a chain of optimizers to the form that the chain expects.
+    """Convert the loaded state of an optimizer to the form that the chained optimizers in `chain` expect.
 
-    Tensors are already in that form: by index if there are several optimizers. Settings are as they were saved: by
-    index if there were several optimizers. If both forms are the same, return the state unchanged.
+    Tensors are already in this form: by optimizer index if there are several optimizers. Settings of parameter groups
+    have the saved form: by index if several optimizers were saved. If both forms agree, return the state unchanged.
     """
     by_index = {key: value for key, value in state.items() if isinstance(key, int)}
     flat = {key: value for key, value in state.items() if key not in by_index}
@@ -204,7 +207,7 @@ def convert_optimizer_state(state: dict, chain: Sequence[MegatronOptimizer]) -> 
 
 
 def _add_settings(own: Mapping, saved: list[dict], groups: list[dict]) -> dict:
-    """Return an optimizer's state, with missing values filled in from the saved settings.
+    """Return the state `own` of an optimizer, with missing values filled in from the saved settings.
 
     Settings of parameter groups are searched in all entries of `saved`.
     """
@@ -234,13 +237,13 @@ def _saved_group(group: dict, stored: list[dict]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def use_chosen_schedule(ctx: CheckpointLoadContext, folder: Path | None) -> Iterator[None]:
-    """Load optimizer and schedule in the block, and continue with the learning rates that the configuration chooses.
+    """Let optimizer and schedule be loaded inside the `with` block even if learning rates differ from the checkpoint's.
 
-    megatron-core identifies parameter groups by their maximum and minimum rates, among others. With other rates an
-    optimizer does not find its groups in the checkpoint, or continues with the checkpoint's rates. A collective call.
+    megatron-core finds parameter groups in a checkpoint by their rates, among others. `override_opt_param_scheduler`
+    continues with the rates of this run, `use_checkpoint_opt_param_scheduler` with the checkpoint's. A collective call.
 
     Raises:
-        CheckpointError: The rates differ, and the configuration does not choose.
+        CheckpointError: The rates differ, and neither setting is True.
     """
     cfg, scheduler = ctx.state.cfg, ctx.opt_param_scheduler
     ours = theirs = cfg.optimizer.lr, cfg.optimizer.min_lr
@@ -306,8 +309,8 @@ def has_all_rng_states(settings: CheckpointConfig, ctx: CheckpointLoadContext) -
     if missing and is_rank_zero():
         layouts = sorted({_sizes_in(key) for key in stored if key.startswith(f"{_RNG_STATE}/")})
         logger.warning(
-            "%s has random states for %s, and this run has %s: random states are not restored, and generators keep the "
-            "state from rng.seed",
+            "%s has random states for %s, and this run has %s: random states are not restored, and random generators "
+            "keep the state from rng.seed",
             *(folder, " and ".join(layouts) or "no ranks", _sizes_in(missing[0])),
         )
     return all(key in stored for name, key in keys if name == ctx.module_name)

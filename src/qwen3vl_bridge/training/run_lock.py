@@ -34,15 +34,15 @@ _JOB_VARIABLES = {"SLURM_JOB_ID": "Slurm job", "TORCHELASTIC_RUN_ID": "torchrun 
 
 
 class FolderInUseError(CheckpointError):
-    """Raised if another run that is alive has locked the folder."""
+    """Raised if the folder is locked by another run that is still alive."""
 
 
 class RunLock:
-    """Lock a run's folder until this object is deleted or the process ends. One process of a run has the lock.
+    """Lock on a run's folder, held by one process until this object is deleted or the process ends.
 
-    A killed process leaves the file. The lock is taken over at once if that process has visibly ended, which requires
-    the same boot of the same kernel and the same process namespace. Otherwise (another node or container) it is taken
-    over if it is not renewed for `RENEWAL_TIMEOUT` seconds. Use `lock_folder`, which returns the same lock to all
+    A killed process leaves the lock file. If the process can be seen from here (same boot of the same kernel, same
+    process namespace), its lock is taken over at once. Otherwise (another node or container) the lock is taken over
+    when it has not been renewed for `RENEWAL_TIMEOUT` seconds. Use `lock_folder`, which returns the same lock to all
     callers in a process.
 
     Raises:
@@ -74,9 +74,9 @@ class RunLock:
         self.release = weakref.finalize(self, _release, self.path, descriptor, ended, os.getpid())
 
     def _take_over(self) -> None:
-        """Remove an existing lock file if its process has ended, or is this process.
+        """Remove an existing lock file if the process that holds the lock has ended, or is this process.
 
-        Waits if the process cannot be seen from this node. Raises FolderInUseError if it is alive.
+        If that process cannot be seen from here, wait for a renewal. Raise FolderInUseError if it is alive.
         """
         first, deadline = _read_lock(self.path), None
         while first is not None and (found := _read_lock(self.path)) is not None:
@@ -110,7 +110,7 @@ _locks: weakref.WeakValueDictionary[tuple[int, Path], RunLock] = weakref.WeakVal
 
 
 def lock_folder(folder: Path) -> RunLock:
-    """Return this process's lock of a run's folder, released with its last reference.
+    """Lock a run's folder and return the lock, which is released with the last reference to it.
 
     Raises:
         FolderInUseError, OSError: See `RunLock`.
@@ -123,7 +123,7 @@ def lock_folder(folder: Path) -> RunLock:
 
 
 class _LockState(NamedTuple):
-    """Contents of a lock file: modification time in nanoseconds, and the description of its holder."""
+    """Modification time of a lock file in nanoseconds, and the description of the process that holds the lock."""
 
     renewed: int
     holder: dict[str, Any]
@@ -144,7 +144,6 @@ def _in_use(path: Path, holder: dict[str, Any], proof: str) -> FolderInUseError:
 
 
 def _this_process() -> dict[str, Any]:
-    """Return a dict that describes this process, to be written to the lock file."""
     pid = os.getpid()
     # The id distinguishes locks: a new file may have the inode number of a removed one.
     holder = _process_scope() | {"pid": pid, "started": _start_time(pid), "id": uuid.uuid4().hex}
@@ -196,12 +195,9 @@ def _is_this_process(holder: dict[str, Any]) -> bool:
 
 
 def _read_lock(path: Path) -> _LockState | None:
-    """Return the state of a lock file, or None if the file does not exist.
-
-    The file is opened each time: NFS asks the server on open, and otherwise uses its cache.
-    """
+    """Return the state of a lock file, or None if the file does not exist."""
     try:
-        with path.open() as file:
+        with path.open() as file:  # NFS asks the server only on open, and otherwise uses its cache
             status, text = os.fstat(file.fileno()), file.read()
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ESTALE):
@@ -215,9 +211,8 @@ def _read_lock(path: Path) -> _LockState | None:
 
 
 def _describe(holder: dict[str, Any]) -> str:
-    """Return a text for messages that describes the process that holds the lock."""
     if "pid" not in holder:
-        return "a process that has not written its name"
+        return "an unknown process, which has not written its id yet"
     more = [
         f"started {holder.get('since')}",
         *(f"{title} {holder[title]}" for title in _JOB_VARIABLES.values() if title in holder),
@@ -228,11 +223,9 @@ def _describe(holder: dict[str, Any]) -> str:
 
 
 def _remove(path: Path, seen: _LockState) -> None:
-    """Remove a lock file if it still has the state `seen`.
-
-    If two processes take over, the slower one could remove the new lock of the faster one. So the file is renamed
-    first, and restored if it is another lock.
-    """
+    """Remove a lock file if it still has the state `seen`."""
+    # If two processes take over, the slower one could remove the new lock of the faster one. So the file is renamed
+    # first, and restored if it is another lock.
     moved = path.with_name(f".{FILE}.{uuid.uuid4().hex[:12]}")
     try:
         path.rename(moved)
@@ -245,7 +238,7 @@ def _remove(path: Path, seen: _LockState) -> None:
 
 
 def _keep_renewing(path: Path, descriptor: int, ended: threading.Event) -> None:
-    """Renew the modification time of this process's own file until the lock is released."""
+    """Renew the modification time of this process's lock file until the lock is released."""
     failed = False
     while not ended.wait(RENEWAL_INTERVAL):
         try:
@@ -269,8 +262,8 @@ def _keep_renewing(path: Path, descriptor: int, ended: threading.Event) -> None:
 
 
 def _release(path: Path, descriptor: int, ended: threading.Event, pid: int) -> None:
-    """Remove the lock, if it still exists. A forked process has a copy of the object, but not the lock."""
-    if os.getpid() != pid:
+    """Remove the lock file if it still exists, and stop renewing it. Do nothing in a forked process."""
+    if os.getpid() != pid:  # a forked process has a copy of the object, but not the lock
         return
     if is_open_at(descriptor, path):
         with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
 """Log steps and evaluations of a run: to `metrics.jsonl` next to its checkpoints, to the terminal, and to trackers.
 
-Callbacks pass their metrics to `publish_metrics`; the log is the last callback. TensorBoard and Weights & Biases are
+Callbacks pass their metrics to `publish_metrics`; `RunLog` is the last callback. TensorBoard and Weights & Biases are
 created by Megatron-Bridge on the last rank.
 """
 
@@ -42,15 +42,15 @@ PREFIX = "qwen3vl/"
 
 
 class RunLog(Callback):
-    """Write one log entry per step and evaluation. Must be the last callback, so that entries include all metrics.
+    """Callback that writes one log entry per step and per evaluation.
 
-    Loss and tokens are already summed over all ranks, so every rank has every entry. The first rank writes and prints.
+    It must be the last callback, so that entries include all metrics. The first rank writes and prints the entries.
     """
 
     finished: int | None = None  # the latest finished step; None until training begins
 
     def on_train_start(self, context: CallbackContext) -> None:
-        """Open the log. Remove entries after the checkpoint of a resumed run, because these steps are repeated."""
+        """Open the log. If the run resumes from a checkpoint, remove the entries of later steps, which are repeated."""
         cfg, step = context.state.cfg, context.state.train_state.step
         self._shown = StepProgress(cfg.train.train_iters, step, cfg.logger.log_interval)
         self._validated: int | None = None
@@ -122,7 +122,7 @@ class RunLog(Callback):
         self._shown.advance(self._add(context, entry))
 
     def on_eval_end(self, context: CallbackContext) -> None:
-        """Write the log entry of an evaluation, unless one of the same step has been written."""
+        """Write the log entry of an evaluation, unless the step already has one."""
         losses_of_ranks = gather_objects(
             {name: float(value) for name, value in (context.total_loss_dict or {}).items()}
         )
@@ -166,7 +166,7 @@ def publish_metrics(context: CallbackContext, metrics: Mapping[str, float]) -> N
 def finished_step(context: CallbackContext) -> int:
     """Return the number of the latest finished step.
 
-    Megatron-Bridge counts a step only after its callbacks have run, which is corrected here.
+    This includes a step whose `on_train_step_end` callbacks are running. Megatron-Bridge counts it only afterwards.
     """
     return context.state.train_state.step + (context.loss_dict is not None)
 
@@ -210,10 +210,10 @@ _REPEATED = ("tokens_per_second", "tflops_per_gpu", "mfu", "memory_gb")
 
 
 class StepProgress:
-    """Print progress to standard error on the first rank.
+    """Progress lines on standard error, printed by the first rank.
 
-    A line is printed every `interval` steps, and if the last line is older than ten seconds. Long steps print the
-    current microbatch, long evaluations the number of forward passes.
+    A finished step prints a line if its number is a multiple of `interval`, or if the last line is older than ten
+    seconds. Long steps also print the current microbatch, and long evaluations the number of forward passes.
     """
 
     def __init__(self, total: int, done: int, interval: int) -> None:
@@ -239,7 +239,7 @@ class StepProgress:
             self.write(step if model.training else f"evaluation: forward pass {self._evaluated:,}")
 
     def begin(self, step: int, microbatches: int) -> None:
-        """Record that a step of `microbatches` microbatches begins."""
+        """Record that a step begins, and its number of microbatches."""
         self._begun, self._step, self._microbatches = time.monotonic(), step, microbatches
         self._microbatch = 0
 

@@ -1,7 +1,7 @@
 """Forward step for Megatron-Bridge's loop: run one microbatch and return its losses.
 
-Losses are divided by the tokens of the microbatch (`mean_of_microbatch`). With `calculate_per_token_loss` megatron-core
-instead divides gradients by the tokens of the global batch after the backward pass.
+Losses are divided by the number of tokens in the microbatch (`mean_of_microbatch`). With `calculate_per_token_loss`
+megatron-core instead divides gradients by the number of tokens in the global batch, after the backward pass.
 """
 
 from __future__ import annotations
@@ -40,14 +40,13 @@ def forward_step(
     """Run one microbatch: a `TokenBatch` on the host, or a dict of Megatron-Bridge's collators.
 
     Returns:
-        output: per-token losses [b, s]; with `return_schedule_plan` the plan that computes them.
-        loss function: maps the losses to (sum of losses, number of tokens, values to report); megatron-core then
-            divides the summed gradients by the tokens of the global batch (`finalize_model_grads`). Without
-            `calculate_per_token_loss` it returns (contribution to the mean of the microbatch, values to report).
+        The losses [rows, tokens], or with `return_schedule_plan` the schedule plan that computes them. And the loss
+        function, which maps the losses to (sum of losses, number of tokens, values to report), or without
+        `calculate_per_token_loss` to (contribution to the mean loss of the microbatch, values to report).
 
     Raises:
-        ValueError: The batch is inconsistent or would train on wrong targets (see `from_collator`), the number or
-            length of rows is not what other ranks expect, or settings need callbacks that have not started.
+        ValueError: The batch is inconsistent or would train on wrong targets (see `from_collator`), other pipeline
+            stages expect another number or length of rows, or settings need callbacks that have not started.
     """
     check_balance(state.cfg)
     config, groups = get_model_config(model), get_attr_wrapped_model(model, "pg_collection")
@@ -81,14 +80,13 @@ def forward_step(
 def mean_of_microbatch(count: Callable, tokens: float, losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Return this rank's contribution to the mean loss of a microbatch, and the values to report.
 
-    With two results megatron-core multiplies the loss by the context-parallel size, before it averages over all ranks.
-    With three it would divide by the rank's own number of tokens: a mean of means, which depends on how tokens are
-    distributed over ranks.
-
     Args:
+        count: maps the losses to (sum of losses, number of tokens, values to report).
         tokens: number of trained tokens of the microbatch on all context-parallel ranks.
-        losses: [b, s] of this rank.
+        losses: losses [rows, tokens] of this rank.
     """
+    # megatron-core multiplies the loss by the context-parallel size before it averages over ranks. With a third result
+    # it would divide by the rank's own number of tokens: a mean of means, which depends on the distribution of tokens.
     loss, _, report = count(losses)
     return loss / tokens, report
 
@@ -99,7 +97,7 @@ def encode(
     model: torch.nn.Module,
     groups: ProcessGroupCollection,
 ) -> dict[str, Tensor]:
-    """Return the encoded images of one microbatch for each language replica that this vision rank serves."""
+    """Encode the images of `batches`, one microbatch for each language replica that this vision rank serves."""
     config = get_model_config(model)
     replicas, work = dist_train_replicas(config), config.vision_work
     share = replicas.share_of(groups.dp.rank())
@@ -113,7 +111,9 @@ def encode(
 
 
 def _no_loss(_: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    raise ValueError("the loss function was called on a vision rank, expected only on language ranks")
+    raise ValueError(
+        "the loss function was called on a vision rank, expected only language ranks; this is a bug, please report it"
+    )
 
 
 def to_device[Inputs: Transferable](inputs: Inputs, model: torch.nn.Module) -> Inputs:
@@ -123,19 +123,19 @@ def to_device[Inputs: Transferable](inputs: Inputs, model: torch.nn.Module) -> I
 
 
 def check_rows(batch: TokenBatch, config: VisionLanguageProvider, rows: int) -> None:
-    """Raise ValueError if other pipeline stages expect another number or length of rows.
+    """Raise ValueError if pipeline stages expect another number of rows than the batch has, or another length.
 
     Without this check, the stages would hang.
     """
     fixed = config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths
     if fixed and batch.layout.num_rows != rows:
         raise ValueError(
-            f"a microbatch has {batch.layout.num_rows} rows, expected train.micro_batch_size, {rows}, between pipeline "
-            "stages; or set model.variable_seq_lengths=True"
+            f"a microbatch has {batch.layout.num_rows} rows, expected train.micro_batch_size, {rows}: pipeline stages "
+            "exchange tensors of a fixed shape, unless model.variable_seq_lengths is True"
         )
     tokens = batch.layout.total // batch.layout.num_rows
     if fixed and tokens != config.seq_length:  # the length that the training loops pass to their schedule
         raise ValueError(
-            f"rows have {tokens} tokens, expected model.seq_length, {config.seq_length}, between pipeline stages; or "
-            "set model.variable_seq_lengths=True"
+            f"rows have {tokens} tokens, expected model.seq_length, {config.seq_length}: pipeline stages exchange "
+            "tensors of a fixed shape, unless model.variable_seq_lengths is True"
         )

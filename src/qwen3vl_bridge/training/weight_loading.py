@@ -84,14 +84,14 @@ _SECTION_SUFFIXES = ("_w", "_v", ".query", ".key", ".value", ".z", ".beta", ".al
 
 
 def load_model(hf_path: str | Path, megatron_path: str | Path | None = None) -> list[VisionLanguageModel]:
-    """Build a Megatron model on this rank, or on all ranks, and load its weights, without training.
+    """Build a Megatron model on all ranks and load its weights, for use without training.
 
     Args:
         hf_path: Hugging Face folder or hub id, for the configuration, and for the weights if `megatron_path` is None.
         megatron_path: checkpoint in either Megatron format, or the folder of a run, to load weights from.
 
     Raises:
-        CheckpointError, ValueError: A checkpoint does not exist or does not fit.
+        CheckpointError, ValueError: A checkpoint does not exist or does not fit the model.
     """
     bridge = AutoBridge.from_hf_pretrained(str(hf_path))
     importlib.import_module(family_of(bridge.hf_pretrained.config.to_dict()).bridge)  # may not be registered yet
@@ -219,19 +219,17 @@ class Pretrained:
             f"{name} is {theirs.get(name)}, expected {ours[name]}" for name in ours if theirs.get(name) != ours[name]
         ]
         if differ:
-            raise CheckpointError("\n  ".join([f"{self.folder} holds a different model from the run's:", *differ]))
+            problem = f"{self.folder} does not fit the model of this run; use other weights or another recipe:"
+            raise CheckpointError("\n  ".join([problem, *differ]))
         if get_rank_safe() == 0:  # reads the header of each file
             open_model(self.folder, trust_remote_code=True).check()
 
     def load(self, model: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
-        """Load the weights into a model; see `load_weights`.
-
-        Models quantized by ModelOpt are left to Megatron-Bridge, which also loads their scales.
-        """
+        """Load the weights into a model; see `load_weights`. For a model quantized by ModelOpt, load its scales too."""
         if self.is_hf:
             AutoBridge.from_hf_pretrained(str(self.folder)).load_hf_weights(list(model))
         elif is_quantized(model[0]):
-            _check_quantized(self.folder, model)  # Megatron-Bridge ignores layers that the model does not have
+            _check_quantized(self.folder, model)  # the next call ignores layers that the model does not have
             load_quantized_weights(self.folder, list(model))
         else:
             load_weights(self.folder, model, groups)
@@ -284,7 +282,7 @@ class InitialWeights:
     the other.
 
     Adapters are inserted too. Megatron-Bridge's own hook for adapters runs later and would load weights in one format
-    only. It does nothing while `cfg.peft` is None, so `cfg.peft` is None from here until the model is wrapped.
+    only. It does nothing while `cfg.peft` is None, so this hook sets `cfg.peft` to None until the model is wrapped.
     """
 
     def __init__(self, cfg: ConfigContainer) -> None:
@@ -292,7 +290,7 @@ class InitialWeights:
         self.peft = None  # the run's adapters, while the configuration has none
 
     def __deepcopy__(self, memo: dict) -> InitialWeights:
-        """Return itself: layers copy their provider, and must not copy the run's configuration."""
+        """Return this object: layers copy their provider with its hooks, but must not copy the run's configuration."""
         return self
 
     def __call__(self, chunks: Chunks) -> Chunks:
@@ -326,7 +324,7 @@ class InitialWeights:
         return chunks
 
     def after_wrap(self, chunks: Chunks) -> Chunks:
-        """Post-wrap hook: restore `cfg.peft`."""
+        """Restore `cfg.peft` after the model is wrapped, and return the chunks."""
         self.restore_peft()
         return chunks
 
@@ -337,9 +335,9 @@ class InitialWeights:
 
 
 def register_initial_weights(cfg: ConfigContainer, manager: str) -> None:
-    """Register hooks that load a run's initial weights, if it has any.
+    """Register hooks that load a run's initial weights, if it has any and its checkpoint manager is `manager`.
 
-    Only for our checkpoint manager, which does not load them; another manager loads them itself.
+    Other checkpoint managers load initial weights themselves.
     """
     for hook in pre_wrap_hooks(cfg.model):
         if isinstance(hook, InitialWeights):
@@ -354,11 +352,12 @@ def register_initial_weights(cfg: ConfigContainer, manager: str) -> None:
 
 @contextlib.contextmanager
 def load_in_high_precision(chunks: Chunks) -> Iterator[None]:
-    """Within the block, load quantized (FP8, FP4) parameters in high precision.
+    """Replace quantized (FP8, FP4) parameters by high-precision ones inside the `with` block, to load weights.
 
-    megatron-core's optimizer creates main weights from values that Transformer Engine keeps on the host. These are from
-    the initialization, and the first step would restore them. So they are replaced by the loaded values.
+    After the block, the parameters are quantized again with the loaded values.
     """
+    # megatron-core's optimizer creates main weights from values that Transformer Engine keeps on the host. These are
+    # from the initialization, and the first step would restore them. So they are replaced by the loaded values.
     stored = []
     for module in (module for chunk in chunks for module in chunk.modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -388,7 +387,8 @@ def _allocate_on_host(chunk: torch.nn.Module) -> None:
     """
     if lost := [name for name, buffer in chunk.named_buffers() if buffer.is_meta]:
         raise CheckpointError(
-            f"model.init_model_with_meta_device is True, expected False: no values for the buffers {', '.join(lost)}"
+            "model.init_model_with_meta_device is True, expected False: the buffers "
+            f"{', '.join(lost)} would have no values"
         )
     allocated: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for parameter in chunk.parameters():  # yields tied parameters once
@@ -403,24 +403,26 @@ def _allocate_on_host(chunk: torch.nn.Module) -> None:
 
 
 def rows_by_name(provider: VisionLanguageProvider) -> dict[str, WeightRow]:
-    """Return the weight rows of the unsharded model by parameter name.
+    """Return the weight mapping entries (`WeightRow`) of the unsharded model by Megatron parameter name.
 
-    A row is listed under its names in both layer specs, with and without Transformer Engine.
+    An entry is listed under its names in both layer specs, with and without Transformer Engine.
     """
     rows = list(expand(family(provider.family).rows(), provider.dimensions()))
     return {name: row for row in rows for name in (row.megatron, local_name(row.megatron))}
 
 
 def load_fsdp_weights(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Replace Megatron-Bridge's `load_fsdp_dtensor_checkpoint`, which skips weights that it does not find.
+    """Load an `fsdp_dtensor` checkpoint, including weights that were saved with another layer spec.
 
     Parameter names depend on the layer spec: norms are fused into linear layers or separate, experts are grouped or
-    not. Unless `checkpoint.strict_fsdp_dtensor_load` is set, a missing name is skipped, and the parameter keeps its
-    initial value. Here such weights are loaded under the name of the other layer spec.
+    not. Megatron-Bridge skips a missing name, and the parameter keeps its initial value.
+
+    Args:
+        theirs: Megatron-Bridge's `load_fsdp_dtensor_checkpoint`; the other arguments are passed to it.
 
     Raises:
-        CheckpointError: Weights of our model are missing under both names; all are listed. Or optimizer state is
-            requested that has the names of the other layer spec.
+        CheckpointError: Weights of our model are missing under the names of both layer specs; all are listed. Or the
+            optimizer state to load was saved with another layer spec.
     """
     bound = inspect.signature(theirs).bind(*args, **kwargs)
     bound.apply_defaults()
@@ -443,7 +445,7 @@ def load_fsdp_weights(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         if renamed and "optimizer" in state and any(key.startswith(_OPTIMIZER) for key in stored):
             raise CheckpointError(
                 f"{folder} was saved with another layer spec, and its optimizer state has the parameter names of that "
-                "spec: expected checkpoint.load_optim=False, or the checkpoint's transformer_impl and moe_grouped_gemm"
+                "spec: set checkpoint.load_optim=False, or model.transformer_impl and model.moe_grouped_gemm as saved"
             )
     if problems := sorted(set().union(*gather_objects(problems))):
         raise CheckpointError("\n  ".join([f"{folder} does not fit the model:", *problems]))
@@ -457,10 +459,10 @@ def load_fsdp_weights(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 def find_renamed_weights(
     weights: Mapping[str, Any], stored: Mapping[str, Any], provider: VisionLanguageProvider
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Find weights that a checkpoint has under the name of the other layer spec.
+    """Find weights that a checkpoint has under a name of another layer spec.
 
     Returns:
-        The weights by their name in the checkpoint, and a message for each weight that is missing under both names.
+        The weights by their name in the checkpoint, and a message for each weight that is missing under all names.
     """
     rows, renamed, problems = rows_by_name(provider), {}, []
     for key, tensor in weights.items():

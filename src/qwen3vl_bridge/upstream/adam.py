@@ -34,7 +34,7 @@ class Adam(torch.optim.Optimizer):
         params: tensors of any floating-point dtype, or groups of them.
         lr, betas, eps, weight_decay: as in torch.
         bias_correction: must be True; an argument of the fused optimizers.
-        adam_w_mode: whether weight decay is decoupled from the gradient.
+        adam_w_mode: decouple weight decay from the gradient (AdamW).
         capturable: must be False; an argument of the fused optimizers.
 
     Raises:

@@ -26,16 +26,16 @@ def initializer(adapter: ParallelLinearAdapter, method: str) -> Callable[[Tensor
 
 
 def written_targets(peft: PEFT) -> Mapping[str, str]:
-    """Return a mapping from each target module, as the user has written it, to its pattern; empty if not recorded."""
+    """Return the pattern of each entry that the user wrote in `target_modules`; empty if they were not recorded."""
     return getattr(peft, "_alias_to_pattern", {})
 
 
 def is_enabled(wrapper: AdapterWrapper) -> bool:
-    """Return whether a wrapped layer adds the output of its adapter."""
+    """Return True if a wrapped layer adds the output of its adapter."""
     return wrapper._adapter_enabled
 
 
 def row_norms(layer: DoRALinear) -> Tensor:
-    """Return the norm [out] of each row of the base weight plus the adapter's product, without a gradient."""
+    """Return the row norms [output size] of a DoRA layer's base weight plus its low-rank update, without a gradient."""
     with torch.no_grad():
         return layer._get_weight_norm()

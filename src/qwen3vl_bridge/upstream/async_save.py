@@ -20,11 +20,10 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 @contextlib.contextmanager
 def results_in_this_process() -> Iterator[None]:
-    """Within the context, make megatron-core's writer pass the results of its threads through a local queue.
+    """Make megatron-core's checkpoint writer collect its threads' results in this process, inside the `with` block.
 
-    Otherwise the writer starts a process for the queue, even for a synchronous save. The process is spawned, so it
-    imports the user's script. It lives as long as the run, and launchers send it the signal that asks a run to save and
-    exit.
+    Otherwise the writer starts a process for this, even for a synchronous save. The process is spawned, so it imports
+    the user's script. It lives as long as the run, and launchers send it the signal that asks a run to save and exit.
     """
     filesystem_async._results_queue = queue.Queue()
     try:
@@ -34,5 +33,5 @@ def results_in_this_process() -> Iterator[None]:
 
 
 def is_importing_main_script() -> bool:
-    """Return True in a spawned process that is running the main script once more, before its own work."""
+    """Return True if multiprocessing has spawned this process, and it is importing the user's main script."""
     return getattr(multiprocessing.current_process(), "_inheriting", False)

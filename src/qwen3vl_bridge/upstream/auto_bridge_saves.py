@@ -30,9 +30,9 @@ _SUBCLASS = "of_qwen3vl_bridge"  # attribute of `AutoBridge`, so that pickled ob
 def save_adapters_with(
     auto_bridge: ModuleType, is_ours: Callable[[Any], bool], save: Callable[..., None], check: Callable[[Any], None]
 ) -> None:
-    """Make new objects of `AutoBridge` write adapters of this package's models with the given functions.
+    """Make new `AutoBridge` objects write adapters of this package's models with the given functions.
 
-    Objects of other subclasses are not changed.
+    Objects of other subclasses of `AutoBridge` are not changed.
 
     Args:
         auto_bridge: `megatron.bridge.models.conversion.auto_bridge`.
@@ -71,7 +71,7 @@ def save_adapters_with(
 
 
 def _restored(module: str, attributes: dict[str, Any]) -> Any:
-    """Recreate an `AutoBridge` that is copied or unpickled, from its attributes."""
+    """Return an `AutoBridge` with the given attributes, when one is copied or unpickled."""
     kind = getattr(importlib.import_module(module).AutoBridge, _SUBCLASS)
     restored = kind.__new__(kind)
     vars(restored).update(attributes)

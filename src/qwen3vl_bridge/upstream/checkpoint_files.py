@@ -41,5 +41,5 @@ def storage_reader(folder: str | Path) -> StorageReader:
 
 
 def fsdp_chunks(state_dict: Mapping[str, Any]) -> list[torch.nn.Module] | None:
-    """Return the model chunks that a state dict has for loading an `fsdp_dtensor` checkpoint; None without a model."""
+    """Return the model chunks in a state dict for loading an `fsdp_dtensor` checkpoint; None if it has no model."""
     return state_dict.get("_model")

@@ -11,19 +11,19 @@ from typing import Any
 
 
 def is_student(settings: Any) -> bool:
-    """Return whether Megatron-Bridge has made a provider the student of a distillation."""
+    """Return True if Megatron-Bridge has made a provider the student of a distillation."""
     return hasattr(settings, "_super_class")
 
 
 def own_class(settings: Any) -> type:
-    """Return the class of a provider; for a student, the class that it had before it got a teacher."""
+    """Return the class of a provider; for a distillation student, the class that it had before it got a teacher."""
     return getattr(settings, "_super_class", type(settings))
 
 
 def remove_teacher(attributes: dict[str, Any]) -> None:
-    """Remove the teacher from a dictionary of a student's attributes.
+    """Remove the teacher, in place, from the attributes (`vars(provider)`) of a distillation student.
 
-    The attributes of a provider that is not a student are not changed.
+    Attributes of other providers are not changed.
     """
     if "_super_class" in attributes:
         for name in ("_super_class", "teacher", "kd_config", "distill_submodule", "full_model", "_pre_wrap_hooks"):

@@ -77,7 +77,7 @@ def _with(function: Callable, change: Callable[[dict[str, Any]], None]) -> Calla
 
 
 def _on_cpu(kwargs: dict[str, Any]) -> None:
-    """Change arguments of a tensor factory: the CPU instead of "cuda", and no `pin_memory`."""
+    """Change keyword arguments of a tensor factory in place: device "cpu" instead of "cuda", and no `pin_memory`."""
     device = kwargs.get("device")
     if device is not None and (type(device) is int or str(device).startswith("cuda")):
         kwargs["device"] = "cpu"
@@ -141,9 +141,9 @@ def _alone_without_a_port(kwargs: dict[str, Any]) -> None:
 
 
 def _split_lists(kwargs: dict[str, Any]) -> None:
-    """Convert the split sizes of an all-to-all to lists.
+    """Convert the split sizes of an all-to-all to lists, in place.
 
-    megatron-core copies those of experts from a GPU as arrays. Without a GPU they stay tensors, which torch rejects.
+    megatron-core copies split sizes of experts from a GPU as arrays. On a CPU they stay tensors, which torch rejects.
     """
     for name in ("output_split_sizes", "input_split_sizes"):
         if hasattr(kwargs.get(name), "tolist"):
@@ -281,9 +281,9 @@ def _use_cpu_generator(module: Any) -> None:
 
 
 def _communicate_at_once(module: Any) -> None:
-    """Complete coalesced collectives at the end of the `with` block, and coalesce them by dtype.
+    """Make `_coalescing_manager` complete collectives at the end of its `with` block, and coalesce them by dtype.
 
-    The argument is a module with parameter buffers of Megatron.
+    The argument is a module of Megatron with parameter buffers.
 
     The first change fits streams that execute everything synchronously. With gloo it is required: gloo's threads use
     the tensors of a collective in progress, and if Python frees one of them in the meantime, memory may be corrupted
@@ -327,7 +327,7 @@ def _save_in_a_process_of_ours(module: Any) -> None:
 
 
 def _saving_process(*args: Any, **kwargs: Any) -> None:
-    """Entry point of the saving process. Unpickling it imports this package, which installs the redirections."""
+    """Run the process for asynchronous saves. Unpickling this function imports this package and its redirections."""
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 
     PersistentAsyncCaller._save_loop(*args, **kwargs)  # type: ignore[attr-defined]

@@ -10,5 +10,5 @@ from typing import Any
 
 
 def fingerprint_of(dataset: Any) -> str:
-    """Return a hash that is the same in every process for the same data."""
+    """Return the fingerprint of a `datasets.Dataset`: a hash that is equal in every process for the same data."""
     return dataset._fingerprint

@@ -12,5 +12,5 @@ from torch.distributed.checkpoint import filesystem
 
 
 def storage_info(relative_path: str, offset: int, length: int) -> Any:
-    """Return the record of an item of `length` bytes at `offset` in a file, with attributes of these names."""
+    """Return torch's storage record for a checkpoint item of `length` bytes at `offset` in the file `relative_path`."""
     return filesystem._StorageInfo(relative_path, offset, length)

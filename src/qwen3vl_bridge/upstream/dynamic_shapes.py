@@ -23,12 +23,12 @@ def mark_dynamic(x: Tensor, dimension: int) -> None:
 
 
 def can_compile(x: Tensor) -> bool:
-    """Return whether functions of a tensor are compiled: if it is on a GPU, unless `dist.disable_jit_fuser` is set."""
+    """Return True if functions of `x` are compiled: it is on a GPU, and `dist.disable_jit_fuser` is not set."""
     return x.is_cuda and jit.jit_fuser is not jit.noop_decorator
 
 
 def call_compiled(function: Callable[..., Any], *by_token: Tensor, others: tuple[Any, ...] = ()) -> Any:
-    """Call a function of tensors [t, ...] and of other arguments, compiled on a GPU for any number of tokens t.
+    """Call `function(*by_token, *others)`, on a GPU compiled for tensors `by_token` [tokens, ...] of any length.
 
     Inside a function that is being compiled, the call becomes part of that function.
     """
@@ -41,7 +41,7 @@ def call_compiled(function: Callable[..., Any], *by_token: Tensor, others: tuple
 
 @functools.cache
 def _compile(function: Callable[..., Any], *shapes: torch.Size) -> Callable[..., Any]:
-    """Return a compiled function for tensors [t, *shape] of t tokens, given each tensor's shape without t."""
+    """Return `function` compiled for tensors [tokens, *shape], with one of `shapes` for each tensor."""
     # torch compiles at most eight variants of a function, and counts them per code object. With a copied code object
     # per set of shapes, only dtypes and gradients add variants.
     return torch.compile(types.FunctionType(function.__code__.replace(), function.__globals__))

@@ -13,10 +13,7 @@ from megatron.bridge.training.state import GlobalState
 def add_operations(
     state: GlobalState, *, tokens: int, token_pairs: int, patches: int, cross_tokens: int, cross_pairs: int
 ) -> None:
-    """Add a microbatch to the counters of a run.
-
-    Lengths differ between ranks, so Megatron-Bridge has to sum them: a microbatch is counted once among the
-    data-parallel ranks of a module.
+    """Add a microbatch to the counters of a run, which Megatron-Bridge then sums over data-parallel ranks.
 
     Args:
         state: Megatron-Bridge's state of the run.
@@ -34,4 +31,4 @@ def add_operations(
         "_flops_cross_seqlen_product_sum": cross_pairs,
     }.items():
         setattr(state, name, getattr(state, name, 0) + amount)
-    state._flops_requires_global_reduce = True
+    state._flops_requires_global_reduce = True  # lengths differ between ranks

@@ -15,9 +15,9 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP
 
 @contextlib.contextmanager
 def module_parameters(model: MegatronFSDP) -> Iterator[None]:
-    """Within the context, give modules their own parameters instead of the optimizer's distributed parameters.
+    """Give modules their own parameters inside the `with` block, instead of the optimizer's distributed parameters.
 
-    Modules that had their own parameters before are not changed.
+    Nothing changes if the modules have their own parameters already.
     """
     if not model.is_param_fsdp_distributed:
         yield

@@ -21,7 +21,7 @@ from megatron.core.ssm.gated_delta_net import common, gdn
 
 @contextlib.contextmanager
 def without_package_check() -> Iterator[None]:
-    """Within the context, let megatron-core build Gated DeltaNet layers without flash-linear-attention."""
+    """Let megatron-core build Gated DeltaNet layers without flash-linear-attention inside the `with` block."""
     found = common.HAVE_FLA
     common.HAVE_FLA = True
     try:
@@ -37,5 +37,5 @@ def use_functions(l2norm: Callable, convolution: Callable) -> None:
 
 
 def wrap_convolution(wrap: Callable[[Callable], Callable]) -> None:
-    """Make Gated DeltaNet layers call `wrap` of the causal convolution of flash-linear-attention."""
+    """Make Gated DeltaNet layers call `wrap(convolution)` instead of flash-linear-attention's causal convolution."""
     replace(gdn, "causal_conv1d", wrap(gdn.causal_conv1d), When.LINEAR_ATTENTION)

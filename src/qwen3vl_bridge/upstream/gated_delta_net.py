@@ -22,17 +22,17 @@ GatedDeltaRule = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 class SegmentedGatedDeltaNet(GatedDeltaNet):
-    """GatedDeltaNet that does not check the offsets of packed rows. A subclass chooses the delta rule."""
+    """GatedDeltaNet that does not check the offsets of packed rows. A subclass implements `choose_delta_rule`."""
 
     def choose_delta_rule(self, default: GatedDeltaRule | None) -> GatedDeltaRule:
         """Return the function that computes the delta rule.
 
-        `default` is megatron-core's choice, None without flash-linear-attention.
+        `default` is megatron-core's function; None without flash-linear-attention.
         """
         raise NotImplementedError
 
     def split_sections(self, weight: ShardedTensor) -> ShardedTensorFactory:
-        """Split a sharded tensor with the rows of the fused projection into sections, like the projection's weight."""
+        """Split a sharded tensor into the sections of the fused input projection, like the projection's weight."""
         return _split_tensor_factory(weight, list(self.in_proj_split_sections), self.in_proj_split_names, 0)
 
     def _setup_variant_attrs(self) -> None:

@@ -17,7 +17,7 @@ class OutputGPTModel(GPTModel):
     """GPTModel with a public method for its output, which a subclass can override."""
 
     def compute_output(self, hidden_states: Tensor, **arguments: Any) -> Any:
-        """Return logits, or losses [b, s] if `labels` are given, of hidden states after the final norm."""
+        """Return the logits of hidden states after the final norm, or losses [rows, tokens] if `labels` are given."""
         return super()._postprocess(hidden_states, **arguments)
 
     def _postprocess(self, hidden_states: Tensor, **arguments: Any) -> Any:

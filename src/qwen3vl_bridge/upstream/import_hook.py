@@ -63,7 +63,7 @@ def _runs_megatron(name: str) -> bool:
 
 
 class _Imports(MetaPathFinder):
-    """Finds modules of Megatron and of this package with the other finders, and wraps their execution."""
+    """Import finder for modules of Megatron and of this package: uses the other finders, and wraps the execution."""
 
     def __init__(self, after_import: Callable[[ModuleType], None], register: Callable[[], None]) -> None:
         self.after_import, self.register = after_import, register
@@ -111,11 +111,11 @@ class _Imports(MetaPathFinder):
 
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Within the context, pause Python's garbage collector, unless it is paused already.
+    """Pause Python's garbage collector inside the `with` block, unless it is paused already.
 
-    The collector is one for all threads: another thread that has paused it may get it back too early. Megatron's import
-    creates 800,000 permanent objects. Traversing them repeatedly takes 1.9 of its 10.4 seconds, once at the end 0.7
-    (benchmarks/results/README.md).
+    All threads share the collector: if another thread has paused it, it may run again too early. Megatron's import
+    creates 800,000 permanent objects. Traversing them repeatedly takes 1.9 of the import's 10.4 seconds, traversing
+    them once at the end 0.7 (benchmarks/results/README.md).
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -149,7 +149,7 @@ class _StandInClass(type):
 
 @contextlib.contextmanager
 def _stand_ins(*names: str) -> Iterator[None]:
-    """If a package is missing, provide importable substitutes for its modules within the context only.
+    """If the package of the modules `names` is missing, make substitutes importable inside the `with` block.
 
     If they stayed in `sys.modules`, megatron-core, peft and others would treat the package as installed.
     """

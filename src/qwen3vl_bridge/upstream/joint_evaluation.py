@@ -20,7 +20,7 @@ _MARK = "qwen3vl_bridge_adds_arguments"
 
 
 def add_arguments_of_evaluation(arguments_of: Callable[[GlobalState], Mapping[str, Any]]) -> None:
-    """Make evaluations in this process pass the additional arguments that `arguments_of` returns for a run.
+    """Make evaluations in this process call `evaluate` with the additional arguments that `arguments_of` returns.
 
     Repeated calls have no effect.
     """

@@ -25,7 +25,7 @@ def l2_norm(
     The norm stays on the device. `chunk`, `overflow` and `per_tensor` are ignored.
 
     Returns:
-        [1] float32 on the tensors' device, and None.
+        The norm, a float32 tensor [1], and None.
     """
     (only,) = tensors
     return torch.nn.utils.get_total_norm(only).float().reshape(1), None

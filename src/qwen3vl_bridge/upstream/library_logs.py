@@ -49,9 +49,9 @@ def quiet_libraries() -> None:
 
 
 def without_prints() -> contextlib.AbstractContextManager:
-    """Within the context, discard standard output: Megatron-Bridge's configuration (250 lines) and its progress.
+    """Discard standard output inside the `with` block: Megatron-Bridge's configuration (250 lines) and its progress.
 
-    This package's own output, including validation losses, goes to standard error.
+    This package prints to standard error.
     """
     return contextlib.redirect_stdout(_Nowhere())
 
@@ -62,7 +62,7 @@ class _Nowhere(io.TextIOBase):
 
 
 def _is_unexpected(record: logging.LogRecord) -> bool:
-    """Log filter that drops messages about errors that the command line reports itself.
+    """Return False for a log message about an error that the command line reports itself, so that it is dropped.
 
     After such an error Megatron-Bridge may fail to close a queue of asynchronous saves that it has never opened.
     Messages about this failure are dropped, too.

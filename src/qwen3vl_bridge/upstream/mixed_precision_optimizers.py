@@ -85,9 +85,9 @@ def _of_all_parameters(optimizer: Any, theirs: Callable[..., Any]) -> Callable[.
 
 @contextlib.contextmanager
 def _with_float32(optimizer: Any) -> Iterator[None]:
-    """Within the context, add float32 parameters to the optimizer's lists, in the order of its groups.
+    """Add float32 parameters to the optimizer's lists of 16-bit parameters inside the `with` block.
 
-    A float32 parameter is listed as its own float32 copy.
+    The lists then have the order of the optimizer's groups. A float32 parameter is listed as its own float32 copy.
     """
     before = optimizer.float16_groups, optimizer.fp32_from_float16_groups
     models, copies = (itertools.chain.from_iterable(groups) for groups in before)

@@ -16,10 +16,10 @@ WEIGHT_SCALES = ".weight_quantizer._amax"
 
 
 def is_converted(model: nn.Module) -> bool:
-    """Return whether ModelOpt has converted this module itself, such as by quantizing its layers."""
+    """Return True if ModelOpt has converted `model` itself (not only an inner module), such as by quantization."""
     return hasattr(model, "_modelopt_state")
 
 
 def keeps_output(layer: nn.Module) -> bool:
-    """Return whether ModelOpt keeps the output of a layer, for a distillation, until it has computed the loss."""
+    """Return True if ModelOpt keeps the output of a layer, for a distillation, until it has computed the loss."""
     return hasattr(layer, "_intermediate_output")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class KeepFloat32(nn.Module):
-    """Mixin: parameters named in `float32_parameters` are in float32, also in a module that is cast to 16 bits."""
+    """Mixin that keeps the parameters named in `float32_parameters` in float32 if the module is cast to 16 bits."""
 
     float32_parameters: tuple[str, ...] = ()
 

@@ -17,8 +17,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 def create_module_groups(provider: Any) -> ProcessGroupCollection:
     """Create the process groups of both modules, and return the groups of this rank's module.
 
-    No groups of model parallelism may exist. The provider learns which module this rank has, and gets a communicator
-    between modules (`provider_groups.p2p_communicator`).
+    megatron-core's model-parallel groups must not exist yet. The provider is changed: it records which module this rank
+    has, and gets a communicator between the modules (`provider_groups.p2p_communicator`).
     """
     parallel_state._set_global_memory_buffer()
     return initialize._create_dist_train_pgs(provider, 1, None, None)

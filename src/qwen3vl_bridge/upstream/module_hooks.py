@@ -19,5 +19,5 @@ def forward_pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:
 
 
 def has_later_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks that run after its forward, or in the backward pass."""
+    """Return True if a module has hooks that run after its forward, or in the backward pass."""
     return bool(module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)

@@ -30,7 +30,7 @@ ROUTED_TENSORS: dict[type, tuple[str, ...]] = {
 
 
 def drop_routed_tensors(dispatcher: Any) -> None:
-    """Set the attributes that hold routed tensors of a finished forward pass to None."""
+    """Set the attributes of a token dispatcher that hold tensors of a finished forward pass to None."""
     owner = dispatcher._comm_manager if isinstance(dispatcher, MoEFlexTokenDispatcher) else dispatcher
     for kind, names in ROUTED_TENSORS.items():
         if isinstance(owner, kind):

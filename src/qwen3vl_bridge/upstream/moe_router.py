@@ -16,14 +16,14 @@ class BalancingRouter(TopKRouter):
     """megatron-core's router with balancing losses that a subclass computes."""
 
     def balance_microbatch(self, probs: Tensor, scores: Tensor, routing_map: Tensor) -> Tensor:
-        """Return `probs` [tokens, E] with the balancing loss over one microbatch attached.
+        """Return `probs` [tokens, experts] with the balancing loss over one microbatch attached.
 
         `scores` and `routing_map` have the same shape.
         """
         raise NotImplementedError
 
     def balance_global_batch(self, probs: Tensor, scores: Tensor, routing_map: Tensor) -> Tensor:
-        """Return `probs` [tokens, E] with the balancing loss over the microbatches of a step so far attached."""
+        """Return `probs` [tokens, experts] with the balancing loss over the step's microbatches so far attached."""
         raise NotImplementedError
 
     def _apply_aux_loss(

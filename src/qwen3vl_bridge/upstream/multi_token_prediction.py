@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 
 class EmbeddedPredictionLayer(MultiTokenPredictionLayer):
-    """MTP layer whose argument `embedding` is the embedded next tokens, [s / sp, b, h], instead of a function."""
+    """Multi-token prediction layer that takes embedded next tokens [tokens, rows, hidden] as `embedding`."""
 
     def _get_embeddings(
         self,
@@ -38,8 +38,8 @@ def count_correct_predictions(
     gather: bool | None,
     tp_group: ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
-    """Return the number of masked tokens whose label is the most likely token, and the number of masked tokens.
+    """Return the number of correct predictions among the tokens in the mask, and the number of tokens in the mask.
 
-    Logits are [s, b, vocabulary], or this rank's part of the vocabulary; labels and mask are [b, s].
+    Logits are [tokens, rows, vocabulary], or this rank's part of the vocabulary; labels and mask are [rows, tokens].
     """
     return _compute_mtp_acceptance_counts(logits, labels, mask, output_layer, gather, tp_group)

@@ -24,10 +24,10 @@ _MUON = ("muon", "adaptive_muon")  # the others do not split, and leave what is 
 
 
 def split_fused_projections(optimizer: ModuleType) -> None:
-    """Let Muon split each fused projection of a model by the rows that its layer states.
+    """Make Muon split each fused projection into its matrices, and orthogonalize each of them.
 
-    A layer states them by a method `fused_projection`, which returns the projection and its rows. Models whose layers
-    have no such method are not changed.
+    A layer with a fused projection has a method `fused_projection`, which returns the projection and the number of rows
+    of each matrix. Models whose layers have no such method are not changed.
 
     Args:
         optimizer: `megatron.core.optimizer`.
@@ -55,10 +55,10 @@ def split_fused_projections(optimizer: ModuleType) -> None:
 
 
 def fused_rows(config: Any, model_chunks: list[Any]) -> dict[Any, list[int]]:
-    """Return the rows of the matrices in the weight of each fused projection of this rank's chunks.
+    """Return the numbers of rows of the matrices in each fused projection of this rank's chunks, by its weight.
 
     Raises:
-        ValueError: a rank has no full query group, or only its own part of the gradients.
+        ValueError: a rank has no full query group, or the optimizer is distributed.
     """
     found = {}
     for chunk in model_chunks:
@@ -68,8 +68,8 @@ def fused_rows(config: Any, model_chunks: list[Any]) -> dict[Any, list[int]]:
             layer_wise = config.optimizer.startswith(_LAYER_WISE) or config.use_layer_wise_distributed_optimizer
             if chunk.ddp_config.use_distributed_optimizer and not layer_wise:
                 raise ValueError(
-                    f"ddp.use_distributed_optimizer is True with optimizer {config.optimizer!r}, expected False: each "
-                    "rank sums only a part of the gradients, and would step whole matrices"
+                    f"ddp.use_distributed_optimizer is True with optimizer.optimizer {config.optimizer!r}, expected "
+                    "False: Muon needs the gradients of full matrices, and each rank would sum only a shard of them"
                 )
             projection, rows = layer.fused_projection()
             weight = getattr(projection, "weight", None)
@@ -77,8 +77,8 @@ def fused_rows(config: Any, model_chunks: list[Any]) -> dict[Any, list[int]]:
                 continue
             if len(weight) % sum(rows):
                 raise ValueError(
-                    f"{name} has {len(weight)} rows on this rank, expected a multiple of {sum(rows)}, those of a query "
-                    "group with its keys and values, to orthogonalize each by itself: reduce "
+                    f"{name} has {len(weight)} rows on this rank, expected a multiple of {sum(rows)}, the rows of one "
+                    "query group, so that Muon can split them into queries, keys and values: reduce "
                     "tensor_model_parallel_size to at most num_query_groups, or set optimizer.muon_split_qkv=False"
                 )
             found[weight] = rows

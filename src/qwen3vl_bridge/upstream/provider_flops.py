@@ -11,10 +11,10 @@ from typing import Any
 
 
 class CountsOperations:
-    """Mixin for a provider that counts the operations of its model."""
+    """Mixin for a provider that counts the FLOPs of its model."""
 
     def operations_of_step(self, **statistics: Any) -> float:
-        """Return the operations of a global batch; the arguments are Megatron-Bridge's statistics of it."""
+        """Return the FLOPs of a training step, given Megatron-Bridge's statistics of the global batch."""
         raise NotImplementedError
 
     def _get_num_floating_point_operations_with_runtime_stats(self, **statistics: Any) -> float:

@@ -47,5 +47,5 @@ def replace(owner: ModuleType | type, name: str, new: Any, when: When) -> None:
 
 
 def replaced() -> tuple[Replacement, ...]:
-    """Return the names that have been replaced in this process so far."""
+    """Return a `Replacement` for each name of another package that was replaced in this process so far."""
     return tuple(_done.values())

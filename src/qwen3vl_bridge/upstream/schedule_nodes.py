@@ -35,7 +35,7 @@ class ModelNodes(TransformerModelChunkSchedulePlan):
     """megatron-core's plan of one model chunk, with a layer's arguments from a subclass."""
 
     def layer_node_arguments(self, index: int, layers: int) -> dict[str, Any]:
-        """Return `extra_args` of the nodes of one layer, by its index in this chunk."""
+        """Return `extra_args` of the nodes of the layer with index `index` in this chunk of `layers` layers."""
         raise NotImplementedError
 
     def _extra_args_for_layer(self, module: Any, layer_idx: int, num_layers: int) -> dict[str, Any]:

@@ -39,7 +39,7 @@ COLLECTIVES = (
 
 
 def join_fake_ranks(rank: int, world: int, note: Callable[[str, int], None]) -> None:
-    """Initialize torch.distributed with ranks that do not exist except this one, by torch's backend "fake".
+    """Initialize torch.distributed with torch's backend "fake", in which all ranks except this one do not exist.
 
     Args:
         rank: the rank of this process.
@@ -120,9 +120,9 @@ def balance_routing() -> None:
 
 
 def mark_grouped_products(begin: Callable[[int], None], end: Callable[[], None]) -> None:
-    """Call `begin` with the FLOPs of each product of all experts before it, and `end` after it.
+    """Call `begin` with the FLOPs of each grouped matrix product of experts before it, and `end` after it.
 
-    If the product is one kernel, only this kernel reads how many tokens each expert has.
+    The log has no FLOPs of a product that is one kernel: only the kernel reads how many tokens each expert has.
     """
 
     def marked(function: Callable, flops: Callable[..., int]) -> Callable:
@@ -145,7 +145,7 @@ def mark_grouped_products(begin: Callable[[int], None], end: Callable[[], None])
 def flops_of_grouped_mm(a: torch.Tensor, b: torch.Tensor) -> int:
     """Return the FLOPs of `torch.nn.functional.grouped_mm`.
 
-    It multiplies tokens [t, k] and weights [E, k, n], or [m, t] and [t, n] for each expert's tokens.
+    It multiplies tokens [tokens, k] and weights [experts, k, n], or [m, tokens] and [tokens, n] for each expert.
     """
     return 2 * a.numel() * b.size(-1)
 

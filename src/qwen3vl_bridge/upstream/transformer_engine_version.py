@@ -16,7 +16,7 @@ from packaging.version import Version
 
 @contextmanager
 def with_transformer_engine(release: str) -> Iterator[None]:
-    """Within the context, let megatron-core assume a release of Transformer Engine, unless one is installed."""
+    """Let megatron-core assume a release of Transformer Engine inside the `with` block, unless one is installed."""
     found = utils.get_te_version()
     if not found.release[0]:
         utils._te_version = Version(release)

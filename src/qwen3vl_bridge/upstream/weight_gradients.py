@@ -11,5 +11,5 @@ from megatron.core.tensor_parallel import layers
 
 
 def output_layer_fuses() -> bool:
-    """Return whether APEX's fused kernel for the weight gradient of the output layer is installed."""
+    """Return True if APEX's fused kernel for the weight gradient of the output layer is installed."""
     return layers._grad_accum_fusion_available

@@ -1,4 +1,4 @@
-"""Convert the rows of a weight table to Megatron-Bridge's parameter mappings."""
+"""Convert the entries of a weight table to Megatron-Bridge's parameter mappings."""
 
 from __future__ import annotations
 
@@ -41,23 +41,26 @@ class ZeroCenteredMapping(RMSNorm2ZeroCenteredRMSNormMapping):
 
 
 class VocabularyMapping(ConfigMapping):
-    """Pad and unpad a tensor with one row per token of the vocabulary.
+    """Mapping of a tensor with one row per token of the vocabulary, which Megatron may pad.
 
     Megatron-Bridge's own mapping pads only under tensor parallelism and only names of text models, and exports the
     padding.
     """
 
     def hf_to_megatron(self, hf_weights: Tensor, megatron_module: nn.Module) -> Tensor:
-        """Return this rank's rows of a tensor [vocabulary, h]; rows of the padding are zero."""
+        """Return this rank's rows of a tensor [vocabulary, hidden]; rows of the padding are zero."""
         if len(hf_weights) != (tokens := self.config_of(megatron_module).vocab_size):
-            raise ValueError(f"{self.hf_param} has {len(hf_weights)} rows, expected vocab_size, {tokens}")
+            raise ValueError(
+                f"{self.hf_param} has {len(hf_weights)} rows, expected vocab_size, {tokens}; use the config.json of "
+                "the same checkpoint"
+            )
         rows = megatron_module.weight.shape[0]
         if not isinstance(megatron_module.weight, DTensor):  # a DTensor has the shape of the full tensor
             rows *= self.tp_size
         return super().hf_to_megatron(F.pad(hf_weights, (0, 0, 0, rows - len(hf_weights))), megatron_module)
 
     def megatron_to_hf(self, megatron_weights: Tensor | None, megatron_module: nn.Module | None) -> dict[str, Tensor]:
-        """Return the rows of the vocabulary without padding, [vocabulary, h]."""
+        """Return the rows of the vocabulary without padding, [vocabulary, hidden]."""
         tokens = None if megatron_module is None else self.config_of(megatron_module).vocab_size
         tokens = self.broadcast_obj_from_pp_rank(tokens, f"{self.hf_param} tokens")
         exported = super().megatron_to_hf(megatron_weights, megatron_module)
@@ -65,7 +68,7 @@ class VocabularyMapping(ConfigMapping):
 
 
 class InputMajor:
-    """Mixin of mappings that transposes input-major tensors before import and after export.
+    """Mixin of mappings that transposes input-major tensors, [..., in, out], before import and after export.
 
     Megatron-Bridge's own mappings of experts determine the orientation by shape, which fails for square tensors.
     """
@@ -81,15 +84,15 @@ class InputMajor:
 
 
 class InputMajorExpertMapping(InputMajor, FusedExpertMapping):
-    """The mapping of `down_proj` [experts, I, H] in released checkpoints."""
+    """Mapping of `down_proj` in released checkpoints, [experts, intermediate, hidden]."""
 
 
 class InputMajorGatedExpertMapping(InputMajor, FusedGatedExpertMapping):
-    """The mapping of `gate_up_proj` [experts, H, 2 * I] in released checkpoints."""
+    """Mapping of `gate_up_proj` in released checkpoints, [experts, hidden, 2 * intermediate]."""
 
 
 def param_mappings(rows: tuple[WeightRow, ...]) -> Iterator[MegatronParamMapping]:
-    """Yield the Megatron-Bridge mapping of each row, for its parameter names in both layer specs (see `local_name`)."""
+    """Convert weight mapping entries to Megatron-Bridge's mappings: one for each parameter name of both layer specs."""
     for row in rows:
         mapping = pkgutil.resolve_name(row.bridge_mapping())
         for name in dict.fromkeys((row.megatron, local_name(row.megatron))):

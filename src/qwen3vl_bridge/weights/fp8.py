@@ -38,7 +38,7 @@ def scales_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:
 def match_block(shape: Sequence[int], scales: Sequence[int], block: Block | None) -> Block | None:
     """Return the block size of matrices [..., rows, columns], or None if the scales do not have the expected shape.
 
-    Without `block`, each matrix is one block.
+    `shape` and `scales` are shapes. If `block` is None, each matrix is one block.
     """
     one_block = block is None and math.prod(scales) == math.prod(shape[:-2])
     block = block or (shape[-2], shape[-1])
@@ -62,7 +62,7 @@ def scales_to_float32(scales: Tensor) -> Tensor:
 
 
 def check_scales(scales: Tensor, shape: Sequence[int], block: Block) -> None:
-    """Raise ValueError if a scale is not positive, or so large that values overflow. The message names its block.
+    """Raise ValueError if a scale is not positive, or so large that values overflow. The message names the block.
 
     Args:
         scales: in float32.
@@ -173,7 +173,7 @@ def _of_blocks(largest: Tensor, width: int) -> Tensor:
 
 
 def dequantize(weight: Tensor, scales: Tensor, block: Block | None, to: dtype) -> Tensor:
-    """Return e4m3 matrices [..., rows, columns] in the dtype `to`, with little more memory than the result needs.
+    """Dequantize e4m3 matrices [..., rows, columns] to the dtype `to`, with little more memory than the result needs.
 
     Raises:
         ValueError: the scales do not have the shape of the blocks, or a scale is not positive and finite.
@@ -182,8 +182,9 @@ def dequantize(weight: Tensor, scales: Tensor, block: Block | None, to: dtype) -
 
     fits = match_block(weight.shape, scales.shape, block)
     if fits is None:
-        found = f"{list(scales.shape)} for {list(weight.shape)}"
-        raise ValueError(f"scales have the shape {found}, expected one for each block of {block}")
+        found = f"{list(scales.shape)} and {list(weight.shape)}"
+        expected = f"one scale per block of {block}" if block else "one scale per matrix"
+        raise ValueError(f"found scales and weights of the shapes {found}, expected {expected}")
     result, data, scales = (
         torch.empty(weight.shape, dtype=to),
         weight.view(torch.uint8).flatten(),

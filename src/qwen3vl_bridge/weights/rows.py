@@ -1,6 +1,6 @@
-"""Rows of the weight table: how the Hugging Face tensors of a model become Megatron parameters.
+"""Entries ("rows") of the weight table: how the Hugging Face tensors of a model become Megatron parameters.
 
-    kind of row        Hugging Face tensors                     Megatron parameter
+    kind of entry      Hugging Face tensors                     Megatron parameter
     WeightRow          one tensor                               the same tensor
                        several tensors                          concatenated along dimension 0
     GatedMLP           gate, up                                 [gate; up]
@@ -13,7 +13,7 @@
 Each kind defines `hf_slices`, which converts files and adapters, and names a mapping of Megatron-Bridge, which converts
 weights that ranks share. A package with its own family can define further kinds.
 
-The module also has the rows that families share: vision tower, attention, MLP and experts. Standard library only.
+The module also has the entries that families share: vision tower, attention, MLP and experts. Standard library only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any, ClassVar, NamedTuple
 
 @dataclass(frozen=True)
 class Dimensions:
-    """Values of the symbols in a weight table, for one model. `dimensions[name]` is a size."""
+    """Sizes and layer indices of one model, for the symbols in a weight table. `dimensions[name]` is a size."""
 
     sizes: Mapping[str, int]  # by name: symbols in shapes, conditions (0 or 1) and numbers of heads
     indices: Mapping[str, Sequence[int]]  # by name: the values of a `*`, such as the numbers of the layers
@@ -44,7 +44,7 @@ class Dimensions:
 
 
 def vision_sizes(vision: Mapping) -> dict[str, int]:
-    """Return the sizes of a vision tower, from `vision_config`."""
+    """Return the sizes of a vision tower by symbol, from `vision_config`."""
     return {
         "v_hidden": vision["hidden_size"],
         "v_heads": vision["num_heads"],
@@ -66,7 +66,7 @@ _OUR_MAPPINGS = "qwen3vl_bridge.weights.bridge_mappings"
 
 
 class TensorSlice(NamedTuple):
-    """Elements [start, start + length) of a stored tensor. A weight row lists the slices of its Megatron parameter."""
+    """Elements [start, start + length) of a stored tensor. A Megatron parameter is a sequence of such slices."""
 
     tensor: str
     start: int
@@ -82,9 +82,9 @@ class TensorSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightRow:
-    """A Megatron parameter and its Hugging Face tensors. The class of a row defines the transformation.
+    """Entry of a weight table: a Megatron parameter and its Hugging Face tensors. The class defines the transformation.
 
-    Rows of a table have a `*` for each index of a layer or expert; `expand` replaces them by numbers.
+    Names in a table have a `*` for each index of a layer or expert; `expand` replaces them by numbers.
     """
 
     # Class of Megatron-Bridge for rows of this kind, "module:class", called as mapping(megatron name, *hf names).
@@ -109,23 +109,23 @@ class WeightRow:
 
     @property
     def stored_names(self) -> tuple[str, ...]:
-        """Names of the tensors into which an fsdp_dtensor checkpoint divides the parameter along dimension 0."""
+        """Return the names of the tensors into which fsdp_dtensor checkpoints divide the parameter (dimension 0)."""
         if self.gated:
             return f"{self.megatron}_w", f"{self.megatron}_v"
         return tuple(f"{self.megatron}.{name}" for name, _ in self.sections) or (self.megatron,)
 
     @property
     def is_vocabulary(self) -> bool:
-        """Whether the parameter has one row per token of the vocabulary, which Megatron may pad."""
+        """Return whether the parameter has one row per token of the vocabulary, which Megatron may pad."""
         return self.shapes[0][0] == "vocab"
 
     @property
     def expert(self) -> int:
-        """Index of the expert. Only expanded rows of experts have it."""
+        """Return the index of the expert; only for expanded entries of experts."""
         return self.position[self.indices.index("experts")]
 
     def bridge_mapping(self) -> str:
-        """Return this row's Megatron-Bridge mapping class as "module:class"."""
+        """Return the Megatron-Bridge mapping class of this entry as "module:class"."""
         if self.sections:
             return f"{_PARAM_MAPPING}:{'GDNLinearMappingSeparate' if len(self.hf) > 1 else 'GDNConv1dMapping'}"
         if self.is_vocabulary:
@@ -133,7 +133,7 @@ class WeightRow:
         return f"{_PARAM_MAPPING}:ReplicatedMapping" if self.replicated else self.mapping
 
     def with_indices(self, *numbers: int) -> WeightRow:
-        """Return the row with each `*` replaced by a number, from left to right."""
+        """Return the entry with each `*` replaced by a number, from left to right."""
 
         def fill(name: str) -> str:
             for number in numbers:
@@ -154,29 +154,29 @@ class WeightRow:
     def hf_slices(self, dimensions: Dimensions) -> Iterator[TensorSlice]:
         """Yield the slices of Hugging Face tensors that, one after the other, are the Megatron parameter's elements.
 
-        The elements are in row-major order. The row must be expanded.
+        The elements are in row-major order. The entry must be expanded.
         """
         for name, shape in zip(self.hf, self.resolve_shapes(dimensions), strict=True):
             yield TensorSlice(name, 0, math.prod(shape))
 
     def megatron_shape(self, dimensions: Dimensions) -> tuple[int, ...]:
-        """Return the shape of an expanded row's Megatron parameter."""
+        """Return the shape of the Megatron parameter of an expanded entry."""
         shapes = self.resolve_shapes(dimensions)
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
 @dataclass(frozen=True)
 class GatedMLP(WeightRow):
-    """A row with two tensors, gate and up, which Megatron concatenates: [gate; up]."""
+    """Weight mapping entry of two tensors, gate and up, which Megatron concatenates: [gate; up]."""
 
     mapping: ClassVar[str] = f"{_PARAM_MAPPING}:GatedMLPMapping"
     gated: bool = True
 
 
 class QKV(WeightRow):
-    """A row with the tensors q, k, v, which Megatron interleaves by query group.
+    """Weight mapping entry of the tensors q, k, v, which Megatron interleaves by query group.
 
-    The parameter has [q heads of the group, its k, its v] of each group.
+    For each group, the parameter has the q heads of the group, the k head and the v head.
     """
 
     mapping: ClassVar[str] = f"{_PARAM_MAPPING}:QKVMapping"
@@ -191,7 +191,7 @@ class QKV(WeightRow):
 
 
 class ConcatenatedQKV(WeightRow):
-    """A row with one tensor [q; k; v], which Megatron interleaves by head.
+    """Weight mapping entry of one tensor [q; k; v], which Megatron interleaves by head.
 
     The parameter has [q, k, v of head 0], [q, k, v of head 1], and so on.
     """
@@ -208,9 +208,9 @@ class ConcatenatedQKV(WeightRow):
 
 
 class GatedQKV(WeightRow):
-    """A row with the tensors q, k, v, where q has the queries of each head followed by its output gate.
+    """Weight mapping entry of the tensors q, k, v, where q has the queries of each head followed by its output gate.
 
-    Megatron interleaves them by query group: [queries of its heads, their gates, its k, its v] ...
+    Megatron interleaves them by query group: for each group, all queries, all gates, the k head and the v head.
     """
 
     mapping: ClassVar[str] = f"{_PARAM_MAPPING}:QKVMapping"
@@ -229,7 +229,7 @@ class GatedQKV(WeightRow):
 
 
 class ZeroCentered(WeightRow):
-    """A row with the weight of a norm. Megatron's weight is smaller by one, because its norm multiplies by 1 + weight.
+    """Weight mapping entry of a norm. Megatron's weight is smaller by one, because Megatron multiplies by 1 + weight.
 
     In float32 the subtraction is exact for weights of at least 0.5, and for bfloat16 weights from 2^-16 in magnitude;
     others are rounded by up to 6e-8.
@@ -244,7 +244,7 @@ class ZeroCentered(WeightRow):
 
 @dataclass(frozen=True)
 class PackedExpert(WeightRow):
-    """A row with one expert from a packed tensor, which has all experts of a layer, [experts, ...]."""
+    """Weight mapping entry of one expert from a packed tensor, which has all experts of a layer, [experts, ...]."""
 
     transposed: bool = False  # the tensor is input-major, [experts, in, out], unlike Megatron's [out, in]
 
@@ -258,7 +258,7 @@ class PackedExpert(WeightRow):
         return ((dimensions["experts"], *self.resolve_shapes(dimensions)[0]),)
 
     def hf_slices(self, dimensions: Dimensions) -> Iterator[TensorSlice]:
-        """Yield the slice of this row's expert in the packed tensor, see `WeightRow.hf_slices`."""
+        """Yield the slice of one expert in the packed tensor, see `WeightRow.hf_slices`."""
         shape = self.resolve_shapes(dimensions)[0]
         size = math.prod(shape)
         yield TensorSlice(self.hf[0], self.expert * size, size, columns=shape[0] if self.transposed else 0)
@@ -270,14 +270,14 @@ class PackedExpert(WeightRow):
 
 
 def stored_sizes(row: WeightRow, rows: int, dimensions: Dimensions) -> tuple[int, ...]:
-    """Return the size along dimension 0 of each tensor in `stored_names`, for a parameter with `rows` rows."""
+    """Return the size along dimension 0 of each tensor in `row.stored_names`. The parameter has `rows` rows."""
     if row.sections:
         return tuple(dimensions[size] for _, size in row.sections)
     return (rows // len(row.stored_names),) * len(row.stored_names)
 
 
 def expand(rows: tuple[WeightRow, ...], dimensions: Dimensions) -> Iterator[WeightRow]:
-    """Yield the rows of a model, one per Megatron parameter, with indices of layers and experts in place of `*`."""
+    """Yield one weight mapping entry per Megatron parameter, with layer and expert indices in place of each `*`."""
     for row in rows:
         if row.condition is None or dimensions[row.condition]:
             for numbers in itertools.product(*(dimensions.indices[name] for name in row.indices)):
@@ -301,17 +301,16 @@ class ExpertLayout(Enum):
 def detect_expert_layout(
     table: Callable[[ExpertLayout], Sequence[WeightRow]], shapes: Mapping[str, Sequence[int]], dimensions: Dimensions
 ) -> ExpertLayout:
-    """Return the layout of a checkpoint's experts.
-
-    No model is ambiguous: if both orientations of one tensor have the same shape, those of the other do not.
+    """Return the layout of the experts in a checkpoint.
 
     Args:
-        table: returns the rows of a checkpoint with a layout.
+        table: returns the weight table of a checkpoint with the given layout.
         shapes: by Hugging Face name, the shapes of the tensors of the first MoE layer and of multi-token prediction.
 
     Raises:
         ValueError: an unknown layout.
     """
+    # No model is ambiguous: if both orientations of one tensor have the same shape, those of the other do not.
     layer = dimensions.indices["moe_layers"][0]
     names: list[str] = []
     for layout in ExpertLayout:
@@ -329,7 +328,7 @@ def detect_expert_layout(
     given = sorted((name, list(shape)) for name, shape in shapes.items() if name.startswith(prefix))
     raise ValueError(
         f"experts of layer {layer}: found {given[:4] or 'no tensors'}, expected {dimensions['experts']} experts of "
-        f"{dimensions['hidden']} x {dimensions['moe_ffn']}, {' or '.join(layout.value for layout in ExpertLayout)}"
+        f"{dimensions['hidden']} x {dimensions['moe_ffn']}, as {' or '.join(layout.value for layout in ExpertLayout)}"
     )
 
 
@@ -348,7 +347,7 @@ _LOCAL_NAMES = (
 
 
 def local_name(name: str) -> str:
-    """Return the name that a parameter of Transformer Engine's layer spec has with the local layer spec."""
+    """Convert a parameter name from Transformer Engine's layer spec to megatron-core's local layer spec."""
     for pattern, instead in _LOCAL_NAMES:
         name = re.sub(pattern, instead, name)
     return name
@@ -368,7 +367,7 @@ def is_mtp(name: str) -> bool:
 
 
 def shared_name(layer: str) -> str:
-    """Return the name of a linear layer without the number of its expert."""
+    """Return the name of a linear layer without "local_experts" and the index of its expert."""
     return _ONE_EXPERT.sub("", layer)
 
 
@@ -396,7 +395,7 @@ def without_former_mtp_name(name: str) -> str:
 def stacked_name(
     row: WeightRow, dimensions: Dimensions, named: Collection[str] = (), *, local: bool = False
 ) -> tuple[str, tuple[tuple[int, int], ...]]:
-    """Return the name of the tensor in a `torch_dist` checkpoint that contains an expanded row's parameter.
+    """Return the name of the tensor in a `torch_dist` checkpoint that contains the parameter of an expanded entry.
 
     Source: megatron-core 0.19, `sharded_state_dict` of TransformerBlock, SequentialMLP and TEGroupedMLP.
 
@@ -406,7 +405,7 @@ def stacked_name(
             they were fused; ours does not rename the norm before experts, because no spec fuses it.
 
     Returns:
-        The name; and for each stacked dimension, the row's index in it and its size.
+        The name; and for each stacked dimension, the parameter's index in it and its size.
     """
     name = re.sub(r"mlp\.experts\.(local_experts\.)?", "mlp.experts.experts.", row.pattern)
     name = with_former_mtp_name(name)
@@ -440,7 +439,7 @@ def component_of(name: str) -> Component:
     """Return the component of a parameter or linear layer.
 
     Args:
-        name: its name in the model, in the language model alone, or in a wrapper such as DDP or ModelOpt's teacher.
+        name: name in the model, in the language model alone, or in a wrapper such as DDP or ModelOpt's teacher.
 
     Raises:
         ValueError: a name that is not of this model.
@@ -450,20 +449,20 @@ def component_of(name: str) -> Component:
     if name.startswith(_OF_LANGUAGE):
         return Component.LANGUAGE_MODEL
     if not name.startswith("vision_model."):
-        raise ValueError(f"found the parameter {name}, expected one of language_model or vision_model")
+        raise ValueError(f"found the parameter {name}, expected a parameter of language_model or vision_model")
     is_merger = name.startswith(("vision_model.merger.", "vision_model.decoder.deepstack_merger_list."))
     return Component.VISION_PROJECTION if is_merger else Component.VISION_MODEL
 
 
 def single_row(megatron: str, hf: str, *shape: str | int, indices: tuple[str, ...] = (), **more: Any) -> WeightRow:
-    """Return a row that copies one Hugging Face tensor of shape `shape` to a Megatron parameter."""
+    """Return the weight mapping entry of one Hugging Face tensor of shape `shape` that Megatron stores unchanged."""
     return WeightRow(megatron, (hf,), (shape,), indices, **more)
 
 
 def weight_and_bias_rows(
     megatron: str, hf: str, weight: Shape, *, indices: tuple[str, ...] = (), replicated: bool = False
 ) -> tuple[WeightRow, ...]:
-    """Return the rows of a module with a weight, and a bias with the size of the weight's first dimension."""
+    """Return the weight mapping entries of a module with a weight, and a bias of the size of the first dimension."""
     return tuple(
         single_row(f"{megatron}.{suffix}", f"{hf}.{suffix}", *shape, indices=indices, replicated=replicated)
         for suffix, shape in (("weight", weight), ("bias", weight[:1]))
@@ -471,7 +470,7 @@ def weight_and_bias_rows(
 
 
 def merger_rows(megatron: str, hf: str, norm: str, indices: tuple[str, ...] = ()) -> tuple[WeightRow, ...]:
-    """Return the rows of a patch merger: a norm, and two linear layers with a GELU between them."""
+    """Return the weight mapping entries of a patch merger: a norm and two linear layers."""
     return (
         *weight_and_bias_rows(f"{megatron}.patch_norm", f"{hf}.norm", (norm,), indices=indices),
         *weight_and_bias_rows(f"{megatron}.linear_fc1", f"{hf}.linear_fc1", ("v_merged", "v_merged"), indices=indices),
@@ -503,7 +502,7 @@ VISION_ROWS: tuple[WeightRow, ...] = (
 
 
 def text_rows(*layers: WeightRow) -> tuple[WeightRow, ...]:
-    """Return the rows of a text model: embedding, the rows `layers`, final norm and output layer."""
+    """Return the weight mapping entries of a text model: embedding, `layers`, final norm and output layer."""
     embedding = "language_model.embedding.word_embeddings.weight"
     return (
         single_row(embedding, "model.language_model.embed_tokens.weight", "vocab", "hidden"),
@@ -516,12 +515,13 @@ def text_rows(*layers: WeightRow) -> tuple[WeightRow, ...]:
 def attention_rows(
     megatron: str, hf: str, *indices: str, kind: type[WeightRow] = QKV, queries: str = "q"
 ) -> tuple[WeightRow, ...]:
-    """Return the rows of attention with q and k norms, and of the norm before it.
+    """Return the weight mapping entries of attention: the norm before it, q, k and v, their norms and the output.
 
     Args:
-        megatron, hf: prefixes of the layers' names, with a `*` for each index and a dot at the end.
-        kind: the class of the row of q, k and v.
-        queries: the size of the first tensor of that row.
+        megatron, hf: prefixes of the parameter names of a layer, with a `*` for each index and a dot at the end.
+        indices: keys of `Dimensions.indices` for the values of each `*`.
+        kind: the class of the entry of q, k and v.
+        queries: symbol of the output size of `q_proj`, such as "q".
     """
 
     def copy(name: str, other: str, *shape: str) -> WeightRow:
@@ -542,7 +542,7 @@ def attention_rows(
 
 
 def dense_mlp_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightRow, ...]:
-    """Return the rows of an MLP and of the norm before it; arguments as for `attention_rows`."""
+    """Return the weight mapping entries of an MLP and the norm before it; arguments as in `attention_rows`."""
     fc1, norm, half = f"{megatron}mlp.linear_fc1.", f"{hf}post_attention_layernorm.weight", ("ffn", "hidden")
     gate_up = (f"{hf}mlp.gate_proj.weight", f"{hf}mlp.up_proj.weight")
     return (
@@ -553,7 +553,7 @@ def dense_mlp_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightRow, ..
 
 
 def moe_rows(megatron: str, hf: str, *indices: str, experts: ExpertLayout) -> tuple[WeightRow, ...]:
-    """Return the rows of a MoE layer: the norm before it, the router, and experts in the layout `experts`."""
+    """Return the weight mapping entries of a MoE layer: the norm before it, the router and the experts."""
     norm = f"{hf}post_attention_layernorm.weight"
     before = (
         single_row(f"{megatron}pre_mlp_layernorm.weight", norm, "hidden", indices=indices),

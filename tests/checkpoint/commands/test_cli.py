@@ -32,13 +32,13 @@ def convert(*arguments: object, **how) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, CONVERT, *map(str, arguments)], **pipes | how)
 
 
-def test_convert_invalid_input_exits_2(tmp_path):
+def test_convert_missing_checkpoint_folder_exits_with_code_2(tmp_path):
     found = convert("export", "--megatron-path", "/no/such", "--hf-path", tmp_path / "hf")
     assert found.returncode == 2 and not found.stdout
     assert found.stderr == "error: /no/such: there is no such folder, expected the folder of a Megatron checkpoint\n"
 
 
-def test_convert_import_export_verify(untied_folder, tmp_path, capsys):
+def test_convert_import_then_export_verifies_as_same_model(untied_folder, tmp_path, capsys):
     megatron, hf = str(tmp_path / "megatron"), str(tmp_path / "hf")
     assert main(["import", "--hf-model", str(untied_folder), "--megatron-path", megatron, "--tp", "2", "--verify"]) == 0
     out, error = capsys.readouterr()
@@ -70,7 +70,7 @@ def full():
 
 
 @pytest.mark.slow
-def test_convert_stdout_full_keeps_result(full, untied_folder, tmp_path):
+def test_import_with_unwritable_stdout_keeps_converted_checkpoint(full, untied_folder, tmp_path):
     place = tmp_path / "m"
     arguments = ["import", "--no-progress", "--hf-model", untied_folder, "--megatron-path", place]
     for more in ([], ["--json", "--overwrite"]):
@@ -82,7 +82,9 @@ def test_convert_stdout_full_keeps_result(full, untied_folder, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", pytest.param("import", marks=pytest.mark.slow)])
-def test_convert_stdout_full_without_result_exits_2(command, full, imported, untied_folder, tmp_path):
+def test_inspect_verify_or_dry_run_with_unwritable_stdout_exits_with_code_2(
+    command, full, imported, untied_folder, tmp_path
+):
     arguments = {
         "inspect": ["--megatron-path", imported],
         "verify": ["--hf-model", untied_folder, "--megatron-path", imported, "--no-progress"],
@@ -91,11 +93,11 @@ def test_convert_stdout_full_without_result_exits_2(command, full, imported, unt
     found = convert(command, *arguments, stdout=full)
     expected = "error: standard output cannot be written: No space left on device\n"
     assert (found.returncode, found.stderr) == (2, expected)
-    if command != "verify":  # nor is it a traceback where standard error is full too
+    if command != "verify":  # also without a traceback if standard error is full
         assert convert(command, *arguments, stdout=full, stderr=full).returncode == 2
 
 
-def test_convert_unknown_home_exits_2(capsys, tmp_path, untied_folder, imported):
+def test_convert_tilde_path_of_unknown_user_exits_with_code_2(capsys, tmp_path, untied_folder, imported):
     nobody, part = "~nosuchuser/x", "~nosuchuser/x: ~nosuchuser is not the home folder of any user"
     expect_error(capsys, importing(nobody, tmp_path), part)
     expect_error(capsys, exporting(nobody, tmp_path), part)
@@ -110,7 +112,7 @@ def test_convert_unknown_home_exits_2(capsys, tmp_path, untied_folder, imported)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("endpoint", ["nonsense", "ftp://hub", "http://["])
-def test_convert_invalid_hub_endpoint_exits_2(endpoint, tmp_path):
+def test_convert_invalid_hf_endpoint_variable_exits_with_code_2(endpoint, tmp_path):
     environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
     found = convert(*importing("Qwen/No-Such", tmp_path), env=environment)
     assert found.returncode == 2 and f"HF_ENDPOINT is {endpoint!r}" in found.stderr and "Traceback" not in found.stderr
@@ -126,7 +128,7 @@ def piped(arguments: list[str], closed: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
-def test_convert_closed_pipe_keeps_result(untied_folder, tmp_path):
+def test_import_with_closed_output_pipe_keeps_converted_checkpoint(untied_folder, tmp_path):
     arguments = ["import", "--hf-model", str(untied_folder), "--megatron-path", str(tmp_path / "m")]
     found = piped([*arguments, "--no-progress"], "stdout")
     assert (found.returncode, found.stderr) == (0, "")
@@ -136,7 +138,7 @@ def test_convert_closed_pipe_keeps_result(untied_folder, tmp_path):
 
 
 @pytest.mark.parametrize("variables", [{}, {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}])
-def test_inspect_ignores_world_size(variables, capsys, monkeypatch, imported):
+def test_inspect_ignores_world_size_and_rank_variables(variables, capsys, monkeypatch, imported):
     for name, value in {"WORLD_SIZE": "2", **variables}.items():
         monkeypatch.setenv(name, value)
     assert main(["inspect", "--megatron-path", str(imported)]) == 0
@@ -150,14 +152,16 @@ def test_inspect_ignores_world_size(variables, capsys, monkeypatch, imported):
     ({"RANK": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}, "RANK is '2', expected 0 to 1"),
     ({"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}, "to each other: invalid literal"),
 ])  # fmt: skip
-def test_convert_invalid_world_exits_2(variables, part, capsys, monkeypatch, untied_folder, tmp_path, no_groups):
+def test_convert_invalid_torchrun_variables_exits_with_code_2(
+    variables, part, capsys, monkeypatch, untied_folder, tmp_path, no_groups
+):
     for name, value in {"WORLD_SIZE": "2", **variables}.items():
         monkeypatch.setenv(name, value)
     expect_error(capsys, importing(untied_folder, tmp_path), part)
 
 
 @pytest.mark.slow
-def test_convert_two_processes_same_bytes(moe_folder, tmp_path):
+def test_import_by_two_processes_writes_same_bytes_as_one_process(moe_folder, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(CONVERT)]
     arguments = ["import", "--hf-model", str(moe_folder), "--megatron-path", str(tmp_path / "two"), "--ep", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -173,7 +177,7 @@ def test_convert_two_processes_same_bytes(moe_folder, tmp_path):
     assert found.returncode and found.stderr.count("error: ") == 1 and "exists already" in found.stderr
 
 
-def test_convert_not_strict_ignores_extra_tensors(tmp_path, untied_folder, imported):
+def test_convert_strict_false_ignores_unexpected_but_not_missing_tensors(tmp_path, untied_folder, imported):
     folder = model_with(tmp_path / "model", untied_folder, CHANGES["extra"])
     with pytest.raises(CheckpointError, match="1 unexpected"):
         import_checkpoint(folder, tmp_path / "megatron")
@@ -194,7 +198,7 @@ def test_convert_not_strict_ignores_extra_tensors(tmp_path, untied_folder, impor
     assert "language_model.extra [3] float32 is not a tensor" in report.notes[0]
 
 
-def test_convert_remote_code_needs_flag(capsys, tmp_path, untied_folder):
+def test_convert_model_with_remote_code_raises_without_trust_remote_code(capsys, tmp_path, untied_folder):
     code = {"auto_map": {"AutoModel": "modeling.Model"}}
     folder = model_with_config(tmp_path / "model", untied_folder, code)
     (folder / "modeling.py").write_text("raise SystemExit('never run here')\n")
@@ -211,12 +215,12 @@ def test_convert_remote_code_needs_flag(capsys, tmp_path, untied_folder):
     ({"text_config": {"_target_": "os.system", "_args_": ["true"]}}, "the key '_target_'"),
     ({"note": [{"deep": "${oc.env:HOME}"}]}, "would replace"),
 ])  # fmt: skip
-def test_import_executable_config_raises(capsys, tmp_path, untied_folder, change, part):
+def test_import_config_with_target_key_or_interpolation_raises(capsys, tmp_path, untied_folder, change, part):
     folder = model_with_config(tmp_path / "model", untied_folder, change)
     expect_error(capsys, importing(folder, tmp_path), "config.json", part)
 
 
-def test_export_invalid_manifest_raises(capsys, tmp_path, moe_folder):
+def test_export_or_verify_with_invalid_manifest_raises(capsys, tmp_path, moe_folder):
     import_checkpoint(moe_folder, tmp_path / "megatron")
     path = tmp_path / "megatron" / "iter_0000000" / "qwen3vl_bridge.json"
     for name, value in (("expert_layout", "SIDEWAYS"), ("expert_layout", ["x"]), ("sha256", {"a": "b"})):
@@ -231,7 +235,7 @@ def test_export_invalid_manifest_raises(capsys, tmp_path, moe_folder):
 
 
 @pytest.mark.parametrize("ckpt_format", ["fsdp_dtensor", "torch_dist"])
-def test_inspect_shows_manifest(ckpt_format, moe_folder, tmp_path, capsys):
+def test_inspect_prints_format_parameter_count_and_parallel_sizes(ckpt_format, moe_folder, tmp_path, capsys):
     import_checkpoint(moe_folder, tmp_path / "megatron", ckpt_format=ckpt_format, checksums=True)
     arguments = ["inspect", "--megatron-path", str(tmp_path / "megatron")]
     assert main([*arguments, "--json"]) == 0

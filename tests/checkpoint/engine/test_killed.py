@@ -1,4 +1,4 @@
-"""Kill a conversion at any moment, one process of it or all: the target is whole or not there, and --resume goes on."""
+"""Kill some or all processes of a conversion at any time: the target is complete or absent, and --resume continues."""
 
 import contextlib
 import os
@@ -106,7 +106,7 @@ ALWAYS = [(DENSE, "import", 1)]  # the other cases are slow
 @pytest.mark.parametrize(("larger", "direction", "processes"), [
     case if case in ALWAYS else pytest.param(*case, marks=pytest.mark.slow) for case in KILLED
 ], indirect=["larger"])  # fmt: skip
-def test_conversion_killed_at_any_time_resumes(direction, processes, larger, tmp_path):
+def test_conversion_killed_at_random_times_resumes_to_identical_files(direction, processes, larger, tmp_path):
     source, target = tmp_path / "source", tmp_path / "out" / "target"
     target.parent.mkdir()
     if direction == "export":
@@ -166,7 +166,7 @@ def test_conversion_killed_at_any_time_resumes(direction, processes, larger, tmp
     assert [path.name for path in target.parent.iterdir()] == ["target"]
 
 
-def test_resume_writes_only_missing_ranges(larger, tmp_path):
+def test_resume_writes_only_missing_byte_ranges(larger, tmp_path):
     whole, full = import_checkpoint(larger, tmp_path / "whole"), "No space left on device"
     with broken_disk(5, why=(28, full)), pytest.raises(CheckpointError, match=f"{full}; the partial result stays in"):
         import_checkpoint(larger, tmp_path / "target", resume=True)
@@ -177,21 +177,21 @@ def test_resume_writes_only_missing_ranges(larger, tmp_path):
     assert contents(tmp_path / "target") == contents(tmp_path / "whole")
 
 
-def test_ranks_one_failure_fails_all(larger, tmp_path):
+def test_import_failing_on_one_rank_fails_on_all_ranks(larger, tmp_path):
     def work(ranks: Ranks) -> None:
         if ranks.rank == 1:
-            output_files.TensorData.__len__ = lambda _: 1 / 0  # whatever goes wrong in one alone
+            output_files.TensorData.__len__ = lambda _: 1 / 0  # any error on one rank alone
         import_checkpoint(larger, tmp_path / "target", ranks=ranks)
 
     assert all(run(work, 2))
     assert not (tmp_path / "target").exists() and not list(tmp_path.glob(".target*"))
 
 
-def test_ranks_different_sources_raise(larger, tmp_path):
+def test_import_with_different_source_on_each_rank_raises(larger, tmp_path):
     shutil.copytree(larger, tmp_path / "other")
 
     def work(ranks: Ranks) -> None:
-        with pytest.raises(CheckpointError, match="differs between the 2 processes"):
+        with pytest.raises(CheckpointError, match="the 2 processes found different files"):
             import_checkpoint([larger, tmp_path / "other"][ranks.rank], tmp_path / "target", ranks=ranks)
 
     assert run(work, 2) == [0, 0]

@@ -1,4 +1,4 @@
-"""A conversion's memory does not grow with the model: it stays below a single one of its large tensors.
+"""A conversion's memory does not grow with the model: it stays below the size of the largest tensor.
 
 Run by itself, it prints as JSON by how many bytes a process has grown at the end of each conversion of a large model
 after a small one, for which modules are imported and threads are started:
@@ -92,8 +92,8 @@ def write_large(folder: Path, source: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("which", [pytest.param("moe_folder", marks=pytest.mark.slow), "qwen3_5_folder", "in_fp8"])
-def test_conversion_memory_below_one_tensor(which, request, moe_folders, tmp_path):
-    """Experts are turned in the first, and lie in two tensors a layer; there and back, in both formats, verified."""
+def test_conversion_memory_growth_is_below_size_of_largest_tensor(which, request, moe_folders, tmp_path):
+    """Import, reformat and export, each verified. Packed experts are transposed in the first model."""
     if which == "in_fp8":
         small = in_fp8(moe_folders[ExpertLayout.INPUT_MAJOR], tmp_path / "small")
     else:

@@ -1,4 +1,4 @@
-"""A result is there wholly or not at all; --overwrite replaces an earlier one, --resume goes on from what is proven."""
+"""A result is complete or absent; --overwrite replaces an earlier result, --resume keeps intact byte ranges."""
 
 import errno
 import fcntl
@@ -27,7 +27,7 @@ from tests.checkpoint.support import before_each_unit, broken_disk, contents, ex
 
 
 @pytest.mark.parametrize("empty", [False, True])
-def test_atomic_directory_target_appears_at_end(empty, tmp_path):
+def test_atomic_directory_target_gets_files_only_at_end_of_block(empty, tmp_path):
     target = tmp_path / "a" / "b" / "target"
     if empty:
         target.mkdir(parents=True)
@@ -40,7 +40,7 @@ def test_atomic_directory_target_appears_at_end(empty, tmp_path):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, CheckpointError, OSError])
-def test_atomic_directory_failure_leaves_nothing(error, tmp_path):
+def test_atomic_directory_exception_in_block_leaves_no_files(error, tmp_path):
     with (
         pytest.raises(CheckpointError if error is OSError else error),
         atomic.atomic_directory(tmp_path / "a" / "b" / "target", print) as work,
@@ -50,7 +50,7 @@ def test_atomic_directory_failure_leaves_nothing(error, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_atomic_directory_removes_stale_folders(tmp_path):
+def test_atomic_directory_removes_leftover_partial_folders(tmp_path):
     stale = tmp_path / ".target.partial-0123456789ab"
     (stale / "iter_0000000").mkdir(parents=True)
     for folder in (stale, tmp_path / ".target.partial-ba9876543210"):  # that of the second is in place already
@@ -63,7 +63,7 @@ def test_atomic_directory_removes_stale_folders(tmp_path):
 
 
 @pytest.mark.parametrize("name", [".target.partial-backup", ".target.replaced-yesterday"])
-def test_atomic_directory_keeps_user_folders(name, tmp_path):
+def test_atomic_directory_keeps_user_folders_with_similar_names(name, tmp_path):
     (tmp_path / name).mkdir()
     (tmp_path / name / "precious").touch()
     with atomic.atomic_directory(tmp_path / "target", print):
@@ -71,7 +71,7 @@ def test_atomic_directory_keeps_user_folders(name, tmp_path):
     assert (tmp_path / name / "precious").exists()
 
 
-def test_atomic_directory_second_process_raises(tmp_path):
+def test_atomic_directory_second_writer_of_target_raises(tmp_path):
     with atomic.atomic_directory(tmp_path / "target", print) as work:
         refused = pytest.raises(CheckpointError, match="is being written by another process")
         with refused, atomic.atomic_directory(tmp_path / "target", print):
@@ -81,7 +81,7 @@ def test_atomic_directory_second_process_raises(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_atomic_directory_second_process_raises_until_end(tmp_path, monkeypatch, keep):
+def test_atomic_directory_second_writer_raises_before_and_after_final_rename(tmp_path, monkeypatch, keep):
     target, original, refused = tmp_path / "target", atomic._move_into_place, []
 
     def meet(*arguments, **named):
@@ -99,7 +99,7 @@ def test_atomic_directory_second_process_raises_until_end(tmp_path, monkeypatch,
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("earlier", [False, True])
-def test_atomic_directory_interrupt_after_rename_keeps_result(tmp_path, monkeypatch, keep, earlier):
+def test_atomic_directory_interrupt_after_final_rename_keeps_result(tmp_path, monkeypatch, keep, earlier):
     target, original = tmp_path / "target", atomic._move_into_place
     if earlier:
         target.mkdir()
@@ -117,8 +117,8 @@ def test_atomic_directory_interrupt_after_rename_keeps_result(tmp_path, monkeypa
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["new", "target"]
 
 
-def test_atomic_directory_removed_lock_file_is_retried(tmp_path, monkeypatch):
-    """A process opens the file, another that held it ends and removes it, a third makes a new one."""
+def test_atomic_directory_lock_file_removed_before_flock_is_created_again(tmp_path, monkeypatch):
+    """The process that held the lock removes the lock file after this process has opened it."""
     path, flock, once = tmp_path / ".target.partial-lock", fcntl.flock, []
 
     def late(*arguments):
@@ -134,7 +134,7 @@ def test_atomic_directory_removed_lock_file_is_retried(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
-def test_atomic_directory_new_target_is_kept(tmp_path):
+def test_atomic_directory_target_created_in_block_raises_and_is_kept(tmp_path):
     target = tmp_path / "target"
     with pytest.raises(CheckpointError, match="not empty"), atomic.atomic_directory(target, print):
         target.mkdir()
@@ -143,7 +143,7 @@ def test_atomic_directory_new_target_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize("swap", [True, False])
-def test_atomic_directory_replaces_target(tmp_path, monkeypatch, swap):
+def test_atomic_directory_replaces_existing_target_at_end_of_block(tmp_path, monkeypatch, swap):
     target = tmp_path / "target"
     target.mkdir()
     (target / "old").write_text("x")
@@ -158,7 +158,7 @@ def test_atomic_directory_replaces_target(tmp_path, monkeypatch, swap):
 refused = functools.partial(expect_error, options=["--overwrite"])
 
 
-def test_overwrite_user_folder_raises(capsys, tmp_path, imported, untied_folder):
+def test_overwrite_folder_not_written_by_conversion_raises(capsys, tmp_path, imported, untied_folder):
     project = tmp_path / "new" / "hf"
     (project / "src").mkdir(parents=True)
     shutil.copyfile(untied_folder / "config.json", project / "config.json")
@@ -170,7 +170,7 @@ def test_overwrite_user_folder_raises(capsys, tmp_path, imported, untied_folder)
     refused(capsys, exporting(imported, tmp_path), "was not written by a conversion", MANIFEST)
 
 
-def test_overwrite_training_run_raises(capsys, tmp_path, untied_folder, imported):
+def test_overwrite_folder_of_training_run_raises(capsys, tmp_path, untied_folder, imported):
     run = shutil.copytree(imported, tmp_path / "new" / "megatron")
     (run / "iter_0000100").mkdir()
     (run / "iter_0000100" / ".metadata").write_text("precious")
@@ -182,7 +182,7 @@ def test_overwrite_training_run_raises(capsys, tmp_path, untied_folder, imported
     refused(capsys, importing(untied_folder, tmp_path), "was not written by a conversion", MANIFEST)
 
 
-def test_overwrite_lists_user_files(capsys, tmp_path, imported):
+def test_overwrite_error_lists_user_files_that_would_be_deleted(capsys, tmp_path, imported):
     target = tmp_path / "new" / "hf"
     export_checkpoint(imported, target)
     for number in range(25):
@@ -193,7 +193,7 @@ def test_overwrite_lists_user_files(capsys, tmp_path, imported):
 
 
 @pytest.mark.parametrize("ckpt_format", ["fsdp_dtensor", "torch_dist"])
-def test_overwrite_replaces_result(ckpt_format, tmp_path, tied_folder, moe_folder, monkeypatch):
+def test_overwrite_replaces_earlier_conversion(ckpt_format, tmp_path, tied_folder, moe_folder, monkeypatch):
     monkeypatch.setattr(output_files, "RANGE_BYTES", 1 << 14)
     import_checkpoint(moe_folder, tmp_path / "m", ckpt_format=ckpt_format)
     import_checkpoint(tied_folder, tmp_path / "m", overwrite=True)
@@ -203,10 +203,10 @@ def test_overwrite_replaces_result(ckpt_format, tmp_path, tied_folder, moe_folde
     assert not list((tmp_path / "hf").glob("model-*"))
 
 
-def test_overwrite_other_format_or_old_manifest_raises(tmp_path, imported):
+def test_overwrite_result_of_different_kind_or_without_file_digests_raises(tmp_path, imported):
     export_checkpoint(imported, tmp_path / "hf")
     EarlierResult(".", "huggingface").check(tmp_path / "hf")
-    with pytest.raises(CheckpointError, match="conversion of this kind"):
+    with pytest.raises(CheckpointError, match="by a conversion to peft"):
         EarlierResult(".", "peft").check(tmp_path / "hf")
     said = read_object(tmp_path / "hf" / MANIFEST)
     for files_then in (None, sorted(said["files"])):
@@ -238,7 +238,7 @@ def put_link(target: Path) -> str:
 
 
 @pytest.mark.parametrize("put", [put_weights, put_settings, put_link])
-def test_overwrite_changed_files_raises(put, capsys, tmp_path, untied_folder, imported):
+def test_overwrite_result_with_files_changed_since_conversion_raises(put, capsys, tmp_path, untied_folder, imported):
     target = tmp_path / "new" / "hf"
     export_checkpoint(imported, target)
     name = put(target)
@@ -247,7 +247,7 @@ def test_overwrite_changed_files_raises(put, capsys, tmp_path, untied_folder, im
     assert name in error and (target / name).read_bytes() == before
 
 
-def test_overwrite_file_written_during_swap_is_kept(tmp_path, tied_folder, untied_folder, monkeypatch):
+def test_overwrite_keeps_user_file_written_during_final_rename(tmp_path, tied_folder, untied_folder, monkeypatch):
     import_checkpoint(tied_folder, tmp_path / "m")
     original = atomic._move_into_place
 
@@ -266,7 +266,7 @@ def test_overwrite_file_written_during_swap_is_kept(tmp_path, tied_folder, untie
     assert (kept / "precious").exists()
 
 
-def test_overwrite_file_written_during_conversion_raises(tmp_path, untied_folder):
+def test_overwrite_user_file_written_during_conversion_raises_and_is_kept(tmp_path, untied_folder):
     import_checkpoint(untied_folder, tmp_path / "m")
     intruded = before_each_unit(lambda *_: (tmp_path / "m" / "precious").write_text("x"))
     lost = "that are not part of our checkpoint, which would be deleted: precious;"
@@ -282,7 +282,7 @@ def test_overwrite_file_written_during_conversion_raises(tmp_path, untied_folder
 
 
 @pytest.mark.parametrize("earlier", [True, False])
-def test_overwrite_keeps_folder_mode(earlier, tmp_path, untied_folder):
+def test_overwrite_keeps_permission_bits_of_target_folder(earlier, tmp_path, untied_folder):
     target, before = tmp_path / "m", os.umask(0o027)
     try:
         if earlier:
@@ -300,7 +300,7 @@ def test_overwrite_keeps_folder_mode(earlier, tmp_path, untied_folder):
         os.umask(before)
 
 
-def test_overwrite_old_result_not_removable_is_noted(tmp_path, tied_folder, untied_folder, monkeypatch):
+def test_overwrite_reports_old_result_that_cannot_be_removed(tmp_path, tied_folder, untied_folder, monkeypatch):
     import_checkpoint(tied_folder, tmp_path / "m")
     original = shutil.rmtree
 
@@ -337,7 +337,7 @@ def damage(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("verify", [False, True])
-def test_resume_rewrites_damaged_range(begun, untied_folder, tmp_path, verify):
+def test_resume_rewrites_damaged_byte_range(begun, untied_folder, tmp_path, verify):
     damage(begun)
     report = import_checkpoint(untied_folder, tmp_path / "m", resume=True, verify=verify)
     assert any(note.startswith("1 of 5 parts") for note in report.notes) and report.resumed
@@ -345,7 +345,7 @@ def test_resume_rewrites_damaged_range(begun, untied_folder, tmp_path, verify):
     assert contents(tmp_path / "m") == contents(tmp_path / "whole")
 
 
-def test_resume_verify_fails_suggests_start_over(begun, untied_folder, tmp_path, monkeypatch):
+def test_resume_failing_verification_suggests_run_without_resume(begun, untied_folder, tmp_path, monkeypatch):
     damage(begun)  # and in such a way that it is not noticed
     monkeypatch.setattr(output_files, "find_unchanged", lambda _, recorded, __: [part for part, _ in recorded])
     with pytest.raises(CheckpointError, match=r"not written correctly.*; if it fails again, run without --resume"):
@@ -353,14 +353,14 @@ def test_resume_verify_fails_suggests_start_over(begun, untied_folder, tmp_path,
     assert import_checkpoint(untied_folder, tmp_path / "m", verify=True).resumed == 0
 
 
-def test_resume_longer_file_suggests_start_over(begun, untied_folder, tmp_path):
+def test_resume_with_too_long_partial_file_suggests_run_without_resume(begun, untied_folder, tmp_path):
     with (begun / "iter_0000000" / damage(begun)).open("ab") as file:
         file.write(b"x" * (1 << 20))
     with pytest.raises(CheckpointError, match=r"bytes, expected .*; if it fails again, run without --resume"):
         import_checkpoint(untied_folder, tmp_path / "m", resume=True)
 
 
-def test_resume_other_options_keeps_partial_result(begun, untied_folder, tmp_path, capsys):
+def test_resume_with_different_options_fails_and_keeps_partial_result(begun, untied_folder, tmp_path, capsys):
     arguments = ["import", "--no-progress", "--hf-model", str(untied_folder), "--megatron-path", str(tmp_path / "m")]
     before = contents(begun)
     assert main([*arguments, "--resume", "--torch-dtype", "bfloat16"]) == 2
@@ -385,14 +385,14 @@ def whole(untied_folder, tmp_path, monkeypatch) -> Path:
     return model
 
 
-def test_resume_complete_result_writes_nothing(whole, tmp_path):
+def test_resume_after_all_tensors_were_written_writes_none_again(whole, tmp_path):
     report = import_checkpoint(whole, tmp_path / "m", resume=True)
     assert report.resumed and not report.written
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "model"]
 
 
-def test_resume_rewrites_side_files(whole, tmp_path):
-    """The model's own files may have changed, and an earlier run may have left others."""
+def test_resume_replaces_config_files_of_earlier_attempt(whole, tmp_path):
+    """Config files of the source may have changed, and the earlier attempt may have left files that it has no more."""
     (folder,) = tmp_path.glob(".m.partial-????????????")
     (folder / "iter_0000000" / "hf" / "stray.json").write_text("{}")
     (whole / "generation_config.json").write_text('{"temperature": 0.5}')
@@ -402,13 +402,13 @@ def test_resume_rewrites_side_files(whole, tmp_path):
     assert (tmp_path / "m" / "iter_0000000" / "hf" / "generation_config.json").exists()
 
 
-def test_import_without_resume_starts_over(begun, untied_folder, tmp_path):
+def test_import_without_resume_deletes_partial_result_and_starts_over(begun, untied_folder, tmp_path):
     report = import_checkpoint(untied_folder, tmp_path / "m", torch_dtype="bfloat16")
     assert not report.resumed and str(begun) in report.notes[0] and "removed" in report.notes[0]
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
-def test_resume_partial_result_without_plan_starts_over(begun, untied_folder, tmp_path):
+def test_resume_with_empty_plan_file_starts_over(begun, untied_folder, tmp_path):
     (atomic.scratch_folder(begun) / "plan").write_text("")
     report = import_checkpoint(untied_folder, tmp_path / "m", resume=True)
     assert not report.resumed and verify_checkpoint(untied_folder, tmp_path / "m").same
@@ -467,7 +467,7 @@ def test_import_second_signal_does_not_stop_cleanup(number, started, tmp_path):
 
 
 @pytest.mark.slow
-def test_import_third_signal_ends_at_once(started, untied_folder, tmp_path):
+def test_import_third_sigint_exits_without_cleanup(started, untied_folder, tmp_path):
     for _ in range(3):
         started.send_signal(signal.SIGINT)
         time.sleep(1.05)
@@ -478,7 +478,7 @@ def test_import_third_signal_ends_at_once(started, untied_folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_import_nohup_ignores_sighup(untied_folder, tmp_path):
+def test_import_under_nohup_ignores_sighup(untied_folder, tmp_path):
     process = start(untied_folder, tmp_path / "m", "nohup")
     os.kill(process.pid, signal.SIGHUP)
     out, error = process.communicate(timeout=60)

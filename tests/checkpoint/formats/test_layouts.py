@@ -1,4 +1,4 @@
-"""What is stored, against restated layouts, stock readers and writers; pieces of tensors as bytes, few open files."""
+"""Stored rows of q, k, v, gate and up; checkpoints saved by torch; slices of tensors; number of open files."""
 
 import contextlib
 import itertools
@@ -57,7 +57,7 @@ def stored_layouts(untied_folder, tmp_path_factory):
     return stock_load(folder / "iter_0000000")
 
 
-def test_import_qkv_interleaved_by_query_group(stored_layouts, untied_folder):
+def test_import_interleaves_q_k_and_v_rows_by_query_group(stored_layouts, untied_folder):
     hf = hf_tensors(untied_folder)
     config = json.loads((untied_folder / "config.json").read_text())
     names = [
@@ -68,7 +68,7 @@ def test_import_qkv_interleaved_by_query_group(stored_layouts, untied_folder):
         assert torch.equal(stored_layouts[f"model.module.{name}"], restated(name, hf, config)), name
 
 
-def test_import_fsdp_gate_and_up_are_separate(stored_layouts, untied_folder):
+def test_import_to_fsdp_dtensor_stores_gate_and_up_projections_separately(stored_layouts, untied_folder):
     hf = hf_tensors(untied_folder)
     for layer in range(4):
         for suffix, part in (("_w", "gate"), ("_v", "up")):
@@ -87,7 +87,7 @@ def resave(stored: dict, folder, change) -> None:
     (folder / "latest_checkpointed_iteration.txt").write_text("7")
 
 
-def test_export_checkpoint_with_optimizer(stored_layouts, untied_folder, tmp_path):
+def test_export_of_checkpoint_with_optimizer_state_exports_weights(stored_layouts, untied_folder, tmp_path):
     resave(stored_layouts, tmp_path / "run", lambda tensor: tensor * 2)
     export_checkpoint(tmp_path / "run", tmp_path / "hf", hf_model=untied_folder)
     assert_same(hf_tensors(tmp_path / "hf"), {name: 2 * tensor for name, tensor in hf_tensors(untied_folder).items()})
@@ -107,7 +107,7 @@ def _save_sharded(rank: int, store: str, folder: str, tensors: dict[str, torch.T
 
 
 @pytest.mark.slow
-def test_export_checkpoint_of_two_ranks(stored_layouts, untied_folder, tmp_path):
+def test_export_of_checkpoint_sharded_over_two_ranks_matches_model(stored_layouts, untied_folder, tmp_path):
     run = tmp_path / "run" / "iter_0000001"
     arguments = (str(tmp_path / "store"), str(run), stored_layouts)
     # From a fresh process: forks of one that has joined others cannot join each other.
@@ -142,8 +142,10 @@ def stored_values(tmp_path_factory):
     strip=st.sampled_from([1, 64, 1000, 1 << 18]),
     cuts=st.lists(st.integers(0, 3000), max_size=3),
 )
-def test_slice_reader_transposed_matches_torch(stored_values, rows, more_rows, columns, dtypes, strip, cuts):
-    """Of one run or of two, read strip by strip, asked for in parts, in the dtype that is stored or another."""
+def test_slice_reader_transposed_slice_matches_torch_transpose(
+    stored_values, rows, more_rows, columns, dtypes, strip, cuts
+):
+    """A matrix from one or two stored slices, read in strips and in parts, in the stored dtype or a different one."""
     folder, values = stored_values
     lengths, (first, second, target) = [rows * columns, more_rows * columns], dtypes
     names = [f"gate {first}", f"up {second}"]
@@ -182,7 +184,7 @@ def open_below(folder) -> int:
 
 
 @pytest.mark.parametrize("direction", ["import", "export"])
-def test_conversion_slow_disk_few_open_files(direction, moe_folder, tmp_path):
+def test_conversion_on_slow_disk_keeps_at_most_three_files_open(direction, moe_folder, tmp_path):
     source, target, most = tmp_path / "source", tmp_path / "target", []
     if direction == "export":
         import_checkpoint(moe_folder, source)

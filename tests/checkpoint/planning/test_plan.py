@@ -1,4 +1,4 @@
-"""Planning: proofs catch wrong plans, released sizes are planned from headers, rows are cut as ranks hold them."""
+"""Conversion plans: wrong plans raise, released sizes are planned from shapes, chunks end where a rank's rows end."""
 
 import itertools
 import json
@@ -32,7 +32,7 @@ def sides(dimensions, naming="transformer_engine"):
 @pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", ["32B", pytest.param("235B-A22B", marks=pytest.mark.slow)])
-def test_make_plan_large_model_every_direction(size, layout):
+def test_make_plan_between_each_two_formats_covers_all_parameters(size, layout):
     dimensions = dimensions_of(config_dict(size))
     if not dimensions.indices["moe_layers"] and layout is not ExpertLayout.INPUT_MAJOR:
         return
@@ -47,7 +47,7 @@ def test_make_plan_large_model_every_direction(size, layout):
 
 @pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("size", PRESETS)
-def test_fsdp_layout_local_and_te_have_same_shapes(size):
+def test_fsdp_dtensor_layout_has_same_shapes_for_local_and_te_layer_names(size):
     dimensions = dimensions_of(config_dict(size))
     rows = list(expand(table(), dimensions))
     te, local = (tensors_of(rows, FsdpDtensor(dimensions, naming)) for naming in ("transformer_engine", "local"))
@@ -79,32 +79,32 @@ TURNED = TransposedSlice((TensorSlice("a", 0, 4),), 2, 0, 4)
 
 
 @pytest.mark.parametrize(("plan", "message"), [
-    (tasks(("a", 0, 3)), "3 elements planned of 4"), (tasks(("a", 0, 2), ("a", 1, 2)), "read not exactly once"),
-    (tasks(("a", 0, 2), ("a", 3, 2)), "read not exactly once"), (tasks(("a", 1, 4)), "read not exactly once"),
+    (tasks(("a", 0, 3)), "3 elements planned, expected 4"), (tasks(("a", 0, 2), ("a", 1, 2)), "not read exactly once"),
+    (tasks(("a", 0, 2), ("a", 3, 2)), "not read exactly once"), (tasks(("a", 1, 4)), "not read exactly once"),
     (tasks(("a", 0, 4)) * 2, "planned twice"),
-    (tasks(("a", 0, 4), name="other"), "planned twice or in another shape|other"), ([], "nothing planned"),
+    (tasks(("a", 0, 4), name="other"), "planned twice, or in another shape|other"), ([], "nothing planned"),
     (tasks(("a", 0, 3), ZeroSlice(1)), "zeros are planned"),
-    (tasks(TURNED.cut(0, 2), TURNED.cut(0, 2)), "read not exactly once"),
+    (tasks(TURNED.cut(0, 2), TURNED.cut(0, 2)), "not read exactly once"),
     (tasks(TURNED.cut(0, 3), ZeroSlice(1)), "zeros"), (tasks(TURNED.cut(0, 2), ("a", 2, 2)), "not read completely"),
     (tasks(TURNED._replace(columns=3)), "not read completely"),
 ])  # fmt: skip
-def test_prove_wrong_plan_raises(plan, message):
+def test_prove_plan_that_skips_or_repeats_elements_raises(plan, message):
     with pytest.raises((AssertionError, KeyError), match=message):
         prove(plan, specs({"a": (4,)}), {"out": (4,)})
 
 
-def test_prove_unread_elements_raise():
+def test_prove_unread_source_elements_raise_except_padding():
     prove(tasks(("a", 0, 4)), specs({"a": (4,)}), {"out": (4,)})
     prove(tasks(TURNED.cut(2, 2), TURNED.cut(0, 2)), specs({"a": (4,)}), {"out": (4,)})
     prove(tasks(("a", 0, 4), ZeroSlice(2), shape=(6,)), specs({"a": (4,)}), {"out": (6,)}, padded={"out"})
     prove(tasks(("a", 0, 4)), specs({"a": (6,)}), {"out": (4,)}, padded={"a"})
-    with pytest.raises(AssertionError, match="4 elements read of 6"):
+    with pytest.raises(AssertionError, match="4 elements read, expected 6"):
         prove(tasks(("a", 0, 4)), specs({"a": (6,)}), {"out": (4,)})
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
 @pytest.mark.parametrize("shape", [(), (7,), (1, 9), (24, 10), (25, 3, 2), (8, 1000)])
-def test_split_into_chunks_covers_tensor_and_ends_at_owners(shape, parts):
+def test_split_into_chunks_covers_tensor_and_cuts_large_one_at_owner_boundaries(shape, parts):
     spec = TensorSpec("x", "bfloat16", shape)
     rows = shape[0] if shape else 1
     held = [OwnedRows(i * rows // parts, (i,)) for i in range(parts)] if rows >= parts else [OwnedRows(0, (0,))]
@@ -121,7 +121,7 @@ def test_split_into_chunks_covers_tensor_and_ends_at_owners(shape, parts):
         assert {part.first for part in held} <= {offsets[0] for _, offsets, _ in chunks}
 
 
-def test_topology_check_valid_sizes_pass():
+def test_topology_check_valid_parallel_sizes_pass():
     dense, moe = (dimensions_of(config_dict(size)) for size in ("32B", "30B-A3B"))
     for tp in (1, 2, 4, 8, 16):
         Topology(tp=tp, cp=4, etp=1).check(dense, stages=False)
@@ -138,12 +138,12 @@ def test_topology_check_valid_sizes_pass():
     ("30B-A3B", {"etp": 5}, "--etp is 5, expected a divisor of moe_ffn_hidden_size, which is 768"),
     ("30B-A3B", {"ep": 8, "world_size": 4}, r"--world-size is 4, expected a multiple of etp \* ep \* pp, which is"),
 ])  # fmt: skip
-def test_topology_check_invalid_sizes_raise(size, sizes, message):
+def test_topology_check_invalid_parallel_sizes_raise(size, sizes, message):
     with pytest.raises(CheckpointError, match=message):
         Topology(**sizes).check(dimensions_of(config_dict(size)), stages=True)
 
 
-def test_topology_check_tp_and_query_groups():
+def test_topology_check_tp_neither_multiple_nor_divisor_of_query_groups_raises():
     config = config_dict("32B")
     config["text_config"] |= {"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 96}
     config["vision_config"] |= {"num_heads": 12, "hidden_size": 96, "intermediate_size": 96}
@@ -165,7 +165,7 @@ def held(size: str, side_of, **sizes):
 @pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("sizes", [{"world_size": 64}, {"world_size": 256, "tp": 4}, {"tp": 2, "cp": 4}])
 @pytest.mark.parametrize("size", ["8B", "9B"])
-def test_find_row_owners_fsdp_every_row_has_owner(size, sizes):
+def test_find_row_owners_fsdp_every_row_has_owner_rank(size, sizes):
     parts, shapes = held(size, FsdpDtensor, **sizes)
     assert parts.keys() == shapes.keys()
     owners = set()
@@ -178,8 +178,8 @@ def test_find_row_owners_fsdp_every_row_has_owner(size, sizes):
     assert len({owner[:3] for owner in owners}) == ranks // sizes.get("tp", 1)
 
 
-def test_find_row_owners_fsdp_layer_matches_megatron_order():
-    """The widest first, then attention's output, its input, gate and up; shares are of whole rows of all of them."""
+def test_find_row_owners_fsdp_follows_megatron_fsdp_order_within_layer():
+    """Megatron-FSDP's order: the widest, then attention's output and input, gate and up; each rank has full rows."""
     parts, _ = held("8B", FsdpDtensor, world_size=8)
     layer = "language_model.decoder.layers.5."
     found = {name.removeprefix(layer): list(rows[()]) for name, rows in parts.items() if name.startswith(layer)}
@@ -193,7 +193,7 @@ def test_find_row_owners_fsdp_layer_matches_megatron_order():
     ("30B-A3B", 128, "language_model.decoder.layers.3"), ("35B-A3B", 256, "language_model.decoder.layers.3"),
     ("35B-A3B", 256, "language_model.mtp.layers.0.mtp_model_layer"),
 ])  # fmt: skip
-def test_find_row_owners_fsdp_experts_by_ep_rank(size, experts, layer):
+def test_find_row_owners_fsdp_assigns_experts_to_expert_parallel_ranks(size, experts, layer):
     parts, _ = held(size, FsdpDtensor, ep=8, world_size=64)
     first = layer + ".mlp.experts.linear_fc{}.weight{}"
     for expert in range(experts):
@@ -203,7 +203,7 @@ def test_find_row_owners_fsdp_experts_by_ep_rank(size, experts, layer):
         assert {parts[first.format(2, expert)][()][0].owner[2] for expert in range(16)} == {5, 6, 7}
 
 
-def test_find_row_owners_torch_dist_pp_ep_tp():
+def test_find_row_owners_torch_dist_assigns_rows_to_pp_ep_and_tp_ranks():
     parts, _ = held("30B-A3B", TorchDist.for_model, pp=2, ep=4, tp=2, etp=1)
     fc1 = parts["language_model.decoder.layers.mlp.experts.experts.linear_fc1.weight"]
     assert fc1[23, 31] == [OwnedRows(0, (0, 1, 0, 0)), OwnedRows(768, (0, 1, 0, 0))]
@@ -220,7 +220,7 @@ def test_find_row_owners_torch_dist_pp_ep_tp():
     ("fsdp_dtensor", {"tp": 2, "etp": 1}), ("torch_dist", {"pp": 2}), ("torch_dist", {"ep": 2}),
     ("torch_dist", {"etp": 2}),
 ])  # fmt: skip
-def test_import_parallel_sizes_change_files(ckpt_format, sizes, moe_folders, tmp_path):
+def test_import_parallel_sizes_change_distcp_files_but_no_tensor(ckpt_format, sizes, moe_folders, tmp_path):
     source, contents = moe_folders[ExpertLayout.INPUT_MAJOR], []
     for name, topology in (("plain", Topology(chunk_bytes=4_000)), ("cut", Topology(chunk_bytes=4_000, **sizes))):
         import_checkpoint(source, tmp_path / name, ckpt_format=ckpt_format, topology=topology)
@@ -240,7 +240,7 @@ SLICES = (
 
 
 @given(st.integers(0, 17), st.integers(0, 17))
-def test_slice_list_select_returns_elements(one, other):
+def test_slice_list_select_returns_elements_of_range(one, other):
     def elements(segments):
         for segment in segments:
             if isinstance(segment, TensorSlice):
@@ -258,7 +258,7 @@ def test_slice_list_select_returns_elements(one, other):
         list(segments.select(start, 18 - start))
 
 
-def test_split_into_chunks_small_parts_are_joined():
+def test_split_into_chunks_joins_small_parts_of_several_owners():
     spec = TensorSpec("x", "bfloat16", (100, 10))
     parts = [OwnedRows(row, (row,)) for row in range(0, 100, 7)]
     (one,) = Topology().split_into_chunks(spec, owned={(): parts})
@@ -269,7 +269,7 @@ def test_split_into_chunks_small_parts_are_joined():
     ]  # fmt: skip
 
 
-def test_split_into_chunks_separates_layers_and_experts():
+def test_split_into_chunks_never_joins_layers_or_experts():
     spec = TensorSpec("x", "bfloat16", (2, 3, 10, 4))
     halves = {(i, j): (OwnedRows(0, (i,)), OwnedRows(5, (j,))) for i in range(2) for j in range(3)}
     chunks = list(Topology(chunk_bytes=32).split_into_chunks(spec, 2, halves))
@@ -280,7 +280,7 @@ def test_split_into_chunks_separates_layers_and_experts():
     assert [owner for owner, _, _ in chunks[20:]] == [(1,), (1,), (2,), (2,)]
 
 
-def test_find_row_owners_single_rank():
+def test_find_row_owners_one_rank_is_empty_for_fsdp_and_splits_fc1_for_torch_dist():
     assert held("8B", FsdpDtensor)[0] == {}
     parts, shapes = held("8B", TorchDist.for_model)
     assert {len(of_index) for of_tensor in parts.values() for of_index in of_tensor.values()} == {1, 2}

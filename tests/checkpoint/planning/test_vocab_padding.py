@@ -1,4 +1,4 @@
-"""Rows beyond the vocabulary: only a Megatron checkpoint has them, and what they hold is not lost unasked."""
+"""Vocabulary padding: only Megatron checkpoints have it, and padding that is not zero is dropped only on request."""
 
 from qwen3vl_bridge.checkpoint import CheckpointError, verify_checkpoint, verify_reformatted
 from qwen3vl_bridge.checkpoint.commands import export_checkpoint, import_checkpoint, reformat_checkpoint
@@ -29,7 +29,7 @@ def rows(*values: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", [EMBEDDING, "lm_head.weight"])
-def test_import_hf_tensor_with_extra_rows_raises(name, capsys, tmp_path, untied_folder, imported):
+def test_import_hf_vocabulary_tensor_with_extra_rows_raises(name, capsys, tmp_path, untied_folder, imported):
     def change(tensors):
         tensors[name] = torch.cat([tensors[name], torch.zeros(100, 80)])
 
@@ -42,7 +42,7 @@ def test_import_hf_tensor_with_extra_rows_raises(name, capsys, tmp_path, untied_
 
 
 @pytest.mark.parametrize("padding", [rows(0.0, 0.0, 0.0), rows(0.0, -0.0, 0.0)])
-def test_export_zero_padding_is_dropped(padding, tmp_path, untied_folder, imported):
+def test_export_drops_zero_vocab_padding_rows(padding, tmp_path, untied_folder, imported):
     run = padded(tmp_path / "run", imported, padding)
     report = export_checkpoint(run, tmp_path / "hf", hf_model=untied_folder, verify=True)
     assert len(report.notes) == 3 and "has 3 rows beyond the vocabulary; they are padding" in report.notes[0]
@@ -50,7 +50,7 @@ def test_export_zero_padding_is_dropped(padding, tmp_path, untied_folder, import
     assert hf_tensors(tmp_path / "hf")[EMBEDDING].shape == (512, 80)
 
 
-def test_export_nonzero_padding_raises_unless_dropped(capsys, tmp_path, untied_folder, imported):
+def test_export_nonzero_vocab_padding_raises_without_drop_vocab_padding(capsys, tmp_path, untied_folder, imported):
     run = padded(tmp_path / "run", imported, rows(0.0, 1e-40, 0.0, 9.0), of=VOCABULARY[1:])
     parts = ("language_model.output_layer.weight has 4 rows beyond the vocabulary of 512", "2 are not zero",
              "the first is row 513", "--drop-vocab-padding", "vocab_size")  # fmt: skip
@@ -66,11 +66,11 @@ def test_export_nonzero_padding_raises_unless_dropped(capsys, tmp_path, untied_f
     assert "2 of them not zero, dropped by --drop-vocab-padding" in capsys.readouterr().out
     assert_same(hf_tensors(target), hf_tensors(untied_folder))
     assert main(["verify", *options, "--megatron-path", str(run)]) == 2
-    assert "--drop-vocab-padding: checksums cover all rows" in capsys.readouterr().err
+    assert "--drop-vocab-padding needs --hf-model or --new-path: checksums cover all rows" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("which", VOCABULARY)
-def test_reformat_keeps_padding(which, tmp_path, untied_folder, imported):
+def test_reformat_keeps_vocab_padding_rows(which, tmp_path, untied_folder, imported):
     short = padded(tmp_path / "short", imported, rows(1.0), of=(which,))
     with pytest.raises(CheckpointError, match=r"found \[512, 80\], expected \[513, 80\]"):
         reformat_checkpoint(short, tmp_path / "x", ckpt_format="torch_dist", hf_model=untied_folder)
@@ -86,7 +86,7 @@ def test_reformat_keeps_padding(which, tmp_path, untied_folder, imported):
 
 
 @given(st.integers(1, 3_000), st.integers(0, 3_000), st.integers(1, 500) | st.none())
-def test_run_config_vocab_divisor_gives_rows(vocabulary, padding, divisor):
+def test_run_config_vocab_divisor_reproduces_padded_row_count(vocabulary, padding, divisor):
     rows = vocabulary + padding
     model = run_config({}, "x", "torch_dist", provider="", vocabulary=vocabulary, rows=rows, vocab_divisor=divisor)[
         "model"

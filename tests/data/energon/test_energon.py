@@ -64,7 +64,7 @@ def expected(samples, encoder, tmp_path):
 @pytest.mark.parametrize(
     "settings", [{"packing_buffer_size": 9}, {"pack": False}, {"pack": False, "micro_batch_size": 3}]
 )
-def test_energon_samples_equal_json_lines(make, samples, expected, collator, tmp_path, settings):
+def test_energon_samples_equal_samples_of_json_lines(make, samples, expected, collator, tmp_path, settings):
     folder = write_folder(tmp_path / "wds", train=[samples])
     rows = list(islice(make(folder, **settings).stream("train"), 9 if "micro_batch_size" not in settings else 3))
     seen = set()
@@ -77,7 +77,7 @@ def test_energon_samples_equal_json_lines(make, samples, expected, collator, tmp
         assert max(len(batch.sample_ids) for batch in rows) > 2
 
 
-def test_energon_rows_follow_settings(make, samples, tmp_path):
+def test_energon_max_patches_padding_and_dtype_settings_are_applied(make, samples, tmp_path):
     folder = write_folder(tmp_path / "wds", train=[samples])
 
     def most(**changes) -> int:
@@ -98,7 +98,7 @@ BAD = [
     ({"json": {"messages": ask({"type": "image", "image": "/etc/passwd"})}}, "the sample has none"),
     ({"json": {"messages": ask({"type": "image", "image": "jpg"})}, "jpg": b"broken"}, "does not decode as an image"),
     ({"txt": "x"}, "found the files txt, expected 'json' among them"),
-    ({"json": {"messages": []}}, "expected an object with a list of messages"),
+    ({"json": {"messages": []}}, "expected an object with a non-empty list under 'messages'"),
     ({"json": {"conversations": [{"from": "human", "value": "<image>"}], "images": []}}, "expected 0"),
 ]
 
@@ -114,7 +114,7 @@ def test_energon_bad_sample_raises_or_is_dropped(make, tmp_path, caplog, parts, 
 
 
 @pytest.mark.parametrize("pack", [True, False])
-def test_energon_truncated_image_leaves_blank_token(make, tmp_path, caplog, pack):
+def test_energon_truncated_image_raises_or_becomes_sample_without_loss(make, tmp_path, caplog, pack):
     whole = picture(tmp_path / "a.jpg", 96, 96).read_bytes()
     broken = {"jpg": whole[: len(whole) // 2], "json": {"messages": ask({"type": "image", "image": "jpg"})}}
     folder = write_folder(tmp_path / "wds", train=[[("good", {"json": {"messages": ASKED}}), ("bad", broken)]])
@@ -125,7 +125,7 @@ def test_energon_truncated_image_leaves_blank_token(make, tmp_path, caplog, pack
     assert "dropped, 2 so far" in caplog.text
 
 
-def test_energon_worker_error_equals_main_process_error(make, tmp_path):
+def test_energon_error_in_worker_raises_data_error_without_traceback(make, tmp_path):
     folder = write_folder(tmp_path / "wds", train=[[("bad", {"json": b"{no"})]])
     with pytest.raises(DataError, match=r"^train-0.tar:bad: file 'json': found invalid JSON") as error:
         next(make(folder, num_workers=1).stream("train"))
@@ -138,7 +138,7 @@ def test_energon_all_samples_dropped_raises(make, tmp_path):
         next(make(folder, on_bad="drop").stream("train"))
 
 
-def test_energon_columns_are_renamed(make, files, samples, tmp_path):
+def test_energon_renamed_columns_give_same_batch(make, files, samples, tmp_path):
     ours = dict(samples)["image"] | {"json": {"question": "Which digit?", "answer": "Seven.", "image": "png"}}
     theirs = ours | {"json": {"q": "Which digit?", "label": ["Seven."], "img": "png"}}
     rows = []
@@ -157,7 +157,7 @@ def test_energon_columns_are_renamed(make, files, samples, tmp_path):
 @pytest.mark.parametrize(("record", "setting", "time"), [
     ({"sample_fps": ["4"]}, None, "0.1"), ({"sample_fps": ["4"]}, 1.0, "0.1"), ({}, 1.0, "0.5"),
 ])  # fmt: skip
-def test_energon_frame_rate_from_record_or_setting(make, files, encoder, tmp_path, record, setting, time):
+def test_energon_sample_fps_of_record_overrides_setting(make, files, encoder, tmp_path, record, setting, time):
     chat = {"messages": [{"role": "user", "content": "<video>Which?"}, {"role": "assistant", "content": "Seven."}]}
     parts = {"json": chat | {"videos": [["0.png", "0.png"]]} | record, "0.png": files["0.png"]}
     folder = write_folder(tmp_path / "wds", train=[[("a", parts)]])
@@ -165,26 +165,26 @@ def test_energon_frame_rate_from_record_or_setting(make, files, encoder, tmp_pat
     assert f"<{time} seconds>" in encoder.processor.tokenizer.decode(batch.input_ids[0])
 
 
-def test_energon_frames_without_rate_raise(make, files, tmp_path):
+def test_energon_frame_list_without_sample_fps_raises(make, files, tmp_path):
     record = {"messages": ask({"type": "video", "video": ["0.png"]})}
     folder = write_folder(tmp_path / "wds", train=[[("video", {"json": record, "0.png": files["0.png"]})]])
-    with pytest.raises(DataError, match=r"^train-0.tar:video: .*'sample_fps' of a list of frames"):
+    with pytest.raises(DataError, match=r"^train-0.tar:video: .*'sample_fps' of a video that is a list of"):
         next(make(folder).stream("train"))
 
 
-def test_energon_unsupported_dataset_kinds_raise(make, tmp_path):
+def test_energon_unsupported_or_missing_dataset_raises(make, tmp_path):
     yaml = "sample_type:\n  __module__: megatron.energon\n  __class__: TextSample\nfield_map:\n  text: txt\n"
     folder = write_folder(tmp_path / "wds", yaml=yaml, train=[[("a", {"txt": "a"})]])
     with pytest.raises(DataError, match="found a StandardWebdatasetFactory of TextSample, expected a CrudeWebdataset"):
         make(folder).stream("train")
-    with pytest.raises(DataError, match=r"nowhere: energon cannot read it"):
+    with pytest.raises(DataError, match=r"nowhere: energon cannot read the data"):
         make(tmp_path / "nowhere").stream("train")
-    with pytest.raises(DataError, match=r"wds: energon cannot read it"):
+    with pytest.raises(DataError, match=r"wds: energon cannot read the data"):
         make(write_folder(tmp_path / "wds", yaml=CRUDE, train=[[("a", {"txt": "a"})]])).stream("valid")
 
 
 @pytest.mark.parametrize(("ranks", "workers"), [(2, 0), (1, 3)])
-def test_energon_fewer_samples_than_workers_raises(make, tmp_path, ranks, workers):
+def test_energon_fewer_samples_than_ranks_times_workers_raises(make, tmp_path, ranks, workers):
     folder = write_folder(tmp_path / "wds", train=[[(name, {"json": {"messages": ASKED}}) for name in "abc"]])
     (tmp_path / "part.yaml").write_text(FIRST_SAMPLE)
     few = make(tmp_path / "part.yaml", pack=False, num_workers=workers, num_val_workers=0)
@@ -195,7 +195,7 @@ def test_energon_fewer_samples_than_workers_raises(make, tmp_path, ranks, worker
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_energon_truncated_tar_is_named(make, tmp_path, workers):
+def test_energon_truncated_tar_raises_error_naming_file(make, tmp_path, workers):
     samples = [(name, {"json": {"messages": ASKED}}) for name in "abcd"]
     folder = write_folder(tmp_path / "wds", train=[samples[:1], samples[1:]])
     write_tar(folder / "train-1.tar", samples[1:2])

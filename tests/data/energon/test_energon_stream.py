@@ -64,7 +64,7 @@ def test_energon_stream_reads_each_sample_once_per_epoch(make, folder, ranks, wo
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_energon_rows_pack_each_sample_once(make, folder, ranks):
+def test_energon_packed_rows_contain_each_sample_once(make, folder, ranks):
     provider = make(folder, packing_buffer_size=NUMBER // ranks)
     streams = [provider.stream("train", dp_rank=rank, dp_size=ranks) for rank in range(ranks)]
     found, rows, most = [], 0, 0
@@ -87,7 +87,7 @@ SETTINGS = [
 
 @pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_energon_stream_restored_equals_uninterrupted(make, folder, settings):
+def test_energon_stream_restored_yields_same_batches_as_uninterrupted(make, folder, settings):
     whole = take(make(folder, **settings).stream("train"), 11)
     assert len({batch.sample_ids for batch in whole}) > 8
     for stop in (7,) if "num_workers" in settings else (0, 7):
@@ -104,7 +104,7 @@ def test_energon_stream_restored_equals_uninterrupted(make, folder, settings):
 
 
 @pytest.mark.parametrize("settings", [{}, {"packing_buffer_size": 4}])
-def test_energon_stream_restores_each_rank(make, folder, settings):
+def test_energon_stream_restored_on_each_dp_rank_continues_its_batches(make, folder, settings):
     provider = make(folder, **settings)
     for rank in range(2):
         stream, resumed = (provider.stream("train", dp_rank=rank, dp_size=2) for _ in range(2))
@@ -118,7 +118,7 @@ def test_energon_stream_restores_each_rank(make, folder, settings):
     ({"packing_buffer_size": 6}, "data"), ({"num_workers": 2}, "workers 2, expected 0"),
     ({"on_bad": "drop"}, "on_bad drop, expected error"),
 ])  # fmt: skip
-def test_energon_stream_state_of_other_data_raises(make, folder, changes, found):
+def test_energon_position_with_different_settings_raises(make, folder, changes, found):
     before, now = make(folder, packing_buffer_size=5), make(folder, **{"packing_buffer_size": 5, **changes})
     built(before, 4)
     now.expect_position(before.position, 0)
@@ -126,10 +126,10 @@ def test_energon_stream_state_of_other_data_raises(make, folder, changes, found)
         built(now, 4)
 
 
-def test_energon_stream_state_of_other_workers_raises(make, folder):
+def test_energon_restore_state_with_different_num_workers_raises(make, folder):
     stream = make(folder, pack=False).stream("train")
     take(stream, 1)
-    with pytest.raises(ValueError, match="energon rejects the position"):
+    with pytest.raises(ValueError, match="energon rejects the saved position"):
         make(folder, pack=False, num_workers=2).stream("train").restore_state(stream.save_state())
 
 
@@ -142,7 +142,7 @@ def test_energon_stream_order_depends_on_seed(make, folder):
 @pytest.mark.parametrize(("ranks", "settings"), [
     (1, {}), (3, {}), (2, {"pack": False}), (2, {"pack": False, "micro_batch_size": 2}), (1, {"num_workers": 2}),
 ])  # fmt: skip
-def test_energon_evaluation_reads_each_sample_once_on_all_ranks(make, folder, ranks, settings):
+def test_energon_evaluation_over_all_ranks_reads_each_sample_once(make, folder, ranks, settings):
     provider = make(folder, seq_length=128, packing_buffer_size=None if "pack" in settings else 4, **settings)
     passes = [list(provider.evaluation("valid", dp_rank=rank, dp_size=ranks)) for rank in range(ranks)]
     assert len({len(batches) for batches in passes}) == 1
@@ -159,7 +159,7 @@ def test_energon_evaluation_reads_requested_split(make, folder):
         provider.evaluation("val")
 
 
-def test_energon_evaluation_bad_sample_leaves_blank_token(make, tmp_path):
+def test_energon_evaluation_bad_sample_raises_or_becomes_sample_without_loss(make, tmp_path):
     whole = picture(tmp_path / "a.jpg", 96, 96).read_bytes()
     bad = {"json": {"messages": ask({"type": "image", "image": "jpg"})}, "jpg": whole[: len(whole) // 2]}
     good = {"json": {"messages": ASKED}}
@@ -170,7 +170,7 @@ def test_energon_evaluation_bad_sample_leaves_blank_token(make, tmp_path):
         list(make(folder, pack=False).evaluation("valid"))
 
 
-def test_energon_stream_restored_counts_new_drops(make, tmp_path):
+def test_energon_stream_restored_counts_same_drops_as_uninterrupted(make, tmp_path):
     bad, good = {"json": {"messages": []}}, {"json": {"messages": ASKED}}
     folder = write_folder(tmp_path / "wds", train=[[(f"{n}", bad if n % 3 else good) for n in range(18)]])
     provider = make(folder, packing_buffer_size=2, on_bad="drop")
@@ -213,7 +213,7 @@ def test_energon_drops_are_summed_over_ranks(make, tmp_path, workers):
     assert numbers in ([1, 2, 3, 4, 8, 16], [1, 2, 3, 4, 8, 16, 32])  # workers read ahead
 
 
-def test_energon_build_datasets_equals_stream(make, folder):
+def test_energon_build_datasets_yields_same_batches_as_stream(make, folder):
     provider = make(folder, packing_buffer_size=5)
     train, valid, test = get_dataset_provider(provider)((10, 2, 2), provider)
     assert test is None and next(valid).sample_ids[0].startswith("val-0.tar:v")
@@ -224,7 +224,7 @@ def test_energon_build_datasets_equals_stream(make, folder):
     assert built(make(folder, do_validation=False), 4, 4)[1:] == (None, None)
 
 
-def test_energon_build_datasets_divides_over_ranks(make, folder):
+def test_energon_build_datasets_of_dp_rank_yields_batches_of_its_stream(make, folder):
     provider = make(folder, pack=False, seed=3)
     train, _, _ = built(provider, 4, dp=2, dp_rank=1)
     assert all(map(same, take(train, 11), provider.stream("train", dp_rank=1, dp_size=2)))
@@ -236,7 +236,7 @@ def test_energon_build_datasets_divides_over_ranks(make, folder):
     ({"pack": False, "packing_buffer_size": 4}, "packing_buffer_size is 4, but pack is off"),
     ({"shuffle_buffer_size": 0}, "shuffle_buffer_size is 0, expected at least 1"),
     ({"sample_fps": 0.0}, "sample_fps is 0.0, expected"),
-    ({"pin_memory": False}, "pin_memory is False, expected True: .* ignores this setting"),
+    ({"pin_memory": False}, "pin_memory is False, expected its default, True: .* does not use this"),
     ({"data_sharding": False}, "data_sharding is False"),
     ({"num_workers": 1, "persistent_workers": False}, "persistent_workers is False, expected True"),
     ({"dataset_kwargs": {"auto_decode": True, "batch_size": 2}}, "has auto_decode, batch_size, expected none"),
@@ -246,24 +246,24 @@ def test_energon_invalid_or_ignored_settings_raise(make, folder, changes, messag
         make(folder, **changes)
 
 
-def test_energon_invalid_dp_rank_raises(make, folder):
+def test_energon_invalid_dp_rank_or_split_raises(make, folder):
     provider = make(folder)
-    with pytest.raises(ValueError, match="found data-parallel rank 2 of 2"):
+    with pytest.raises(ValueError, match="found dp_rank 2, dp_size 2"):
         provider.stream("train", dp_rank=2, dp_size=2)
-    with pytest.raises(ValueError, match="found data-parallel rank -1 of 1"):
+    with pytest.raises(ValueError, match="found dp_rank -1, dp_size 1"):
         next(provider.evaluation("valid", dp_rank=-1))
     with pytest.raises(ValueError, match="found the split 'test', expected 'train' or 'valid'"):
         provider.stream("test")
     provider.finalize()  # Megatron-Bridge does it again
 
 
-def test_energon_dataset_kwargs_are_passed(make, folder):
+def test_energon_dataset_kwargs_are_passed_to_energon(make, folder):
     (folder / ".nv-meta" / "small.yaml").write_text("split_parts:\n  train: [train-1.tar]\nexclude: []\n")
     provider = make(folder, pack=False, dataset_kwargs={"split_config": "small.yaml"})
     assert sorted(keys(take(provider.stream("train"), 3))) == ["t10", "t11", "t9"]
 
 
-def test_energon_run_trains_and_resumes(untied_folder, folder, tmp_path):
+def test_energon_run_resumed_has_losses_of_uninterrupted_run(untied_folder, folder, tmp_path):
     from qwen3vl_recipes.digits import qwen3_vl_digits_sft_config
     from qwen3vl_recipes.paths import set_paths
 

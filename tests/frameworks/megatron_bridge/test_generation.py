@@ -85,7 +85,7 @@ def answers(folder, text: str, image: Image.Image) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["untied", "moe"])
-def test_inference_engine_matches_transformers(kind, request):
+def test_megatron_bridge_inference_engine_tokens_match_transformers(kind, request):
     """`megatron.bridge.inference.vlm`; its wrapper knows no model with experts of Megatron-Bridge's own."""
     folder = request.getfixturevalue(f"{kind}_folder")
     provider = AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider(load_weights=True)
@@ -104,7 +104,7 @@ def test_inference_engine_matches_transformers(kind, request):
     assert found.generated_tokens.tolist() == answers(folder, text, image)
 
 
-def test_generation_growing_rows_pass_pipeline(untied_folder):
+def test_generation_with_growing_rows_on_pipeline_stages_matches_transformers(untied_folder):
     """Megatron-Bridge's `hf_to_megatron_generate_vlm.py --pp 2`: the schedule is told each row's length, no setting."""
     asked = "<|vision_start|><|image_pad|><|vision_end|>which digit", picture(64, 64)
     found = results_of_ranks(answers_of_stages, 2, untied_folder, *asked)

@@ -50,7 +50,7 @@ STEPS = {
 }
 
 
-def test_conversion_without_master_address(untied_folder, tmp_path, monkeypatch):
+def test_import_and_export_ckpt_without_master_address_keep_weights(untied_folder, tmp_path, monkeypatch):
     """`import_ckpt` leaves the groups that it begins, in Megatron-Bridge's own code, and `export_ckpt` begins some."""
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):  # which it sets
         monkeypatch.setenv(name, "restores it")
@@ -66,8 +66,8 @@ def test_conversion_without_master_address(untied_folder, tmp_path, monkeypatch)
 
 @pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("name", STEPS)
-@pytest.mark.parametrize("numbers", [(0, 1, 2), (1, 4)], ids=["pictures", "text"])
-def test_megatron_bridge_steps_match(pair, untied_folder, conversations, name, numbers):
+@pytest.mark.parametrize("numbers", [(0, 1, 2), (1, 4)], ids=["images", "text"])
+def test_megatron_bridge_forward_steps_match_transformers(pair, untied_folder, conversations, name, numbers):
     """forward_step of both modules on what their collators make: loss, count and gradients are transformers'."""
     module, settings = STEPS[name]
     dataset = direct(untied_folder, conversations, **settings)
@@ -85,7 +85,7 @@ def test_megatron_bridge_steps_match(pair, untied_folder, conversations, name, n
     assert max(errors.values()) <= GRADIENT, max(errors, key=errors.get)
 
 
-def test_megatron_bridge_generation_script(folder):
+def test_vlm_generation_script_answer_matches_transformers(folder):
     """scripts/inference/vlm_generation.py: settings, MTP switched off, and the same answer as transformers'."""
     bridge = AutoBridge.from_hf_pretrained(str(folder))
     provider = bridge.to_megatron_provider(load_weights=True)
@@ -105,14 +105,14 @@ def test_megatron_bridge_generation_script(folder):
         assert answer(model, given, TOKENS) == answers(folder, text, image)
 
 
-def test_megatron_bridge_round_trip(folder):
+def test_hf_megatron_roundtrip_script_exports_every_weight_unchanged(folder):
     """examples/conversion/hf_megatron_roundtrip.py: built with the weights, and exported one by one."""
     bridge = AutoBridge.from_hf_pretrained(str(folder))
     model = bridge.to_megatron_model(wrap_with_ddp=False)
     check_exported(dict(bridge.export_hf_weights(model, show_progress=False)), folder)
 
 
-def test_megatron_bridge_comparison_script(pair):
+def test_compare_hf_and_megatron_script_logits_match_transformers(pair):
     config, generator = pair.config, torch.Generator().manual_seed(0)
     text = torch.randint(0, config.image_token_id - 16, (1, 12), generator=generator)
     picture = torch.tensor([[config.vision_start_token_id, *[config.image_token_id] * 6, config.vision_end_token_id]])

@@ -1,7 +1,7 @@
 """Forward steps that Megatron-Bridge and verl have for Qwen3-VL train our models as transformers does in one process.
 
 `qwen3_vl_step` cuts labels over context-parallel ranks and not the tokens; `vlm_step` cuts nothing, numbers tokens from
-0 and expects a loss mask back; both give pictures without their pixels, or with them, to later pipeline stages. verl's
+0 and expects a loss mask back; both give image grids, with or without pixels, to later pipeline stages. verl's
 with fused kernels is re-enacted, with torch for its kernel. Qwen3.5 trains multi-token prediction along, which reads
 labels of other ranks.
 """
@@ -152,6 +152,6 @@ def found(untied_folder, moe_folder, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
-def test_upstream_steps_on_ranks_match_one_process(found, case):
+def test_forward_steps_of_megatron_bridge_and_verl_on_ranks_match_transformers(found, case):
     errors, limits = found
     check(errors[case], limits[case[0]])

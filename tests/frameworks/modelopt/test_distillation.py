@@ -1,6 +1,6 @@
 """Distillation by ModelOpt in Megatron-Bridge's loop: losses and the student's gradients are those computed by hand.
 
-Whole models with our forward step, from pictures; and the language model alone with Megatron-Bridge's own step, from
+Full models with our forward step, from images; and the language model alone with Megatron-Bridge's own step, from
 text, as ModelOpt's `distill.py` trains it.
 """
 
@@ -148,13 +148,13 @@ CASES = [
 
 
 @pytest.mark.parametrize(("student", "teacher", "recipe"), CASES)
-def test_distillation_full_models_match_transformers(models, student, teacher, recipe):
+def test_distillation_losses_and_gradients_of_full_models_match_transformers(models, student, teacher, recipe):
     for found, limits in compare(models[student], models[teacher], ONE, RECIPES[recipe], "mixed").values():
         check(found, limits)
 
 
 @pytest.mark.parametrize(("student", "teacher"), [("dense", "larger"), ("dense", "MoE"), ("Qwen3.5", "Qwen3.5 MoE")])
-def test_distillation_language_model_alone(models, student, teacher):
+def test_distillation_losses_and_gradients_of_language_model_match_transformers(models, student, teacher):
     found = compare(models[student], models[teacher], ONE, RECIPES["mse"], "text only", SUBMODULE)
     for errors, limits in found.values():
         check(errors, limits)
@@ -186,7 +186,7 @@ def on_ranks(models):
 
 
 @pytest.mark.parametrize("number", range(len(ON_RANKS)), ids=[" ".join(map(str, case)) for case in ON_RANKS])
-def test_distillation_on_ranks_matches_one_process(on_ranks, number):
+def test_distillation_on_two_ranks_matches_transformers(on_ranks, number):
     for found, limits in on_ranks[number].values():
         check(found, limits)
 

@@ -1,4 +1,4 @@
-"""Whole runs of distillation, on conversations about pictures: they resume, and their checkpoints are the student's."""
+"""Complete runs of distillation on conversations about images: they resume, and their checkpoints are the student's."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Quantisation by ModelOpt: the calls of Megatron-Bridge's `quantize_vlm.py`, `ptq_generate_vlm.py` and `export.py`.
+"""Quantization by ModelOpt: the calls of Megatron-Bridge's `quantize_vlm.py`, `ptq_generate_vlm.py` and `export.py`.
 
 Eight-bit integers have one scale for each output of a layer, so transformers' layers have the same scales as Megatron's
 fused ones. What is exported is in 8-bit floating point, with one scale for each layer: ModelOpt's exporter has no rule
@@ -89,7 +89,7 @@ def scales(model: nn.Module, name: str) -> Tensor:
     return model.get_submodule(name).amax.flatten()
 
 
-def test_quantize_scales_match_transformers(quantised):
+def test_quantization_scales_match_quantized_transformers_model(quantised):
     ours, theirs, seen = quantised.pair.megatron, quantised.pair.reference, set()
     modules = dict(ours.named_modules())
     for number in range(len(ours.decoder.layers)):
@@ -117,14 +117,14 @@ def test_quantize_scales_match_transformers(quantised):
 
 # Megatron multiplies what experts compute with a token's weight before their second layer, transformers after it.
 @pytest.mark.parametrize("quantised", ["dense", "Qwen3.5"], indirect=True)
-def test_quantized_logits_match_transformers(quantised):
+def test_quantized_logits_are_closer_to_quantized_transformers_than_to_unquantized(quantised):
     with torch.no_grad():
         expected, _ = run_reference(quantised.pair.reference, quantised.samples)
     found = quantised.logits()
     assert worst(found, expected) < worst(found, quantised.before)
 
 
-def test_quantize_skips_vision_tower(quantised):
+def test_quantization_skips_vision_tower(quantised):
     enabled = [
         name for name, module in quantised.pair.megatron.named_modules()
         if isinstance(module, mtq.nn.TensorQuantizer) and module.is_enabled
@@ -132,7 +132,7 @@ def test_quantize_skips_vision_tower(quantised):
     assert enabled and all(name.startswith("language_model.decoder.layers.") for name in enabled)
 
 
-def test_quantized_checkpoint_round_trip(quantised, tmp_path):
+def test_quantized_checkpoint_reloads_with_equal_logits(quantised, tmp_path):
     quantised.pair.bridge.save_megatron_model([quantised.pair.megatron], str(tmp_path))
     (loaded,) = quantised.pair.bridge.load_megatron_model(str(tmp_path), wrap_with_ddp=False)
     loaded = unwrap_model(loaded).eval()
@@ -140,7 +140,7 @@ def test_quantized_checkpoint_round_trip(quantised, tmp_path):
     assert worst(quantised.logits(loaded), quantised.logits()) == 0
 
 
-def test_quantized_export_loads_in_transformers(quantised, tmp_path, monkeypatch):
+def test_save_hf_pretrained_of_quantized_model_keeps_weights_and_adds_scales(quantised, tmp_path, monkeypatch):
     """Weights as they are; beside them scales, with Megatron-Bridge's switch, which knows none of packed experts."""
     own = tensors_in(quantised.folder)
     for switch in "01":
@@ -175,7 +175,7 @@ def prefill(model: nn.Module, sample: Sample) -> None:
     )
 
 
-def test_quantize_vlm_measures_same_scales(untied_folder):
+def test_quantize_vlm_forward_call_gives_same_scales_as_our_batches(untied_folder):
     one, other = (make_pair(untied_folder) for _ in range(2))
     samples = make_samples("many images", one.config, seed=1)
     with torch.no_grad():
@@ -188,7 +188,7 @@ def test_quantize_vlm_measures_same_scales(untied_folder):
 
 
 @pytest.mark.parametrize("name", ["dense", "Qwen3.5"])
-def test_quantize_tp_saves_same_scales(models, name, tmp_path):
+def test_quantization_with_tensor_parallelism_saves_scales_of_one_rank(models, name, tmp_path):
     results_of_ranks(save_on_ranks, 2, models[name], tmp_path, timeout=300)
     pair = quantised_pair(models[name])
     (loaded,) = pair.bridge.load_megatron_model(str(tmp_path), wrap_with_ddp=False)
@@ -208,7 +208,7 @@ FUSED = re.compile(
 
 
 @pytest.mark.parametrize("name", ["dense", "Qwen3.5", "Qwen3.5 MoE"])
-def test_modelopt_export_equals_transformers_export(models, name, tmp_path):
+def test_modelopt_export_equals_modelopt_export_of_transformers_model(models, name, tmp_path):
     folder, of = models[name], mtq.FP8_DEFAULT_CFG
     pair = quantised_pair(folder, of)
     quantise_reference(pair, of)
@@ -242,7 +242,7 @@ def test_modelopt_export_equals_transformers_export(models, name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["dense", "Qwen3.5"])
-def test_modelopt_export_writes_trained_tower(models, name, tmp_path):
+def test_modelopt_export_writes_trained_vision_tower_instead_of_original(models, name, tmp_path):
     """As `save_hf_pretrained` writes it, not as it is in the folder from which the model was loaded."""
     pair, own = quantised_pair(models[name], mtq.FP8_DEFAULT_CFG), tensors_in(models[name])
     trained = [x for part, x in pair.megatron.named_parameters() if part.startswith("vision_")]
@@ -272,7 +272,7 @@ def export_on_ranks(folder: Path, to: Path, sizes: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("split", ["tensor", "pipeline"])
-def test_modelopt_export_on_ranks_writes_trained_tower(models, split, tmp_path):
+def test_modelopt_export_on_two_ranks_writes_trained_vision_tower(models, split, tmp_path):
     sizes = {f"{split}_model_parallel_size": 2} | ({"pipeline_dtype": torch.float32} if split == "pipeline" else {})
     results_of_ranks(export_on_ranks, 2, models["dense"], tmp_path, sizes, timeout=300)
     found, own = tensors_in(tmp_path), tensors_in(models["dense"])
@@ -285,7 +285,7 @@ def excluded_in(folder: Path) -> set[str]:
     return set(json.loads((folder / "hf_quant_config.json").read_text())["quantization"]["exclude_modules"])
 
 
-def test_modelopt_export_qwen3_vl_experts_raises(models, tmp_path):
+def test_modelopt_export_of_qwen3_vl_moe_raises(models, tmp_path):
     pair = quantised_pair(models["MoE"], mtq.FP8_DEFAULT_CFG)
     with pytest.raises(KeyError, match="Qwen3VLMoeForConditionalGeneration"):
         mtex.export_mcore_gpt_to_hf(pair.megatron, str(models["MoE"]), export_dir=str(tmp_path), moe_router_dtype=None)
@@ -295,7 +295,7 @@ FOUR_BITS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # of NVFP4, without sign
 
 
 @pytest.mark.parametrize("name", ["dense", "Qwen3.5"])
-def test_autobridge_streams_4_bit_weights(models, name):
+def test_autobridge_exports_nvfp4_weights_within_rounding_of_originals(models, name):
     """By `export_hf_weights_modelopt`: packed weights, a scale for each 16 of them and one for all."""
     pair = quantised_pair(models[name], mtq.NVFP4_DEFAULT_CFG)
     found = dict(pair.bridge.export_hf_weights_modelopt([pair.megatron], cpu=True, show_progress=False))
@@ -312,7 +312,7 @@ def test_autobridge_streams_4_bit_weights(models, name):
     assert packed >= 4 * len(pair.megatron.decoder.layers)
 
 
-def test_modelopt_layer_spec_has_model_linear_layers(untied_folder):
+def test_modelopt_layer_spec_has_same_linear_layer_classes_as_our_model(untied_folder):
     """So the model takes the spec of Megatron-Bridge for ModelOpt, as Megatron-Bridge's own does, and needs none."""
     provider = AutoBridge.from_hf_pretrained(str(untied_folder)).to_megatron_provider(load_weights=False)
     provider.transformer_layer_spec = modelopt_transformer_layer_spec

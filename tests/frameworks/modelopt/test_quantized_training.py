@@ -1,4 +1,4 @@
-"""Training of quantised models in Megatron-Bridge's loop, which begins with a checkpoint that is quantised."""
+"""Training of quantized models in Megatron-Bridge's loop, which begins with a quantized checkpoint."""
 
 import copy
 import functools
@@ -125,7 +125,7 @@ def on_ranks(cases):
 
 
 @pytest.mark.parametrize("number", range(len(ON_RANKS)), ids=[" ".join(case) for case in ON_RANKS])
-def test_quantized_training_on_ranks_matches(cases, on_ranks, number):
+def test_quantized_training_on_two_ranks_matches_transformers(cases, on_ranks, number):
     check(on_ranks[number], cases(ON_RANKS[number][1]).limits)
 
 
@@ -152,7 +152,7 @@ def larger(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     "distils", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["alone", "from a teacher"]
 )
-def test_quantized_run_resumes_and_exports(inputs, floats, larger, tmp_path, distils):  # noqa: F811
+def test_resumed_quantized_run_equals_uninterrupted_and_exports_its_weights(inputs, floats, larger, tmp_path, distils):  # noqa: F811
     teacher = larger if distils else None
     whole = train(training(inputs, floats, tmp_path / "whole", teacher))
     first = train(training(inputs, floats, tmp_path / "halves", teacher), stop_after=3)
@@ -175,7 +175,7 @@ def test_quantized_run_resumes_and_exports(inputs, floats, larger, tmp_path, dis
     torch.testing.assert_close(weight.float() * scale, trained, rtol=2**-4, atol=scale.item() * 2**-9)
 
 
-def test_adapters_on_quantized_model_train(inputs, floats, tmp_path):  # noqa: F811
+def test_adapters_on_quantized_checkpoint_start_from_its_loss_and_resume(inputs, floats, tmp_path):  # noqa: F811
     """They begin with what it computes, and go on where they stopped."""
     often = dict(train__train_iters=2, logger__log_interval=1, checkpoint__save_interval=1, validation__eval_interval=0)
 
@@ -193,13 +193,13 @@ def test_adapters_on_quantized_model_train(inputs, floats, tmp_path):  # noqa: F
     assert not any("_quantizer." in key for key in stored(tmp_path / "whole"))
 
 
-def test_quantized_training_without_scales_raises(inputs):  # noqa: F811
+def test_quantized_training_from_unquantized_checkpoint_raises(inputs):  # noqa: F811
     for folder in (inputs.megatron, inputs.hf):
         with pytest.raises(RuntimeError, match="No modelopt_state found"):
             train(training(inputs, folder, None))
 
 
-def test_quantized_training_other_depth_raises(inputs, floats):  # noqa: F811
+def test_quantized_training_with_fewer_layers_than_checkpoint_raises(inputs, floats):  # noqa: F811
     """Megatron-Bridge would train without them."""
     cfg = training(inputs, floats, None)
     cfg.model.num_layers -= 1
@@ -207,11 +207,11 @@ def test_quantized_training_other_depth_raises(inputs, floats):  # noqa: F811
         train(cfg)
 
 
-def test_run_and_export_without_scales_raise(inputs, floats, tmp_path):  # noqa: F811
+def test_run_or_export_that_would_drop_quantization_scales_raises(inputs, floats, tmp_path):  # noqa: F811
     """A run that does not restore the scales, and our export, would lose them."""
-    with pytest.raises(CheckpointError, match="ModelOpt quantized it"):
+    with pytest.raises(CheckpointError, match="ModelOpt has quantized"):
         train(training(inputs, floats, None, model__restore_modelopt_state=False))
-    with pytest.raises(CheckpointError, match="ModelOpt quantized it"):
+    with pytest.raises(CheckpointError, match="ModelOpt has quantized"):
         export_checkpoint(floats, tmp_path / "hf", hf_model=inputs.hf, progress=False)
 
 
@@ -231,19 +231,19 @@ def allowed_but_for(monkeypatch, cfg: Any, says: str) -> Iterator[None]:
 SHORT = dict(train__train_iters=2, checkpoint__save_interval=2)
 
 
-def test_quantized_fsdp_checkpoint_lacks_quantizers(inputs, floats, tmp_path, monkeypatch):  # noqa: F811
+def test_quantized_fsdp_run_is_rejected_since_its_checkpoint_lacks_quantizers(inputs, floats, tmp_path, monkeypatch):  # noqa: F811
     start = dict(checkpoint__pretrained_checkpoint=str(floats), model__restore_modelopt_state=True)
     cfg = sharded(inputs, tmp_path, **start, **SHORT)
-    with allowed_but_for(monkeypatch, cfg, "its checkpoints have no quantizers"):
+    with allowed_but_for(monkeypatch, cfg, "checkpoints of Megatron-FSDP have no quantizers"):
         train(cfg)
     assert (tmp_path / "iter_0000002").is_dir() and not has_modelopt_state(str(tmp_path))
 
 
-def test_modelopt_decentralized_groups_raise(inputs, floats, tmp_path, monkeypatch):  # noqa: F811
+def test_quantized_run_with_decentralized_process_groups_raises(inputs, floats, tmp_path, monkeypatch):  # noqa: F811
     cfg = training(inputs, floats, tmp_path, **SHORT)
     cfg.dist.use_decentralized_pg, cfg.dist.use_gloo_process_groups = True, False
     with (
-        allowed_but_for(monkeypatch, cfg, "ModelOpt asks megatron-core"),
+        allowed_but_for(monkeypatch, cfg, "ModelOpt uses megatron-core's global process groups"),
         pytest.raises(AssertionError, match=r"group .* is not initialized"),
     ):
         train(cfg)

@@ -74,7 +74,7 @@ def checkpoints(sources, tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_load_megatron_model_returns_ours_with_equal_logits(kind, sources, checkpoints, folders):
+def test_load_megatron_model_builds_our_model_from_megatron_bridge_checkpoint(kind, sources, checkpoints, folders):
     """Megatron-Bridge's inference scripts call `load_megatron_model`."""
     (loaded,) = load_megatron_model(str(checkpoints[kind] / "iter_0000000"), use_cpu_init=True)
     (model,) = unwrap_model([loaded])
@@ -90,7 +90,7 @@ def test_load_megatron_model_returns_ours_with_equal_logits(kind, sources, check
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_auto_bridge_round_trip_keeps_every_weight(kind, sources, checkpoints, tmp_path):
+def test_auto_bridge_load_and_export_of_megatron_bridge_checkpoint_keep_weights(kind, sources, checkpoints, tmp_path):
     """NeMo-RL's converter calls `AutoBridge.load_megatron_model` and `save_hf_pretrained`."""
     bridge = AutoBridge.from_hf_pretrained(str(sources[kind]))
     model = bridge.load_megatron_model(checkpoints[kind], wrap_with_ddp=False)
@@ -100,7 +100,7 @@ def test_auto_bridge_round_trip_keeps_every_weight(kind, sources, checkpoints, t
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weight_loader_reads_stock_checkpoint(kind, checkpoints, folders):
+def test_load_model_from_megatron_bridge_checkpoint_has_weights_of_hf_folder(kind, checkpoints, folders):
     """Used for the initial weights of a run and by `generate`."""
     (model,) = unwrap_model(load_model(folders[kind], checkpoints[kind]))
     (other,) = unwrap_model(load_model(folders[kind]))
@@ -109,7 +109,7 @@ def test_weight_loader_reads_stock_checkpoint(kind, checkpoints, folders):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_export_reads_stock_checkpoint(kind, sources, checkpoints, tmp_path):
+def test_export_of_megatron_bridge_checkpoint_restores_hf_tensors(kind, sources, checkpoints, tmp_path):
     export_checkpoint(checkpoints[kind], tmp_path / "hf", hf_model=sources[kind])
     found, source = (load_file(folder / "model.safetensors") for folder in (tmp_path / "hf", sources[kind]))
     assert found.keys() == source.keys()
@@ -117,7 +117,7 @@ def test_export_reads_stock_checkpoint(kind, sources, checkpoints, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_export_config_of_other_model_raises(kind, sources, checkpoints, tmp_path):
+def test_conversion_with_config_json_of_another_model_raises(kind, sources, checkpoints, tmp_path):
     """The other model has the same shapes: as many heads of another width, or another rotary base."""
     model = shutil.copytree(sources[kind], tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
@@ -138,7 +138,7 @@ def test_export_config_of_other_model_raises(kind, sources, checkpoints, tmp_pat
 
 @pytest.mark.parametrize("ckpt_format", ["torch_dist", "fsdp_dtensor"])
 @pytest.mark.parametrize(("kind", "rows"), [("untied", 600), ("tied", 515)])
-def test_reformatted_padded_vocabulary_keeps_rows(kind, rows, ckpt_format, sources, tmp_path):
+def test_reformat_checkpoint_keeps_padded_vocabulary_rows(kind, rows, ckpt_format, sources, tmp_path):
     """Megatron-Bridge reads `run_config.yaml` of the reformatted checkpoint; a training checkpoint does not state
     padding.
     """
@@ -163,7 +163,7 @@ def test_reformatted_padded_vocabulary_keeps_rows(kind, rows, ckpt_format, sourc
     assert torch.equal(embedding[:512], source) and not embedding[512:].any() and len(embedding) == rows
 
 
-def test_vocabulary_padded_for_more_ranks_keeps_rows(sources, tmp_path):
+def test_import_checkpoint_pads_vocabulary_for_tensor_parallel_size(sources, tmp_path):
     """Padding to 200 rows for each of two ranks gives 800 rows, where one rank would have 600."""
     import_checkpoint(sources["untied"], tmp_path, topology=Topology(tp=2), vocab_divisor=200)
     assert vocabulary_rows(tmp_path / "iter_0000000") == {800}
@@ -177,7 +177,7 @@ def vocabulary_rows(folder: Path) -> set[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bridge_takes_sizes_from_checkpoint(kind, sources, checkpoints, tmp_path):
+def test_bridge_from_auto_config_takes_sizes_from_run_config(kind, sources, checkpoints, tmp_path):
     """Megatron-Bridge's `convert.sh` calls `AutoBridge.from_auto_config`. Here the model has fewer layers than the
     reference.
     """
@@ -192,7 +192,7 @@ def test_bridge_takes_sizes_from_checkpoint(kind, sources, checkpoints, tmp_path
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_replacement_takes_settings_of_run(kind, sources, checkpoints):
+def test_load_model_config_of_megatron_bridge_run_gives_our_provider_with_settings(kind, sources, checkpoints):
     """NeMo-RL builds its policy from `load_model_config`, and copies it with other fields."""
     provider, _ = load_model_config(str(checkpoints[kind] / "iter_0000000"))
     saved = yaml.safe_load((checkpoints[kind] / "iter_0000000/run_config.yaml").read_text())["model"]
@@ -214,7 +214,7 @@ def test_replacement_takes_settings_of_run(kind, sources, checkpoints):
     assert differ <= {"attention_softmax_in_fp32", "hf_model_id", "use_cpu_initialization"}, differ
 
 
-def test_replacement_takes_fields_unlike_defaults(sources):
+def test_instantiated_megatron_bridge_provider_keeps_non_default_fields(sources):
     provider = stock_provider(sources["experts"])
     provider.seq_length, provider.moe_aux_loss_coeff, provider.freeze_vision_model = 96, 0.25, False
     provider.recompute_granularity = "selective"
@@ -225,7 +225,7 @@ def test_replacement_takes_fields_unlike_defaults(sources):
     assert found.dist_train == stock.DistTrainConfig(vision_world_size=2)
 
 
-def test_replacement_drops_excluded_fields(sources):
+def test_instantiated_megatron_bridge_provider_drops_cuda_graph_settings(sources):
     """A run with CUDA graphs can be loaded for export or generation."""
     provider = stock_provider(sources["untied"], cuda_graph_impl="transformer_engine", cuda_graph_scope="full")
     provider.vision_cuda_graph_impl = "transformer_engine"
@@ -234,7 +234,7 @@ def test_replacement_drops_excluded_fields(sources):
     assert found.cuda_graph_impl == "none" and found.calculate_per_token_loss is False
 
 
-def test_replacement_takes_scaled_rope(sources):
+def test_instantiated_megatron_bridge_provider_keeps_scaled_rope(sources):
     """Megatron-Bridge's provider saves it in its text configuration."""
     provider = stock_provider(sources["untied"])
     rope = provider.hf_text_config.rope_parameters
@@ -244,20 +244,20 @@ def test_replacement_takes_scaled_rope(sources):
     assert found.rope_parameters == {name: scaled[name] for name in scaled if name != "mrope_interleaved"}
 
 
-def test_replacement_hf_vision_model_raises(sources):
+def test_instantiating_megatron_bridge_provider_with_hf_vision_model_raises(sources):
     provider = stock_provider(sources["untied"], use_hf_vision_model=True)
     with pytest.raises(Exception, match="saved with use_hf_vision_model=True, expected False"):
         instantiate(as_saved(provider))
 
 
-def test_replacement_warns_about_unknown_fields(sources, caplog):
+def test_instantiating_megatron_bridge_provider_with_unknown_field_warns(sources, caplog):
     saved = as_saved(stock_provider(sources["untied"])) | dict(of_another_release=1)
     with caplog.at_level("WARNING", logger="qwen3vl_bridge"):
         instantiate(saved)
     assert "Qwen3VLModelProvider has no of_another_release: dropped" in caplog.text
 
 
-def test_provider_saved_with_te_loads_without_te(sources):
+def test_provider_saved_with_transformer_engine_loads_without_it(sources):
     provider = AutoBridge.from_hf_pretrained(str(sources["experts"])).to_megatron_provider(load_weights=False)
     for name, value in (SAVED_WITH_TE | SAVED_WITH_EXPERTS).items():
         setattr(provider, name, value)
@@ -269,12 +269,12 @@ def test_provider_saved_with_te_loads_without_te(sources):
     found.finalize()
 
 
-def test_provider_builder_keeps_other_classes():
+def test_instantiate_without_call_returns_megatron_bridge_provider_class():
     name = "megatron.bridge.models.qwen_vl.qwen3_vl_provider.Qwen3VLModelProvider"
     assert instantiate({"it": {"_target_": name, "_call_": False}})["it"] is stock.Qwen3VLModelProvider
 
 
-def test_provider_is_instance_of_megatron_bridges():
+def test_provider_is_instance_of_megatron_bridge_provider_without_inheriting():
     """Megatron-Bridge's `setup_inference_wrapper` uses `isinstance`. No fields or defaults are inherited."""
     assert issubclass(Qwen3VLModelProvider, stock.Qwen3VLModelProvider)
     assert issubclass(Qwen3VLMoEModelProvider, stock.Qwen3VLMoEModelProvider)
@@ -290,7 +290,7 @@ KINDS_SAVED_MODELS = [("ours", "untied"), ("ours", "tied"), ("ours", "mixed"), (
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, "rope_theta": 5_000_000,
         "mrope_section": [6, 5, 5], "mrope_interleaved": True}  # fmt: skip
 EVERY = {
-    "tie_word_embeddings": None,  # the other one
+    "tie_word_embeddings": None,  # inverted
     **dict.fromkeys(TOKEN_IDS, 7), "text_config.vocab_size": 1024, "text_config.rms_norm_eps": 1e-5,
     "text_config.hidden_act": "gelu", "text_config.num_key_value_heads": 4,
     "text_config.rope_parameters.rope_theta": 10_000, "text_config.rope_parameters.mrope_section": [4, 6, 6],
@@ -342,7 +342,7 @@ def test_check_model_of_run_same_model_passes(run_saved_models, tmp_path):
     assert check_model_of_run(written(tmp_path, config), saved, PATH)
 
 
-def test_check_model_of_run_lists_different_fields(run_saved_models, tmp_path):
+def test_check_model_of_run_changed_field_raises_with_its_name(run_saved_models, tmp_path):
     saved, config = run_saved_models
     with_experts = config["model_type"] == "qwen3_vl_moe"
     for name, value in (EVERY | (WITH_EXPERTS if with_experts else {})).items():
@@ -352,14 +352,14 @@ def test_check_model_of_run_lists_different_fields(run_saved_models, tmp_path):
         assert lines and all(name.rpartition(".")[2] in line for line in lines), (name, lines)
 
 
-def test_check_model_of_run_moe_for_dense_raises(folders, tmp_path):
+def test_check_model_of_run_moe_config_for_dense_run_and_reverse_raises(folders, tmp_path):
     for one, other in (("untied", "experts"), ("experts", "untied")):
         config = json.loads((folders[one] / "config.json").read_text())
         with pytest.raises(CheckpointError, match="model_type is"):
             check_model_of_run(written(tmp_path, config), {"model": described("stock", folders[other])}, PATH)
 
 
-def test_check_model_of_run_compares_scaled_rope(folders, tmp_path):
+def test_check_model_of_run_other_rope_scaling_raises(folders, tmp_path):
     config = json.loads((folders["untied"] / "config.json").read_text())
     scaled = changed(config, "text_config.rope_parameters", YARN)
     ours, stock = described("ours", folders["untied"]), described("stock", folders["untied"])
@@ -373,7 +373,7 @@ def test_check_model_of_run_compares_scaled_rope(folders, tmp_path):
             check_model_of_run(written(tmp_path, config), {"model": saved}, PATH)
 
 
-def test_check_model_of_run_ignores_missing_fields(folders, tmp_path):
+def test_check_model_of_run_skips_fields_missing_in_run_config(folders, tmp_path):
     config = written(tmp_path, json.loads((folders["mixed"] / "config.json").read_text()))
     for saved in ({}, {"model": None}, {"model": {}}, {"model": {"seq_length": 3}}):
         assert not check_model_of_run(config, saved, PATH)
@@ -384,7 +384,7 @@ def test_check_model_of_run_ignores_missing_fields(folders, tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "made"), [("tied", Qwen3VLModelProvider), ("moe", Qwen3VLMoEModelProvider)])
-def test_check_model_of_run_saved_provider_passes(kind, made, request, tmp_path):
+def test_run_config_yaml_round_trip_keeps_provider_and_settings(kind, made, request, tmp_path):
     folder = request.getfixturevalue(f"{kind}_folder")
     cfg = set_paths(
         qwen3_vl_digits_sft_config(), hf_path=folder, data_path=tmp_path, pretrained_checkpoint=tmp_path / "megatron",

@@ -67,7 +67,7 @@ def changed(size: str, name: str, value: object) -> dict:
 
 
 @pytest.mark.parametrize(("name", "value", "expected"), WRONG)
-def test_config_field_of_wrong_type_raises(name, value, expected):
+def test_hf_config_field_of_wrong_type_or_range_raises(name, value, expected):
     with pytest.raises(ValueError) as error:
         check_settings(changed("2B", name, value))
     assert str(error.value).startswith(f"{name} is ") and f", expected {expected}" in str(error.value)
@@ -77,14 +77,15 @@ def test_config_field_of_wrong_type_raises(name, value, expected):
     ("2B", DEEPSTACK, [0, 0, 99], r"visual_indexes is \[0, 0, 99\], expected ascending indices of the 24"),
     ("2B", DEEPSTACK, [11, 5], r"visual_indexes is \[11, 5\], expected ascending"),
     ("2B", DEEPSTACK, [24], r"is \[24\], expected ascending indices of the 24"),
-    ("2B", f"{ROPE}.mrope_section", [24, 20, 21], r"\[24, 20, 21\] with the sum 65, expected half"),
+    ("2B", f"{ROPE}.mrope_section", [24, 20, 21], r"\[24, 20, 21\] with the sum 65, expected the sum 64, half"),
     ("2B", f"{ROPE}.mrope_interleaved", False, "mrope_interleaved is False"),
-    ("2B", f"{ROPE}.mrope_section", None, "no mrope_section"), ("2B", f"{ROPE}.rope_type", "yarn", "no factor"),
+    ("2B", f"{ROPE}.mrope_section", None, "mrope_section is missing"),
+    ("2B", f"{ROPE}.rope_type", "yarn", "factor is missing"),
     ("2B", f"{ROPE}.rope_type", "dynamic", "is 'dynamic', expected one of default, linear"),
     (MOE, "text_config.num_experts", "8", "num_experts is '8', expected a whole number up to 10000"),
     (MOE, "text_config.num_experts_per_tok", 2.0, "text_config.num_experts_per_tok is 2.0"),
     (MOE, "text_config.num_experts_per_tok", 129, "num_experts_per_tok is 129, expected 1 to num_experts"),
-    (MOE, "text_config.moe_intermediate_size", None, "text_config.moe_intermediate_size is missing"),
+    (MOE, "text_config.moe_intermediate_size", None, "lacks the field text_config.moe_intermediate_size"),
     (MOE, "text_config.mlp_only_layers", "12", "mlp_only_layers is '12', expected a list of layers"),
     (MOE, "text_config.mlp_only_layers", list(range(48)), "no layer uses them"),
     (MOE, "text_config.decoder_sparse_step", "1", "text_config.decoder_sparse_step is '1'"),
@@ -93,12 +94,12 @@ def test_config_field_of_wrong_type_raises(name, value, expected):
     (MOE, "text_config.attention_bias", True, "text_config.attention_bias is True, expected False"),
     (MOE, "quantization_config", {"quant_method": "awq"}, "quant_method is 'awq', expected 'fp8'"),
 ])  # fmt: skip
-def test_config_unsupported_value_raises(size, name, value, message):
+def test_hf_config_unsupported_value_raises(size, name, value, message):
     with pytest.raises(ValueError, match=message):
         check_settings(changed(size, name, value))
 
 
-def test_text_activations_match_transformers():
+def test_activation_names_match_implemented_and_transformers_activations():
     assert set(TEXT_ACTIVATIONS) == set(fields._TEXT_ACTIVATIONS)
     modules = {name: ACT2FN[name] for name in ACT2FN}
     assert set(VISION_ACTIVATIONS) == {name for name, made in modules.items() if not list(made.parameters())}
@@ -115,7 +116,7 @@ def test_qwen3_5_hidden_act_other_than_silu_raises(name, expected):
 
 
 @pytest.mark.parametrize("name", ["text_config.vocab_size", "text_config.num_key_value_heads", "vision_config.depth"])
-def test_config_missing_field_raises(name):
+def test_hf_config_with_missing_field_or_not_an_object_raises(name):
     section, field = name.split(".")
     config = presets.config_dict("2B")
     del config[section][field]
@@ -126,7 +127,7 @@ def test_config_missing_field_raises(name):
             check_settings(other)
 
 
-def test_bridge_invalid_config_raises(untied_folder):
+def test_provider_bridge_with_unsupported_rope_type_raises(untied_folder):
     config = AutoConfig.from_pretrained(untied_folder)
     config.text_config.rope_parameters["rope_type"] = "dynamic"
     with pytest.raises(ValueError, match="rope_type is 'dynamic', expected one of default, linear"):
@@ -134,14 +135,14 @@ def test_bridge_invalid_config_raises(untied_folder):
 
 
 @pytest.mark.parametrize(("kind", "made"), [("untied", Qwen3VLModelProvider), ("moe", Qwen3VLMoEModelProvider)])
-def test_model_is_trained_by_default(kind, made, request):
+def test_no_component_is_frozen_by_default(kind, made, request):
     folder = request.getfixturevalue(f"{kind}_folder")
     provider = AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider(load_weights=False)
     assert type(provider) is made
     assert not (provider.freeze_language_model or provider.freeze_vision_model or provider.freeze_vision_projection)
 
 
-def test_pickled_provider_has_only_settings(untied_folder):
+def test_pickled_provider_keeps_settings_and_drops_process_groups(untied_folder):
     """Megatron-Bridge pickles the provider to export a pipelined model; process groups cannot be pickled."""
     provider = AutoBridge.from_hf_pretrained(str(untied_folder)).to_megatron_provider(load_weights=False)
     provider.finalize()
@@ -163,7 +164,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     dict(position_embedding_type="yarn", yarn_rotary_scaling_factor=4.0, yarn_original_max_position_embeddings=64,
          yarn_mscale=1.0, yarn_mscale_all_dim=0.0),
 ], ids=["transformers", "Megatron-Bridge"])  # fmt: skip
-def test_yarn_by_the_names_of(settings, untied_folder):
+def test_yarn_settings_of_transformers_or_megatron_bridge_give_rope_parameters(settings, untied_folder):
     provider = AutoBridge.from_hf_pretrained(str(untied_folder)).to_megatron_provider(load_weights=False)
     for name, value in settings.items():
         setattr(provider, name, value)
@@ -175,14 +176,14 @@ def test_yarn_by_the_names_of(settings, untied_folder):
 
 
 @pytest.mark.parametrize(("settings", "message"), [
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "no original_max_position_embeddings"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "original_max_position_embeddings is missing"),
     ({"rope_parameters": YARN | {"rope_theta": 7.0}},
-     "has rope_theta 7.0, and another field of the provider 5000000: expected the same"),
+     "has rope_theta 7.0, expected 5000000, as another field of the provider has it"),
     ({"yarn_rotary_scaling_factor": 4.0}, "position_embedding_type='yarn'"),
     (dict(position_embedding_type="yarn", yarn_mscale=2.0),
-     "expected yarn_mscale and yarn_mscale_all_dim both above 0, or neither"),
+     "yarn_mscale is 2.0 and yarn_mscale_all_dim .*, expected both above 0, or neither"),
 ])  # fmt: skip
-def test_a_scaled_rotary_embedding_that_is_wrong(settings, message, untied_folder):
+def test_finalize_incomplete_or_contradicting_rope_scaling_raises(settings, message, untied_folder):
     provider = AutoBridge.from_hf_pretrained(str(untied_folder)).to_megatron_provider(load_weights=False)
     for name, value in settings.items():
         setattr(provider, name, value)

@@ -51,7 +51,7 @@ LENGTH = {"original_max_position_embeddings": 64}
     ],
     ids=str,
 )
-def test_rope_parameters_match_transformers(name, settings):
+def test_rope_parameters_read_from_config_match_transformers(name, settings):
     family = FAMILIES[name]
     text = {
         **dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=4, head_dim=family.head),
@@ -69,14 +69,14 @@ def test_rope_parameters_match_transformers(name, settings):
 
 
 @pytest.mark.parametrize("rope", [YARN | {"original_max_position_embeddings": 128}, LLAMA3], ids=["yarn", "llama3"])
-def test_original_length_of_text_config_logits_match(rope, untied_folder, tmp_path):
+def test_original_max_position_embeddings_of_text_config_matches_transformers(rope, untied_folder, tmp_path):
     rope = rope | dict(rope_theta=5e6, mrope_section=[6, 5, 5])
     inner = make_pair(changed(untied_folder, tmp_path / "inner", rope_parameters=rope))
     outer = make_pair(changed(untied_folder, tmp_path / "outer", rope_parameters=rope, **LENGTH))
     assert_parity_of_change(inner, outer)
 
 
-def test_scaled_rope_of_run_replaces_all_rotary_fields():
+def test_with_scaled_rope_replaces_all_rotary_fields_of_config():
     text = {"rope_parameters": {"rope_type": "default"}, "rope_scaling": YARN, **LENGTH, "hidden_size": 64}
     rope = YARN | {"original_max_position_embeddings": 512}
     changed = with_scaled_rope({"text_config": text}, rope)["text_config"]
@@ -84,7 +84,7 @@ def test_scaled_rope_of_run_replaces_all_rotary_fields():
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_partial_rotary_factor_contradicting_raises(name):
+def test_two_different_partial_rotary_factors_in_config_raise(name):
     family = FAMILIES[name]
     text = {"rope_parameters": family.common | {"partial_rotary_factor": 0.25}, "partial_rotary_factor": 0.5}
     with pytest.raises(ValueError, match=r"partial_rotary_factor is 0\.25 .* and 0\.5 in text_config"):

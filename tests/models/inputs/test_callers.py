@@ -18,7 +18,7 @@ GRADIENT = 1e-6  # measured 0, relative to the largest entry of each gradient: t
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_padded_rows_equal_transformers(pair, side):
+def test_padded_rows_give_logits_and_losses_of_transformers(pair, side):
     rows = rows_of(pair, side)
     expected = reference_logits(pair, rows)
     call = dict(attention_mask=rows.attention_mask, **rows.pixels)
@@ -31,7 +31,7 @@ def test_padded_rows_equal_transformers(pair, side):
     assert (losses * rows.loss_mask).sum().item() == pytest.approx(wanted.item(), rel=LOSS)
 
 
-def test_gradients_any_padding_side_equal(pair):
+def test_gradients_are_equal_for_every_padding_side(pair):
     gradients = {}
     for side in SIDES:
         rows = rows_of(pair, side)
@@ -45,7 +45,7 @@ def test_gradients_any_padding_side_equal(pair):
             assert error <= GRADIENT, f"{side}: {name} {error:.1e}"
 
 
-def test_row_of_only_padding_leaves_others_unchanged(pair):
+def test_row_of_padding_only_leaves_logits_of_other_rows_unchanged(pair):
     rows = rows_of(pair, "left")
     expected = no_grad(pair.megatron, rows.input_ids, attention_mask=rows.attention_mask, **rows.pixels)
     blank = torch.full((1, rows.input_ids.shape[1]), 7)
@@ -58,7 +58,7 @@ def test_row_of_only_padding_leaves_others_unchanged(pair):
 
 
 @pytest.mark.parametrize("axes", [3, 4])
-def test_given_positions_left_padding_match_transformers(pair, axes):
+def test_given_position_ids_with_left_padding_match_transformers(pair, axes):
     rows = rows_of(pair, "left")
     positions = torch.randint(0, 50, (axes, *rows.input_ids.shape), generator=torch.Generator().manual_seed(0))
     expected = reference_logits(pair, rows, position_ids=positions)
@@ -70,7 +70,7 @@ def test_given_positions_left_padding_match_transformers(pair, axes):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_text_positions_match_transformers(pair, masked):
+def test_two_dimensional_position_ids_of_text_match_transformers(pair, masked):
     rows = rows_of(pair, "left", "text only")
     if not masked:
         rows.attention_mask = torch.ones_like(rows.attention_mask)
@@ -80,7 +80,7 @@ def test_text_positions_match_transformers(pair, masked):
     assert (rows.real(logits) - rows.real(expected)).abs().max() <= LOGITS
 
 
-def test_processor_output_matches_transformers(pair):
+def test_model_called_with_processor_output_matches_transformers(pair):
     """`model(**processor(...))` works as with transformers, with padding on the left."""
     from qwen3vl_bridge.testing.tiny_processor import make_processor
 
@@ -98,7 +98,7 @@ def test_processor_output_matches_transformers(pair):
     assert (no_grad(pair.megatron, **inputs) - expected)[real].abs().max() <= LOGITS
 
 
-def test_empty_pixels_equal_none(pair):
+def test_empty_pixel_tensors_give_same_logits_as_no_pixels(pair):
     rows = rows_of(pair, "left", "text only")
     expected = no_grad(pair.megatron, rows.input_ids, attention_mask=rows.attention_mask)
     width = pair.megatron.vision_model.values_per_patch
@@ -108,7 +108,7 @@ def test_empty_pixels_equal_none(pair):
     assert (rows.real(logits) - rows.real(reference_logits(pair, rows))).abs().max() <= LOGITS
 
 
-def test_pipeline_stage_output_keeps_layout_order(pair):
+def test_pipeline_stage_hidden_states_do_not_depend_on_padding_side(pair):
     stage = pair.provider.provide(pre_process=True, post_process=False)
     stage.load_state_dict(pair.megatron.state_dict(), strict=False)
     hidden = []
@@ -120,15 +120,15 @@ def test_pipeline_stage_output_keeps_layout_order(pair):
     assert (hidden[0] - hidden[1])[real].abs().max() <= LOGITS
 
 
-def test_model_inputs_with_other_arguments_raise(pair):
+def test_model_inputs_together_with_batch_arguments_raise(pair):
     batch = make_batch(make_samples("one image", pair.config, seed=2), pair.config, packed=True)
     no_grad(pair.megatron, inputs=batch.local(), pixel_values=None)
     for name in ("input_ids", "position_ids", "attention_mask", "labels", "pixel_values"):
-        with pytest.raises(ValueError, match=f"inputs is a complete batch, and {name} is given too"):
+        with pytest.raises(ValueError, match=f"found inputs, a complete batch, and also {name};"):
             pair.megatron(inputs=batch.local(), **{name: batch.input_ids})
 
 
-def test_labels_masked_out_may_be_arbitrary(pair):
+def test_labels_of_minus_100_where_loss_mask_is_0_give_same_losses(pair):
     """The caller multiplies by the mask, because it may need the other log-probabilities too."""
     rows = rows_of(pair, "left")
     masked = rows.labels.masked_fill(rows.loss_mask == 0, -100)
@@ -149,8 +149,8 @@ TEXT = torch.tensor([[11, 12, 13, 14, 15, 16], [21, 22, 23, 24, 25, 26]])
     dict(packed_seq_params=packed_params([0, 4, 10], [0, 6, 12])),
     dict(input_ids=TEXT.view(1, 12), packed_seq_params=packed_params([0, 6, 12])),
     dict(input_ids=TEXT.view(1, 12), packed_seq_params=packed_params([0, 4, 10], [0, 6, 12])),
-], ids=["rows", "left", "right", "rows packed", "rows packed and padded", "flat", "flat and padded"])  # fmt: skip
-def test_text_only_every_format_has_all_gradients(pair, given):
+], ids=["rows", "left", "right", "rows to pack", "rows to pack and pad", "packed row", "row with padding"])  # fmt: skip
+def test_text_only_batch_of_every_format_gives_every_parameter_a_gradient(pair, given):
     """Without images no layer gets DeepStack features, but every parameter gets a gradient."""
     pair.megatron.zero_grad()
     features = []
@@ -169,7 +169,7 @@ def test_text_only_every_format_has_all_gradients(pair, given):
     assert not any(p.grad.any() for p in pair.megatron.vision_model.parameters())
 
 
-def test_inference_context_full_prompts_only(pair):
+def test_inference_context_with_full_prompt_works_and_with_offset_raises(pair):
     """Megatron-Bridge's inference wrapper passes all tokens again for each new token."""
     context = StaticInferenceContext(1, 8)
     more = dict(inference_context=context, runtime_gather_output=True, position_ids=torch.arange(6).expand(2, 6))
@@ -177,7 +177,7 @@ def test_inference_context_full_prompts_only(pair):
     with pytest.raises(ValueError, match="runtime_gather_output is True with labels"):
         pair.megatron(TEXT, labels=TEXT, runtime_gather_output=True)
     context.sequence_len_offset = 6
-    with pytest.raises(ValueError, match="inference_context holds tokens already"):
+    with pytest.raises(ValueError, match="inference_context already holds tokens"):
         pair.megatron(TEXT[:, :1], inference_context=context)
 
 
@@ -207,7 +207,7 @@ def test_padded_rows_with_packed_seq_params_return_packed_row(pair, side, rounde
     assert (unpack(losses, lengths, padded) - wanted).abs().max() <= LOGITS
 
 
-def test_padded_rows_with_packed_seq_params_without_mask(pair):
+def test_padded_rows_with_packed_seq_params_and_no_mask_match_transformers(pair):
     """Without a mask, the offsets determine the real tokens of rows padded on the right."""
     rows = rows_of(pair, "right")
     params = packed_params(offsets(rows.lengths))
@@ -215,7 +215,7 @@ def test_padded_rows_with_packed_seq_params_without_mask(pair):
     assert (logits[0] - rows.real(reference_logits(pair, rows))).abs().max() <= LOGITS
 
 
-def test_several_documents_per_row(pair):
+def test_several_documents_per_row_match_transformers(pair):
     """The concatenated rows are the packed row, as in Megatron-Bridge's step with full rows."""
     alone = rows_of(pair, "right")
     samples, lengths = alone.samples, alone.lengths

@@ -89,7 +89,7 @@ def assert_equal(found, expected):
 
 @pytest.mark.parametrize("content", ["mixed", "text only", "video"])
 @pytest.mark.parametrize("cp", [2, 3, 4])
-def test_slices_give_inputs_of_full_row(provider, config, monkeypatch, cp, content):
+def test_context_parallel_slices_give_same_model_inputs_as_full_row(provider, config, monkeypatch, cp, content):
     samples = make_samples(content, config, seed=0)
     batch = make_batch(samples, config, layout=layout_of(samples, cp))
     layout, ranks = batch.layout, Ranks(cp, monkeypatch)
@@ -116,7 +116,7 @@ def test_slices_give_inputs_of_full_row(provider, config, monkeypatch, cp, conte
             assert_equal(ours, right)
 
 
-def test_full_rows_are_not_gathered(provider, monkeypatch):
+def test_full_rows_on_each_context_parallel_rank_are_not_gathered(provider, monkeypatch):
     ranks, ids = Ranks(2, monkeypatch), torch.arange(16)[None]
     for total, call in (
         (16, dict(input_ids=ids, packed_seq_params=packed_params([0, 12, 16]))),
@@ -131,7 +131,7 @@ def test_full_rows_are_not_gathered(provider, monkeypatch):
 
 
 @given(st.data())
-def test_gather_row_random_lengths_restores_arguments(data):
+def test_read_arguments_gathers_slices_of_random_lengths_into_full_row(data):
     """Every argument is restored; a single rank changes nothing."""
     cp = data.draw(st.integers(2, 4))
     padded = [2 * cp * chunk for chunk in data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))]
@@ -157,12 +157,12 @@ IDS = torch.arange(1, 9)[None]
 
 
 @pytest.mark.parametrize(("one", "other", "message"), [
-    (dict(packed_seq_params=packed_params([0, 6, 16])), None, "segment 0: a padded length of 6 .* the 4 chunks"),
-    (dict(packed_seq_params=packed_params([0, 6, 12, 14], [0, 8, 14, 16])), None, "segment 1: a padded length of"),
-    (dict(packed_seq_params=packed_params([0, 8, 18])), None, "18 tokens in all.*expected 8 tokens.* also takes"),
-    (dict(packed_seq_params=packed_params([0, 8, 18], [0, 8, 16])), None, r"segments of \[8, 10\] tokens in"),
+    (dict(packed_seq_params=packed_params([0, 6, 16])), None, "segment 0: .* length is 6, expected a multiple of 4"),
+    (dict(packed_seq_params=packed_params([0, 6, 12, 14], [0, 8, 14, 16])), None, "segment 1: the padded length is"),
+    (dict(packed_seq_params=packed_params([0, 8, 18])), None, "18 tokens in all.*expected 8 tokens.* also accepts"),
+    (dict(packed_seq_params=packed_params([0, 8, 18], [0, 8, 16])), None, r"segments with \[8, 10\] real tokens"),
     # All give one row without a mask, whose tokens are then not as many as the offsets count.
-    (dict(packed_seq_params=packed_params([0, 16], [0, 16])), dict(input_ids=IDS), "16 tokens for row 0 of 8"),
+    (dict(packed_seq_params=packed_params([0, 16], [0, 16])), dict(input_ids=IDS), "16 tokens for row 0, .* most 8"),
     (dict(labels=IDS.repeat(1, 2)), None, r"labels has shape \[1, 16\], expected \[1, 8\]: .*row of 16 tokens"),
     (dict(loss_mask=IDS[0] * 1.0), None, r"loss_mask has shape \[8\], expected \[1, 8\]"),
     (dict(position_ids=IDS.expand(3, 2, 8)), None, r"position_ids has shape \[3, 2, 8\], expected \[3, 1, 8\]"),
@@ -171,8 +171,8 @@ IDS = torch.arange(1, 9)[None]
     (dict(labels=IDS), dict(labels=None), r"labels is None on .* rank 1 and \[1, 8\] integers on rank 0"),
     (dict(loss_mask=IDS), dict(loss_mask=IDS * 1.0), r"\[1, 8\] floating point on .* rank 1 and \[1, 8\] integers"),
     (dict(labels=IDS), dict(labels=IDS[:, :4]), r"labels is \[1, 4\] integers on .* rank 1 and \[1, 8\]"),
-    (dict(), dict(packed_seq_params=packed_params([0, 4, 16])), "of context-parallel rank 1 has other segments"),
-    (dict(), dict(packed_seq_params=packed_params([0, 7, 15], [0, 8, 16])), "rank 1 has other segments"),
+    (dict(), dict(packed_seq_params=packed_params([0, 4, 16])), "other segments on context-parallel rank 1"),
+    (dict(), dict(packed_seq_params=packed_params([0, 7, 15], [0, 8, 16])), "other segments on .* rank 1"),
     # Wrong values on one rank, which all ranks see in the full row.
     (dict(labels=IDS), dict(labels=IDS - 9), r"labels has shape \[1, 16\] .* in \[-8, 8\], expected \[1, 16\]"),
     (dict(attention_mask=IDS), dict(attention_mask=IDS * 0 + 1), "attention_mask has an entry 2, expected 1"),
@@ -181,7 +181,7 @@ IDS = torch.arange(1, 9)[None]
     (dict(padding_mask=IDS * 0), dict(padding_mask=IDS), "padding_mask has an entry 2, expected 1 for padding"),
     (dict(input_ids=IDS * 1.0), dict(input_ids=IDS * 2.0), r"input_ids has shape \[1, 16\] torch.float32"),
 ])  # fmt: skip
-def test_invalid_slices_raise_on_every_rank(provider, monkeypatch, one, other, message):
+def test_invalid_context_parallel_slices_raise_on_every_rank(provider, monkeypatch, one, other, message):
     """All ranks pass `one`, the second rank also `other`. No rank waits forever."""
     calls = [dict(input_ids=IDS, packed_seq_params=packed_params([0, 8, 16])), {}]
     calls[1] = dict(calls[0], input_ids=IDS + 10) | one | (other or {})
@@ -194,9 +194,9 @@ def test_invalid_slices_raise_on_every_rank(provider, monkeypatch, one, other, m
 @pytest.mark.parametrize(
     ("offsets", "one", "other"),
     [([0, 16], [7] * 8, [7] * 8), ([0, 8, 16], [1, 2] * 4, [1, 2] * 4), ([0, 16], [1, 2] * 4, [2, 1] * 4)],
-    ids=["one token", "two segments", "others"],
+    ids=["one token", "two segments", "other order"],
 )
-def test_identical_slices_are_gathered(provider, monkeypatch, offsets, one, other):
+def test_slices_with_equal_or_repeating_tokens_are_gathered(provider, monkeypatch, offsets, one, other):
     call = dict(packed_seq_params=packed_params(offsets))
     found = Ranks(2, monkeypatch).inputs(
         provider, lambda rank: dict(call, input_ids=torch.tensor([other if rank else one]))
@@ -204,7 +204,7 @@ def test_identical_slices_are_gathered(provider, monkeypatch, offsets, one, othe
     assert [inputs.input_ids.tolist() for inputs in found] == [[one], [other]]
 
 
-def test_image_in_one_slice_reaches_all_ranks(provider, config, monkeypatch):
+def test_image_tokens_in_slice_of_one_rank_need_pixels_on_all_ranks(provider, config, monkeypatch):
     """All ranks must pass the images of the full row; if one rank omits them, all raise."""
     ids = torch.full((1, 16), 5)
     ids[0, 1:3] = torch.tensor([config.vision_start_token_id, config.image_token_id])
@@ -226,7 +226,7 @@ ROUNDED_UP = dict(attention_mask=torch.ones(1, 8).bool(), packed_seq_params=pack
 
 
 @pytest.mark.parametrize("ids", [IDS, IDS * 0 + 7], ids=["text", "one token over and over"])
-def test_full_row_as_short_as_slice_is_not_gathered(provider, monkeypatch, ids):
+def test_full_row_with_length_of_a_slice_is_not_gathered(provider, monkeypatch, ids):
     found = Ranks(2, monkeypatch).inputs(provider, lambda rank: dict(ROUNDED_UP, input_ids=ids))
     for rank, inputs in enumerate(found):
         row = torch.nn.functional.pad(ids, (0, 8), value=inputs.input_ids[0, -1] if rank else 0)
@@ -235,7 +235,7 @@ def test_full_row_as_short_as_slice_is_not_gathered(provider, monkeypatch, ids):
         assert torch.equal(inputs.input_ids[kept], share_of(row, (16,), 2, rank)[kept])
 
 
-def test_full_row_with_sliced_labels_keeps_labels(provider, monkeypatch):
+def test_full_row_with_labels_sliced_for_rank_keeps_labels(provider, monkeypatch):
     """Verl's fused kernels pass full rows and sliced labels: only the labels differ between ranks."""
     labels = torch.arange(1, 17)[None]
     found = Ranks(2, monkeypatch).inputs(
@@ -245,7 +245,7 @@ def test_full_row_with_sliced_labels_keeps_labels(provider, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["position_ids", "attention_mask"])
-def test_identical_tokens_distinguished_by_other_arguments(provider, monkeypatch, name):
+def test_slices_of_equal_tokens_are_recognized_by_positions_or_mask(provider, monkeypatch, name):
     """In a repetitive text all ranks have the same tokens, but other positions or padding."""
     positions = torch.arange(16).expand(3, 1, 16)
     mask = torch.tensor([[1] * 14 + [0] * 2])

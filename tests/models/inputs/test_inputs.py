@@ -59,7 +59,7 @@ def test_rows_with_attention_mask_match_collated_batch(provider, config, dtype, 
     assert (order is None) == (shift == 0)
 
 
-def test_flat_row_matches_collated_batch(provider, config):
+def test_packed_row_with_offsets_matches_collated_batch(provider, config):
     samples = make_samples("mixed", config, seed=0)
     batch = make_batch(samples, config, packed=True)
     for mask in (None, mask_of(batch)):
@@ -71,7 +71,7 @@ def test_flat_row_matches_collated_batch(provider, config):
         assert order is None
 
 
-def test_flat_row_mask_marks_padding_within_offsets(provider, config):
+def test_packed_row_attention_mask_marks_padding_within_offsets(provider, config):
     samples = make_samples("mixed", config, seed=0)
     batch = make_batch(samples, config, packed=True)
     stretched = packed_params(batch.layout.cu_seqlens_padded.tolist())
@@ -79,20 +79,20 @@ def test_flat_row_mask_marks_padding_within_offsets(provider, config):
     assert_same(as_model_inputs(provider, GROUPS, batch.input_ids, **call, **pictures(samples))[0], batch.local())
 
 
-def test_flat_row_mask_marks_padding_after_last_offset(provider):
+def test_packed_row_attention_mask_marks_padding_after_last_offset(provider):
     call = dict(packed_seq_params=packed_params([0, 4, 6]), attention_mask=torch.tensor([[1] * 6 + [0] * 2]))
     ours, _ = as_model_inputs(provider, GROUPS, torch.ones(1, 8, dtype=torch.long), **call)
     assert ours.layout == SequenceLayout.packed_row([4, 2], total=8)
     assert ours.padding_mask.tolist() == [[False] * 6 + [True] * 2]
 
 
-def test_flat_row_repeated_offsets_are_ignored(provider):
+def test_packed_row_repeated_offsets_are_ignored(provider):
     call = dict(packed_seq_params=packed_params([0, 4, 4, 6, 6, 6]))
     ours, _ = as_model_inputs(provider, GROUPS, torch.ones(1, 6, dtype=torch.long), **call)
     assert ours.layout == SequenceLayout.packed_row([4, 2])
 
 
-def test_rows_with_packed_seq_params_match_packed_batch(provider, config):
+def test_padded_rows_with_packed_seq_params_match_packed_batch(provider, config):
     """Row i has segment i. The result does not depend on the side of the padding."""
     samples = make_samples("mixed", config, seed=0)
     packed, rows = (make_batch(samples, config, packed=packed) for packed in (True, False))
@@ -107,13 +107,13 @@ def test_rows_with_packed_seq_params_match_packed_batch(provider, config):
             assert order is None
 
 
-def test_flat_row_positions_restart_in_each_document(provider):
+def test_packed_row_positions_restart_in_each_document(provider):
     packed = packed_params([0, 6, 12, 18])
     ours, _ = as_model_inputs(provider, GROUPS, torch.ones(1, 18, dtype=torch.long), packed_seq_params=packed)
     assert ours.position_ids.tolist() == [[list(range(6)) * 3]] * 3
 
 
-def test_given_positions_are_zero_for_padding(provider):
+def test_given_position_ids_become_zero_for_padding(provider):
     positions = torch.arange(1, 25).view(3, 2, 4)
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]])
     ours, _ = as_model_inputs(
@@ -140,7 +140,7 @@ def test_rows_without_mask_trailing_pad_tokens_are_padding(provider, pad, mask, 
 
 
 @given(st.data())
-def test_output_conversion_restores_caller_order(data):
+def test_output_conversion_restores_token_order_of_caller(data):
     """Token ids are used as outputs, for rows and packed rows."""
     lengths = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=5))
     room = max(1, max(lengths)) + data.draw(st.integers(0, 3))
@@ -169,7 +169,7 @@ def test_output_conversion_restores_caller_order(data):
     assert flat_row or not outputs[~mask].any()
 
 
-def test_layout_packed_seq_params_has_no_gaps():
+def test_packed_seq_params_of_layout_have_no_padding_between_sequences():
     """Otherwise Transformer Engine disables FlashAttention, and no backend is left in float32."""
     found = layout_packed_seq_params(SequenceLayout.from_lengths(1, [5, 0, 3, 0], [8, 4, 4, 8]))
     assert found.cu_seqlens_q.tolist() == [0, 8, 12, 16, 24] and found.cu_seqlens_q.dtype == torch.int32
@@ -180,7 +180,7 @@ def test_layout_packed_seq_params_has_no_gaps():
     assert layout_packed_seq_params(SequenceLayout.padded_rows([5, 3], 8)) is None
 
 
-def test_packed_seq_params_frames_are_segments(config):
+def test_vision_packed_seq_params_have_one_segment_per_frame(config):
     frames = make_batch(make_samples("video", config, seed=0), config).vision
     found = packed_seq_params(frames.cu_seqlens, frames.lengths)
     assert found.cu_seqlens_q is found.cu_seqlens_kv_padded is frames.cu_seqlens
@@ -191,7 +191,7 @@ LOGITS = 1e-5  # absolute, measured 1.4e-6, of logits up to about 2
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_text_positions_with_images_are_ignored(pair, side):
+def test_text_position_ids_of_batch_with_images_are_ignored(pair, side):
     """Megatron-Bridge's generate scripts and `vlm_step` pass aranges, transformers counts real tokens."""
     rows = rows_of(pair, side)
     call = dict(attention_mask=rows.attention_mask, **rows.pixels)
@@ -202,7 +202,7 @@ def test_text_positions_with_images_are_ignored(pair, side):
         assert torch.equal(no_grad(pair.megatron, rows.input_ids, positions, **call), expected)
 
 
-def test_text_positions_without_mask_are_ignored(provider, config):
+def test_text_position_ids_with_image_and_no_mask_are_ignored(provider, config):
     samples = make_samples("one image", config, seed=0)
     ids = samples[0].ids[None]
     ours, _ = as_model_inputs(provider, GROUPS, ids, position_ids=torch.arange(ids.shape[1])[None], **pictures(samples))
@@ -210,7 +210,7 @@ def test_text_positions_without_mask_are_ignored(provider, config):
 
 
 @pytest.mark.parametrize("restart", [True, False], ids=["in each document", "over the row"])
-def test_text_positions_of_packed_row_are_ignored(provider, config, restart):
+def test_text_position_ids_of_packed_row_with_images_are_ignored(provider, config, restart):
     samples = make_samples("mixed", config, seed=0)
     lengths = [len(s.ids) for s in samples]
     positions = torch.cat([torch.arange(n) for n in lengths]) if restart else torch.arange(sum(lengths))
@@ -221,7 +221,7 @@ def test_text_positions_of_packed_row_are_ignored(provider, config, restart):
     assert torch.equal(ours.position_ids, expected.position_ids)
 
 
-def test_text_positions_with_images_warn_once(provider, config, caplog):
+def test_ignored_text_position_ids_warn_once(provider, config, caplog):
     caller_batches._warn_once.cache_clear()
     samples = make_samples("one image", config, seed=0)
     ids = samples[0].ids[None]
@@ -233,7 +233,7 @@ def test_text_positions_with_images_warn_once(provider, config, caplog):
     assert [record.message.split(" are ")[0] for record in caplog.records] == ["position_ids [rows, tokens]"]
 
 
-def test_language_model_text_positions_match_model(pair):
+def test_language_model_with_text_position_ids_matches_full_model(pair):
     """Text positions are used for all three axes, as in Megatron-Bridge's own text model."""
     rows = rows_of(pair, "right", "text only")
     positions = torch.arange(rows.input_ids.shape[1]).expand_as(rows.input_ids)
@@ -246,7 +246,7 @@ def test_language_model_text_positions_match_model(pair):
 
 
 @pytest.mark.parametrize("shape", [(5,), (2, 4, 5), (1, 4, 5), (3, 1, 4, 5)])
-def test_rope_invalid_position_shape_raises(shape):
+def test_rope_position_ids_of_invalid_shape_raise(shape):
     rope = InterleavedMRoPE(8, 1e4, [2, 1, 1], torch.float32)
     assert rope(torch.zeros(4, 5).long()).shape == rope(torch.zeros(3, 4, 5).long()).shape == (2, 5, 4, 1, 8)
     with pytest.raises(ValueError, match=r"expected \[3, rows, tokens\], or \[rows, tokens\] for text"):
@@ -273,9 +273,9 @@ def test_loss_mask_without_labels_has_no_effect(pair):
 
 @pytest.mark.parametrize(
     ("given", "shapes"), [(dict(input_ids=IDS), r"\[2, 8\]"), (ROWS, r"\[2, 8\] or \[1, 16\]"), (FLAT, r"\[1, 16\]")],
-    ids=["rows", "rows packed", "flat"],
+    ids=["rows", "rows to pack", "packed row"],
 )  # fmt: skip
-def test_loss_mask_without_labels_wrong_shape_raises(provider, given, shapes):
+def test_loss_mask_of_wrong_shape_without_labels_raises(provider, given, shapes):
     with pytest.raises(ValueError, match=rf"loss_mask has shape \[2, 7\], expected {shapes}$"):
         as_model_inputs(provider, GROUPS, **given, loss_mask=torch.ones(2, 7))
     for mask in (torch.ones(2, 8), torch.ones(1, 16)):
@@ -284,7 +284,7 @@ def test_loss_mask_without_labels_wrong_shape_raises(provider, given, shapes):
             assert answer is None and inputs.labels is None
 
 
-def test_ignored_labels_have_zero_loss(pair):
+def test_labels_of_minus_100_have_zero_loss(pair):
     """Collators of ms-swift and Hugging Face set -100, with and without packing."""
     rows = rows_of(pair, "left")
     labels = rows.labels.masked_fill(rows.loss_mask == 0, -100)
@@ -295,8 +295,8 @@ def test_ignored_labels_have_zero_loss(pair):
         assert torch.equal(found, expected * rows.loss_mask)
 
 
-@pytest.mark.parametrize("given", [dict(input_ids=IDS), ROWS, FLAT], ids=["rows", "rows packed", "flat"])
-def test_cp_sharded_labels_with_full_tokens(provider, given):
+@pytest.mark.parametrize("given", [dict(input_ids=IDS), ROWS, FLAT], ids=["rows", "rows to pack", "packed row"])
+def test_context_parallel_labels_of_rank_with_full_tokens_are_kept(provider, given):
     """Megatron-Bridge's `qwen3_vl_step` and verl's fused kernels pass such labels."""
     rows = 2 if given.keys() == {"input_ids"} else 1
     own = LABELS.view(2, 4, 2)[:, 1:3].reshape(rows, -1)  # the second of two ranks has the middle
@@ -310,19 +310,19 @@ def test_cp_sharded_labels_with_full_tokens(provider, given):
 
 
 @pytest.mark.parametrize("given", ["labels", "loss_mask"])
-def test_cp_sharded_labels_with_left_padding_raise(provider, given):
+def test_context_parallel_labels_of_rank_with_left_padding_raise(provider, given):
     """Tokens are rolled to the front of their rows; labels divided before are not."""
     mask = torch.ones_like(IDS)
     mask[0, :2] = 0
     own = LABELS.view(2, 4, 2)[:, 1:3].reshape(2, -1)
-    with pytest.raises(ValueError, match=r"context parallelism over 2 ranks .* expected rows padded on the right"):
+    with pytest.raises(ValueError, match=r"2 context-parallel ranks.* expected rows padded on the right"):
         as_model_inputs(provider, SECOND_OF_TWO, IDS, attention_mask=mask, **{given: own})
     right = mask.flip(1)
     inputs, _ = as_model_inputs(provider, SECOND_OF_TWO, IDS, attention_mask=right, **{given: own})
     assert torch.equal(getattr(inputs, given).long(), own)
 
 
-def test_cp_sharded_ignored_labels_have_zero_loss(provider):
+def test_context_parallel_labels_of_minus_100_have_zero_loss(provider):
     own = torch.tensor([[3, -100, 5, 6], [11, 12, -100, 14]])
     inputs, answer = as_model_inputs(provider, SECOND_OF_TWO, IDS, labels=own)
     assert torch.equal(inputs.labels, own.clamp(min=0)) and torch.equal(answer.ignored_labels, own < 0)
@@ -330,9 +330,9 @@ def test_cp_sharded_ignored_labels_have_zero_loss(provider):
     assert torch.equal(answer.convert(losses), (own > 0).float())
 
 
-@pytest.mark.parametrize("given", [dict(input_ids=IDS), FLAT], ids=["rows", "flat"])
+@pytest.mark.parametrize("given", [dict(input_ids=IDS), FLAT], ids=["rows", "packed row"])
 @pytest.mark.parametrize("labels", [True, False])
-def test_full_loss_mask_returns_as_slice(provider, given, labels):
+def test_full_loss_mask_is_returned_as_slice_of_context_parallel_rank(provider, given, labels):
     """Megatron-Bridge's `vlm_step` expects the tuple that its own model returns."""
     shape = given["input_ids"].shape
     mask = (IDS % 3 > 0).view(shape).float()
@@ -345,25 +345,25 @@ def test_full_loss_mask_returns_as_slice(provider, given, labels):
     assert as_model_inputs(provider, GROUPS, **given, loss_mask=mask, **more)[1] is None
 
 
-def test_labels_and_mask_of_different_shapes_raise(provider):
+def test_labels_and_loss_mask_of_different_shapes_raise(provider):
     with pytest.raises(ValueError, match=r"loss_mask has shape \[2, 8\], expected \[2, 4\] as labels"):
         as_model_inputs(provider, SECOND_OF_TWO, IDS, labels=LABELS[:, :4], loss_mask=torch.ones(2, 8))
-    with pytest.raises(ValueError, match=r"labels has shape \[2, 4\] .* expected \[2, 8\] token ids below 512"):
+    with pytest.raises(ValueError, match=r"labels has shape \[2, 4\] .* expected \[2, 8\] of token ids below 512"):
         as_model_inputs(provider, GROUPS, IDS, labels=LABELS[:, :4])
 
 
-def test_ignored_label_with_mask_1_raises(provider):
+def test_label_of_minus_100_where_loss_mask_is_1_raises(provider):
     labels = LABELS.masked_fill(LABELS == 5, -100)
     with pytest.raises(ValueError, match=r"entries in \[-100, 17\], expected .* only where loss_mask is 0"):
         as_model_inputs(provider, GROUPS, IDS, labels=labels, loss_mask=torch.ones(2, 8))
 
 
-def test_ambiguous_label_order_raises(provider):
+def test_labels_whose_token_order_is_ambiguous_raise(provider):
     """A row that begins with padding may be as long as its segment, by chance also in verl."""
     call = dict(attention_mask=torch.tensor([[0] + [1] * 7]), packed_seq_params=packed_params([0, 8]))
     inputs, answer = as_model_inputs(provider, GROUPS, IDS[:1], **call)
     assert answer is None and inputs.input_ids[0, :7].tolist() == IDS[0, 1:].tolist()
-    with pytest.raises(ValueError, match="its order could be either's"):
+    with pytest.raises(ValueError, match="may be in the order of the row or of the packed row"):
         as_model_inputs(provider, GROUPS, IDS[:1], labels=LABELS[:1], **call)
 
 
@@ -387,8 +387,8 @@ def flat(logical, mask=None):
     (dict(input_ids=torch.ones(2, 6)), r"\[2, 6\] torch.float32, expected \[rows, tokens\] of integers"),
     (dict(position_ids=ids(6, 2)), r"position_ids has shape \[6, 2\] torch.int64, expected \[3, 2, 6\]"),
     (dict(position_ids=torch.zeros(3, 2, 6)), r"torch.float32, expected \[3, 2, 6\] integers"),
-    (dict(position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)), "several documents, give packed_seq_params"),
-    (dict(position_ids=ids(8, 6).view(4, 2, 6)), "several documents, give packed_seq_params"),
+    (dict(position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)), "pass packed_seq_params for rows with several"),
+    (dict(position_ids=ids(8, 6).view(4, 2, 6)), "pass packed_seq_params for rows with several"),
     (dict(attention_mask=torch.ones(2, 5)), r"attention_mask has shape \[2, 5\], expected \[2, 6\]"),
     (dict(attention_mask=torch.ones(2, 1, 6, 7)), r"\[2, 1, 6, 7\], expected \[2, 6\].*\[2 or 1, 1, 6, 6\]"),
     (dict(attention_mask=torch.tensor([[1] * 6, [0, 1, 0, 1, 1, 1]])), "padding between real tokens in row 1"),
@@ -397,14 +397,14 @@ def flat(logical, mask=None):
     (dict(packed_seq_params=PackedSeqParams("sbhd", torch.tensor([0, 6, 12]))), "qkv_format 'sbhd'"),
     (dict(packed_seq_params=packed_params([0, 6, 4])), r"cu_seqlens_q is \[0, 6, 4\], expected offsets"),
     (dict(packed_seq_params=packed_params([1, 6, 12])), "expected offsets that ascend from 0"),
-    (dict(packed_seq_params=packed_params([0, 6, 12], [0, 12])), "has 3 entries, cu_seqlens_q_padded 2"),
-    (dict(packed_seq_params=packed_params([0, 6, 12], [0, 4, 12])), r"tokens in lengths of \[4, 8\]"),
-    (dict(packed_seq_params=packed_params([0, 8, 12])), "8 tokens for row 0 of 6; expected its real tokens"),
-    (dict(packed_seq_params=packed_params([0, 4, 8, 12])), "row 1 of 6 tokens begins inside one"),
+    (dict(packed_seq_params=packed_params([0, 6, 12], [0, 12])), "has 3 entries and cu_seqlens_q_padded 2"),
+    (dict(packed_seq_params=packed_params([0, 6, 12], [0, 4, 12])), r"padded lengths \[4, 8\]"),
+    (dict(packed_seq_params=packed_params([0, 8, 12])), "8 tokens for row 0, expected at most 6"),
+    (dict(packed_seq_params=packed_params([0, 4, 8, 12])), "row 1 of 6 tokens begins inside a segment"),
     (dict(packed_seq_params=packed_params([0, 4, 8, 9])), r"9 tokens in all.*expected 12 tokens.*each of 2 rows"),
     (dict(packed_seq_params=packed_params([0, 5, 10]), attention_mask=ids(2, 6)), "segment 0: attention_mask has"),
     (dict(packed_seq_params=packed_params([0, 5, 10], [0, 6, 12]), attention_mask=torch.eye(2, 6).cummax(1)[0]),
-     "segment 0: attention_mask has 6 real tokens, packed_seq_params 5 in a length of 6"),
+     "segment 0: attention_mask has 6 real tokens, expected 5 as packed_seq_params has"),
     (dict(ONE_PICTURE), "found 0 image tokens in the batch, expected 1 for 1 images"),
     (dict(pixel_values=torch.zeros(4, 1536)), "image pixels: found 4 patches, expected 0"),
     (dict(pixel_values=torch.zeros(1, 4, 1536)), r"pixel_values has shape \[1, 4, 1536\]"),
@@ -412,16 +412,16 @@ def flat(logical, mask=None):
     (dict(pixel_values=torch.zeros(4, 1536).byte()), "torch.uint8, expected .* floating point"),
     (dict(ONE_PICTURE, image_grid_thw=torch.tensor([1, 2, 2])), r"image grids: found \[3\]"),
     (dict(ONE_PICTURE, image_grid_thw=torch.tensor([[1, 2, 3]])), "divisible by 2"),
-    (flat([0, 4, 6]), "6 tokens in all.* expected 8 tokens.*an attention_mask that says the rest is padding"),
-    (flat([0, 4, 6], [[1] * 8]), "an attention_mask that says the rest is padding"),
-    (flat([0, 4, 16]), "16 tokens in all.* expected 8 tokens, the whole batch. .* also takes one flat row"),
-    (flat([0, 16]), "16 tokens for row 0 of 8; expected .*its tokens times the ranks"),
+    (flat([0, 4, 6]), "6 tokens in all.* expected 8 tokens.*an attention_mask in which the rest is padding"),
+    (flat([0, 4, 6], [[1] * 8]), "an attention_mask in which the rest is padding"),
+    (flat([0, 4, 16]), "16 tokens in all.* expected 8 tokens, the full batch. .* accepts a context-parallel slice"),
+    (flat([0, 16]), "16 tokens for row 0, expected at most 8.* packed_seq_params of the full row"),
     (flat([0, 4, 8], [[0, 1, 1, 1, 1, 1, 1, 1]]), "padding before real tokens in segment 0"),
     (flat([0, 4, 8], [[1, 1, 1, 1, 1, 0, 1, 1]]), "padding before real tokens in segment 1"),
     (flat([0, 8], [[1, 1, 0, 1, 1, 1, 1, 1]]), "padding before real tokens in segment 0"),
     (dict(labels=torch.full((2, 6), 512)), r"entries in \[512, 512\]"),
     (dict(labels=torch.ones(2, 6)), "torch.float32"),
-    (dict(labels=torch.full((2, 6), -1)), r"in \[-1, -1\], expected \[2, 6\] token ids below 512, and anything"),
+    (dict(labels=torch.full((2, 6), -1)), r"in \[-1, -1\], expected \[2, 6\] of token ids below 512; other"),
     (dict(labels=torch.ones(2, 5, dtype=torch.long)), r"labels has shape \[2, 5\]"),
     (dict(labels=torch.ones(1, 12, dtype=torch.long)), r"labels has shape \[1, 12\]"),
     *[(dict.fromkeys([name], object()), f"{name} is given, expected None: ") for name in UNSUPPORTED],
@@ -433,23 +433,23 @@ def test_as_model_inputs_invalid_arguments_raise(provider, arguments, message):
 
 def test_as_model_inputs_unknown_argument_raises(provider):
     as_model_inputs(provider, GROUPS, ids(2, 6), loss_mask=None, extra_block_kwargs=None, inference_params=None)
-    with pytest.raises(TypeError, match="unexpected argument 'image_grid_hwt'"):
+    with pytest.raises(TypeError, match="the unknown argument 'image_grid_hwt'"):
         as_model_inputs(provider, GROUPS, ids(2, 6), image_grid_hwt=None)
 
 
-def test_cp_rolled_outputs_raise(provider):
+def test_context_parallel_outputs_that_need_reordering_raise(provider):
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])
-    with pytest.raises(ValueError, match=r"context parallelism over 2 ranks.*padded on the right"):
+    with pytest.raises(ValueError, match=r"2 context-parallel ranks.*padded on the right"):
         as_model_inputs(provider, SECOND_OF_TWO, ids(1, 8), attention_mask=mask)
     as_model_inputs(provider, SECOND_OF_TWO, ids(1, 8), attention_mask=mask.flip(1))
     packed = dict(packed_seq_params=packed_params([0, 8, 16]))
-    with pytest.raises(ValueError, match=r"labels in the packed row's order, \[1, tokens\]"):
+    with pytest.raises(ValueError, match=r"labels \[1, tokens\] in the order of the packed row"):
         as_model_inputs(provider, SECOND_OF_TWO, ids(2, 8), labels=ids(2, 8), **packed)
     inputs, _ = as_model_inputs(provider, SECOND_OF_TWO, ids(2, 8), labels=torch.arange(16)[None], **packed)
     assert inputs.labels.tolist() == [[2, 3, 4, 5, 10, 11, 12, 13]]
 
 
-def test_unordered_text_positions_with_images_raise(provider, config):
+def test_text_position_ids_not_in_token_order_with_images_raise(provider, config):
     """Megatron-Bridge ignores them, although they do not express the order of tokens."""
     found = torch.tensor([[5, config.vision_start_token_id, config.image_token_id, config.vision_end_token_id]])
     given = dict(position_ids=torch.tensor([[0, 1, 1, 2]]), attention_mask=torch.ones(1, 4))
@@ -459,7 +459,7 @@ def test_unordered_text_positions_with_images_raise(provider, config):
 
 @pytest.mark.parametrize("kind", ["image", "video"])
 @pytest.mark.parametrize("left_out", ["pixels", "grid", "both"])
-def test_vision_tokens_without_pixels_raise(provider, config, kind, left_out):
+def test_vision_tokens_without_pixels_or_grid_raise(provider, config, kind, left_out):
     token = getattr(config, f"{kind}_token_id")
     found = torch.tensor([[5, config.vision_start_token_id, token, config.vision_end_token_id]])
     names = dict(pixels="pixel_values", grid="image_grid_thw")
@@ -515,7 +515,7 @@ MASKS = {
 
 @pytest.mark.parametrize("real", [REAL, LEFT], ids=["right", "left"])
 @pytest.mark.parametrize("kind", MASKS)
-def test_square_mask_every_format_reads_padding(provider, kind, real):
+def test_padding_is_read_from_square_attention_mask_of_every_format(provider, kind, real):
     mask = MASKS[kind](real)
     assert mask.dim() > 2
     assert torch.equal(real_of(mask), real)
@@ -526,7 +526,7 @@ def test_square_mask_every_format_reads_padding(provider, kind, real):
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_single_causal_mask_is_ignored(provider, monkeypatch, rows):
+def test_causal_mask_shared_by_all_rows_is_ignored(provider, monkeypatch, rows):
     """NeMo-RL without sequence packing passes one causal mask [1, 1, S, S] with every batch."""
     monkeypatch.setattr(provider, "pad_token_id", 9)
     ids = torch.tensor([[1, 2, 3, 4, 9, 9], [1, 2, 3, 4, 5, 6]])[:rows]
@@ -538,13 +538,13 @@ def test_single_causal_mask_is_ignored(provider, monkeypatch, rows):
     assert as_model_inputs(provider, GROUPS, ids, attention_mask=ones)[0].layout.lengths == (6, 6)[:rows]
 
 
-def test_square_mask_without_padding(provider):
+def test_square_attention_mask_without_padding_marks_all_tokens_real(provider):
     mask = swift_mask(torch.ones_like(REAL))
     assert real_of(mask).all()
 
 
 @given(st.data())
-def test_square_mask_random_padding(data):
+def test_random_padding_is_read_back_from_square_attention_mask(data):
     lengths = [data.draw(st.integers(0, ROOM)) for _ in IDS_REFUSALS]
     first = [data.draw(st.integers(0, ROOM - n)) for n in lengths]
     place = torch.arange(ROOM)
@@ -561,24 +561,24 @@ def changed(row, token, other, value):
 
 
 @pytest.mark.parametrize(("mask", "message"), [
-    (torch.zeros(2, 1, ROOM, ROOM).bool(), "has False for token 0 and token 5 of row 0"),
-    (torch.ones(1, 1, ROOM, ROOM), "has 1.0 for token 0 and token 5 of row 0"),
-    (torch.stack([torch.zeros(1, ROOM, ROOM).bool(), swift_mask(REAL)[1]]), "token 0 and token 5 of row 1"),
-    (changed(1, 2, 1, True), "has True for token 2 and token 1 of row 1"),
-    (changed(1, 2, 3, False), "has False for token 2 and token 3 of row 1"),
-    (~torch.block_diag(*[torch.ones(3, 3).tril()] * 2).bool()[None, None], "has True for token 3 and token 0"),
-    (torch.zeros(1, 1, ROOM, ROOM) - torch.arange(ROOM), "has -1.0 for token 0 and token 1"),  # a bias
-    (torch.full((1, 1, ROOM, ROOM), 2), "has 2 for token 0 and token 0 of row 0. Expected .* of booleans, 0 and 1"),
-    (swift_mask(REAL)[:, :, :5], r"\[2, 1, 5, 6\], expected \[2, 6\], .* or what tokens see, \[2 or 1, 1, 6, 6\]"),
+    (torch.zeros(2, 1, ROOM, ROOM).bool(), "has False for token 0 attending to token 5 of row 0"),
+    (torch.ones(1, 1, ROOM, ROOM), "has 1.0 for token 0 attending to token 5 of row 0"),
+    (torch.stack([torch.zeros(1, ROOM, ROOM).bool(), swift_mask(REAL)[1]]), "token 0 attending to token 5 of row 1"),
+    (changed(1, 2, 1, True), "has True for token 2 attending to token 1 of row 1"),
+    (changed(1, 2, 3, False), "has False for token 2 attending to token 3 of row 1"),
+    (~torch.block_diag(*[torch.ones(3, 3).tril()] * 2).bool()[None, None], "has True for token 3 attending to token 0"),
+    (torch.zeros(1, 1, ROOM, ROOM) - torch.arange(ROOM), "has -1.0 for token 0 attending to token 1"),  # a bias
+    (torch.full((1, 1, ROOM, ROOM), 2), "has 2 for token 0 attending to token 0 .*, expected .* of booleans, 0"),
+    (swift_mask(REAL)[:, :, :5], r"\[2, 1, 5, 6\], expected \[2, 6\], .* or a causal mask \[2 or 1, 1, 6, 6\]"),
     (swift_mask(REAL).expand(2, 3, ROOM, ROOM), r"has shape \[2, 3, 6, 6\]"),
     (REAL[:, None, None], r"has shape \[2, 1, 1, 6\]"),
 ])  # fmt: skip
-def test_square_mask_invalid_raises(provider, mask, message):
+def test_invalid_square_attention_mask_raises(provider, mask, message):
     with pytest.raises(ValueError, match=message):
         as_model_inputs(provider, GROUPS, IDS_REFUSALS, attention_mask=mask)
 
 
-def test_padding_mask_is_inverse_of_attention_mask(provider):
+def test_padding_mask_is_read_as_inverse_of_attention_mask(provider):
     """megatron-core and verl pass a padding mask for experts."""
     expected, _ = as_model_inputs(provider, GROUPS, IDS_REFUSALS, attention_mask=REAL)
     for beside in (None, REAL, swift_mask(REAL)):
@@ -593,7 +593,7 @@ def test_padding_mask_is_inverse_of_attention_mask(provider):
         as_model_inputs(provider, GROUPS, IDS_REFUSALS, padding_mask=torch.zeros(2, 5))
 
 
-def test_padding_mask_of_packed_row(provider):
+def test_padding_mask_of_packed_row_may_exclude_real_tokens(provider):
     """Verl's `router_padding_mask` may also exclude real tokens from load balancing."""
     call = dict(attention_mask=REAL, packed_seq_params=packed_params([0, 4, 10], [0, 6, 12]))
     expected, _ = as_model_inputs(provider, GROUPS, IDS_REFUSALS, **call)
@@ -602,7 +602,7 @@ def test_padding_mask_of_packed_row(provider):
         given = expected.padding_mask | more
         ours, _ = as_model_inputs(provider, GROUPS, IDS_REFUSALS, padding_mask=given, **call)
         assert ours.layout == expected.layout and torch.equal(ours.padding_mask, given)
-    with pytest.raises(ValueError, match="padding_mask has 0 for token 4 of the packed row, expected 1 for padding"):
+    with pytest.raises(ValueError, match="padding_mask has 0 for token 4 of the packed row, expected 1, because"):
         as_model_inputs(provider, GROUPS, IDS_REFUSALS, padding_mask=torch.zeros(1, 12).bool(), **call)
     with pytest.raises(ValueError, match=r"padding_mask has shape \[1, 11\], expected \[1, 12\]"):
         as_model_inputs(provider, GROUPS, IDS_REFUSALS, padding_mask=torch.zeros(1, 11), **call)

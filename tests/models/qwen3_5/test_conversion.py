@@ -42,7 +42,7 @@ def check_same(found, expected) -> None:
 @pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("ckpt_format", FORMATS)
 @pytest.mark.parametrize("kind", ["dense", "tied", "moe", "per expert", "3.6"])
-def test_qwen3_5_round_trip_is_exact(qwen3_5_folders, kind, ckpt_format, tmp_path):
+def test_qwen3_5_import_and_export_restore_every_weight(qwen3_5_folders, kind, ckpt_format, tmp_path):
     folder = qwen3_5_folders[kind]
     import_checkpoint(folder, tmp_path / "megatron", ckpt_format=ckpt_format, verify=True)
     assert verify_checkpoint(folder, tmp_path / "megatron").same
@@ -52,7 +52,7 @@ def test_qwen3_5_round_trip_is_exact(qwen3_5_folders, kind, ckpt_format, tmp_pat
 
 @pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(("kind", "ep"), [("dense", 1), ("moe", 2), ("3.6", 3)])
-def test_qwen3_5_reformat_for_ranks(qwen3_5_folders, kind, ep, tmp_path):
+def test_qwen3_5_reformat_for_parallel_ranks_keeps_every_weight(qwen3_5_folders, kind, ep, tmp_path):
     topology = Topology(tp=2, ep=ep, etp=1, chunk_bytes=2_000)
     import_checkpoint(qwen3_5_folders[kind], tmp_path / "fsdp", topology=topology, verify=True)
     reformat_checkpoint(tmp_path / "fsdp", tmp_path / "dist", ckpt_format="torch_dist", topology=topology, verify=True)
@@ -62,7 +62,7 @@ def test_qwen3_5_reformat_for_ranks(qwen3_5_folders, kind, ep, tmp_path):
 
 
 @pytest.mark.parametrize("ckpt_format", FORMATS)
-def test_qwen3_5_import_for_eight_expert_ranks(ckpt_format, tmp_path, capsys):
+def test_qwen3_5_import_for_eight_expert_ranks_keeps_every_weight(ckpt_format, tmp_path, capsys):
     """The import is verified, and is loaded by one rank."""
     folder, written = make_checkpoint(tmp_path / "in", moe=True, mtp=RELEASED, num_experts=8), tmp_path / "megatron"
     asked = ["--hf-model", str(folder), "--megatron-path", str(written), "--ckpt-format", ckpt_format, "--ep", "8"]
@@ -74,7 +74,7 @@ def test_qwen3_5_import_for_eight_expert_ranks(ckpt_format, tmp_path, capsys):
     assert "--ep is 3, expected a divisor of num_moe_experts, which is 8" in capsys.readouterr().err
 
 
-def test_inspect_folder_without_mtp(tmp_path, capsys):
+def test_inspect_command_accepts_folder_without_mtp_weights(tmp_path, capsys):
     """Transformers saves models without multi-token prediction, and does not change the configuration."""
     folder = make_checkpoint(tmp_path / "in", moe=True)
     assert json.loads((folder / "config.json").read_text())["text_config"]["mtp_num_hidden_layers"] == 1
@@ -83,7 +83,7 @@ def test_inspect_folder_without_mtp(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("ckpt_format", FORMATS)
-def test_export_released_dtypes(released, ckpt_format, tmp_path):
+def test_export_keeps_dtypes_of_released_checkpoint(released, ckpt_format, tmp_path):
     """float32 parameters stay float32, and the configuration states the dtype of most weights."""
     import_checkpoint(released, tmp_path / "megatron", ckpt_format=ckpt_format, verify=True)
     export_checkpoint(tmp_path / "megatron", tmp_path / "hf")
@@ -92,7 +92,7 @@ def test_export_released_dtypes(released, ckpt_format, tmp_path):
 
 
 @pytest.mark.parametrize("ckpt_format", FORMATS)
-def test_export_bfloat16_gives_released_dtypes(released, ckpt_format, tmp_path):
+def test_export_of_float32_checkpoint_as_bfloat16_gives_released_dtypes(released, ckpt_format, tmp_path):
     """Megatron-FSDP saves everything in float32. Parameters that the model keeps in float32 are not rounded."""
     whole = rewritten(released, {name: one.float() for name, one in weights(released).items()}, tmp_path / "in")
     import_checkpoint(whole, tmp_path / "megatron", ckpt_format=ckpt_format)
@@ -103,7 +103,7 @@ def test_export_bfloat16_gives_released_dtypes(released, ckpt_format, tmp_path):
 
 @pytest.mark.parametrize("torch_dtype", [None, pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ckpt_format", FORMATS)
-def test_bfloat16_checkpoint_stays_bfloat16(released_3_6, ckpt_format, torch_dtype, tmp_path):
+def test_import_and_export_restore_bfloat16_checkpoint_exactly(released_3_6, ckpt_format, torch_dtype, tmp_path):
     """Qwen3.6 is released in bfloat16. Weights minus one need float32, in which they are stored."""
     tensors = weights(released_3_6)
     small = next(one for name, one in tensors.items() if name.endswith(SHIFTED))
@@ -136,7 +136,7 @@ def check_parameters(model: list[torch.nn.Module], expected: dict[str, torch.Ten
 @pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("ckpt_format", FORMATS)
 @pytest.mark.parametrize("kind", ["dense", "moe", "per expert"])
-def test_converted_checkpoint_loads_every_weight(qwen3_5_folders, kind, ckpt_format, tmp_path):
+def test_load_model_from_imported_checkpoint_restores_every_weight(qwen3_5_folders, kind, ckpt_format, tmp_path):
     folder = qwen3_5_folders[kind]
     expected = parameters(load_model(folder))
     assert any(".mtp." in name for name in expected) == (kind != "per expert")
@@ -145,7 +145,7 @@ def test_converted_checkpoint_loads_every_weight(qwen3_5_folders, kind, ckpt_for
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_megatron_core_loads_converted_strictly(qwen3_5_folders, kind, tmp_path):
+def test_megatron_core_strict_load_of_imported_checkpoint_restores_weights(qwen3_5_folders, kind, tmp_path):
     model = load_model(qwen3_5_folders[kind])
     expected = parameters(model)
     import_checkpoint(qwen3_5_folders[kind], tmp_path / "megatron", ckpt_format="torch_dist")
@@ -164,7 +164,7 @@ def load_strictly(model: torch.nn.Module, checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_megatron_bridge_loads_and_saves_converted(qwen3_5_folders, kind, tmp_path):
+def test_megatron_bridge_load_and_save_of_imported_checkpoint_keep_weights(qwen3_5_folders, kind, tmp_path):
     """Megatron-Bridge needs only the checkpoint with its `run_config.yaml`."""
     folder = qwen3_5_folders[kind]
     expected = parameters(load_model(folder))
@@ -177,7 +177,7 @@ def test_megatron_bridge_loads_and_saves_converted(qwen3_5_folders, kind, tmp_pa
 
 
 @pytest.mark.parametrize("ckpt_format", FORMATS)
-def test_model_without_mtp_loads_converted(qwen3_5_folders, ckpt_format, tmp_path):
+def test_model_without_mtp_loads_imported_checkpoint_with_mtp(qwen3_5_folders, ckpt_format, tmp_path):
     folder = qwen3_5_folders["dense"]
     expected = parameters(load_model(folder))
     import_checkpoint(folder, tmp_path / "megatron", ckpt_format=ckpt_format)

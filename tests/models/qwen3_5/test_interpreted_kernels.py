@@ -48,13 +48,13 @@ def errors() -> dict[str, list[tuple[float, float]]]:
 @pytest.mark.slow
 @needs_package
 @pytest.mark.parametrize("case", CASES)
-def test_fla_kernels_match_torch_functions(errors, case):
+def test_flash_linear_attention_kernels_match_our_torch_functions(errors, case):
     print(*(f"{error:.1e}, {error / rounding:.2f} times its rounding;" for error, rounding in errors[case]))
     for error, rounding in errors[case]:
         assert error < min(LARGEST, UNITS[case.partition(",")[0]] * rounding)
 
 
-def test_pinned_fla_version_is_supported():
+def test_pinned_flash_linear_attention_version_is_supported():
     lines = [(ROOT / f"requirements/{name}.txt").read_text().splitlines() for name in ("fla", "cpu")]
     beside, inside = (dict(line.split("==") for line in file if re.match(r"\w.*==", line)) for file in lines)
     assert beside.keys() == {"flash-linear-attention", "fla-core"} and len(set(beside.values())) == 1

@@ -97,7 +97,7 @@ SHORT = [1, 2, 3, 1, 70, 1, 1, 2]
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, SHORT, [1]], ids=["long", "short", "one token"])
-def test_linear_attention_packed_row_matches_single_documents(reference, lengths):
+def test_linear_attention_packed_row_matches_transformers_on_single_documents(reference, lengths):
     """Transformers does not reset the state within a row, so it gets one document at a time."""
     cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     compare(
@@ -108,7 +108,7 @@ def test_linear_attention_packed_row_matches_single_documents(reference, lengths
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_linear_attention_fresh_a_log_is_log_of_uniform(dtype):
+def test_linear_attention_initial_a_log_is_log_of_uniform_samples(dtype):
     """exp(A_log) is uniform in [1, 16) and float32. Near zero, a decay would have no gradient."""
     module, drawn = attention(dtype), []
     for _ in range(50):
@@ -130,7 +130,9 @@ def test_linear_attention_fresh_a_log_is_log_of_uniform(dtype):
         (torch.bfloat16, False, True, "megatron-core's"),
     ],
 )
-def test_linear_attention_delta_rule_fits_dtype_and_packages(monkeypatch, dtype, missing, deterministic, expected):
+def test_linear_attention_chooses_delta_rule_by_dtype_and_installed_package(
+    monkeypatch, dtype, missing, deterministic, expected
+):
     layer = SimpleNamespace(config=SimpleNamespace(params_dtype=dtype, deterministic_mode=deterministic))
     monkeypatch.setattr(delta_rule, "uses_torch_functions", lambda: missing)
     chosen = LinearAttention.choose_delta_rule(layer, F.linear)
@@ -140,11 +142,11 @@ def test_linear_attention_delta_rule_fits_dtype_and_packages(monkeypatch, dtype,
         assert inspect.unwrap(chosen) is F.linear and (chosen is F.linear) == (expected == "megatron-core's")
 
 
-def test_linear_attention_calls_the_chosen_delta_rule():
+def test_linear_attention_in_float32_uses_our_delta_rule():
     assert attention(torch.float32).gated_delta_rule is chunk_gated_delta_rule
 
 
-def test_linear_attention_decay_is_float32():
+def test_linear_attention_decay_of_bfloat16_model_is_float32():
     """As in transformers, exp(A_log) of a bfloat16 number is computed in float32."""
     module = attention(torch.bfloat16)
     alpha = torch.zeros(1, 1, len(module.A_log), dtype=torch.bfloat16)
@@ -157,7 +159,7 @@ _KERNELS = "megatron.core.ssm.gated_delta_net"
 
 
 @pytest.mark.parametrize(("gpu", "package"), [(True, False), (False, True), (False, False), (True, True)])
-def test_choose_kernels_without_gpu_or_package(gpu, package, monkeypatch):
+def test_choose_kernels_without_gpu_or_package_installs_torch_functions(gpu, package, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if package and name == "fla" else None)
     common, gdn = ModuleType("common"), ModuleType("gdn")
@@ -173,7 +175,7 @@ def test_choose_kernels_without_gpu_or_package(gpu, package, monkeypatch):
 
 
 @given(lengths=st.lists(st.integers(1, 200), min_size=1, max_size=6))
-def test_with_chunks_packed_row_passes_chunks(lengths):
+def test_with_chunks_passes_chunk_indices_of_packed_row(lengths):
     """Chunks are (segment, index) of pieces of 64 tokens, and are computed once for all layers."""
     told = delta_rule.with_chunks(lambda **given: given)
     row = packed_seq_params(torch.tensor([0, *itertools.accumulate(lengths)]).int(), tuple(lengths))
@@ -184,7 +186,7 @@ def test_with_chunks_packed_row_passes_chunks(lengths):
     assert first is second
 
 
-def test_with_chunks_other_rows_passes_none():
+def test_with_chunks_passes_no_chunk_indices_for_other_offsets():
     told = delta_rule.with_chunks(lambda **given: given)
     row = packed_seq_params(torch.tensor([0, 5]).int(), (5,))
     for offsets in (None, torch.tensor([0, 5]), row.cu_seqlens_q.clone()):
@@ -194,7 +196,7 @@ def test_with_chunks_other_rows_passes_none():
 
 
 @pytest.mark.parametrize("gpu", [True, False])
-def test_check_package_missing_warns(gpu, monkeypatch, caplog):
+def test_flash_linear_attention_missing_on_gpu_warns(gpu, monkeypatch, caplog):
     from megatron.bridge import AutoBridge
 
     config = make_config()
@@ -208,11 +210,13 @@ def test_check_package_missing_warns(gpu, monkeypatch, caplog):
 
 @pytest.mark.parametrize(("package", "triton", "capability", "tilelang", "message"), [
     ("0.5.2", "3.7.1", (9, 0), True, r"flash-linear-attention is 0\.5\.2, expected 0\.6\.0 or newer"),
-    ("0.6.0", "3.6.0", (9, 0), False, r"Triton is 3\.6\.0, .* Install Triton 3\.7\.1 or newer, or tilelang"),
+    ("0.6.0", "3.6.0", (9, 0), False, r"Triton is 3\.6\.0, expected 3\.7\.1 or newer.* or tilelang"),
     ("0.6.0", "3.6.0", (9, 0), True, None), ("0.6.0", "3.6.0", (10, 0), False, None),
     ("0.6.0", "3.3.1", (9, 0), False, None), ("0.6.1", "3.7.1", (9, 0), False, None),
 ])  # fmt: skip
-def test_check_package_bad_versions_raise(package, triton, capability, tilelang, message, monkeypatch):
+def test_unsupported_flash_linear_attention_or_triton_version_raises(
+    package, triton, capability, tilelang, message, monkeypatch
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if tilelang or name == "fla" else None)
@@ -222,7 +226,7 @@ def test_check_package_bad_versions_raise(package, triton, capability, tilelang,
         delta_rule.check_package()
 
 
-def test_first_layer_replaces_megatron_kernels():
+def test_building_linear_attention_without_package_replaces_megatron_kernels():
     attention(torch.float32)
     gdn = importlib.import_module(f"{_KERNELS}.gdn")
     common = importlib.import_module(f"{_KERNELS}.common")
@@ -281,7 +285,7 @@ lengths_of_segments = st.lists(
 
 @settings(max_examples=30)  # each is differentiated token by token
 @given(lengths=lengths_of_segments, seed=st.integers(0, 2**16))
-def test_delta_rule_packed_matches_reference(lengths, seed):
+def test_delta_rule_on_packed_row_matches_definition_in_float64(lengths, seed):
     tensors = inputs(1, sum(lengths), seed)
     cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     found, state = chunk_gated_delta_rule(*tensors, cu_seqlens=cu_seqlens)
@@ -291,18 +295,18 @@ def test_delta_rule_packed_matches_reference(lengths, seed):
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 64, 150])
-def test_delta_rule_rows_match_reference(tokens):
+def test_delta_rule_on_rows_matches_definition_in_float64(tokens):
     tensors = inputs(3, tokens, seed=0)
     compare_rule(chunk_gated_delta_rule(*tensors)[0], definition(*tensors), tensors)
 
 
-def test_delta_rule_l2norm_matches_reference():
+def test_delta_rule_with_l2norm_in_kernel_matches_normalized_inputs():
     q, k, *rest = (x.detach() for x in inputs(1, 9, seed=3))
     normed, _ = chunk_gated_delta_rule(3 * q, 5 * k, *rest, use_qk_l2norm_in_kernel=True)
     torch.testing.assert_close(normed, chunk_gated_delta_rule(q, k, *rest)[0], rtol=1e-5, atol=1e-6)
 
 
-def test_delta_rule_16_bits_computes_in_float32():
+def test_delta_rule_with_bfloat16_inputs_computes_in_float32():
     tensors = [x.detach().bfloat16() for x in inputs(1, 130, seed=4)]
     found, _ = chunk_gated_delta_rule(*tensors)
     assert found.dtype is torch.bfloat16
@@ -310,7 +314,7 @@ def test_delta_rule_16_bits_computes_in_float32():
 
 
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), width=st.integers(1, 5))
-def test_causal_conv1d_matches_reference(lengths, width):
+def test_causal_conv1d_matches_torch_conv1d_on_single_documents(lengths, width):
     random = torch.Generator().manual_seed(0)
     x = torch.randn(1, sum(lengths), 6, generator=random, requires_grad=True)
     weight, bias = (torch.randn(*shape, generator=random, requires_grad=True) for shape in ((6, width), (6,)))
@@ -326,7 +330,7 @@ def test_causal_conv1d_matches_reference(lengths, width):
     torch.testing.assert_close(rows, alone(x).expand(2, -1, -1), rtol=1e-5, atol=1e-6)
 
 
-def test_delta_rule_does_not_sync():
+def test_delta_rule_and_convolution_do_not_synchronize_with_device():
     q, k, v, g, beta = (x.detach().to("meta") for x in inputs(1, 150, seed=0))
     cu_seqlens = torch.tensor([0, 20, 150], device="meta", dtype=torch.int32)
     assert chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=cu_seqlens)[0].shape == v.shape

@@ -38,7 +38,7 @@ def pair(request, qwen3_5_folders):
 @pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("content", CONTENTS)
 @pytest.mark.parametrize("packed", [False, True])
-def test_mtp_gradients_match_reference(pair, content, packed):
+def test_mtp_loss_and_gradients_match_modules_of_transformers(pair, content, packed):
     samples = make_samples(content, pair.config, seed=5)
     inputs = make_batch(samples, pair.config, packed=packed).local(with_next_tokens=True)
 
@@ -64,7 +64,7 @@ def test_mtp_gradients_match_reference(pair, content, packed):
     assert all(one.any() for name, one in expected[2].items() if name.startswith("mtp.") and ".experts." not in name)
 
 
-def test_next_tokens_example():
+def test_next_token_index_points_to_next_token_of_same_segment():
     layout = SequenceLayout.packed_row([3, 6], multiple=4)
     places, there = next_token_index(layout)
     assert places.tolist() == [1, 2, 2, 3, 5, 6, 7, 8, 9, 9, 10, 11]
@@ -72,7 +72,7 @@ def test_next_tokens_example():
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_mtp_ignores_labels_of_minus_100(pair, packed):
+def test_mtp_treats_labels_of_minus_100_like_loss_mask_of_0(pair, packed):
     samples = make_samples("mixed", pair.config, seed=8)
     batch = make_batch(samples, pair.config, packed=packed)
     expected = batch.local(with_next_tokens=True).next_tokens
@@ -88,18 +88,18 @@ def test_mtp_ignores_labels_of_minus_100(pair, packed):
     assert ignored.labels.min() >= 0
 
 
-def test_load_weights_without_mtp_raises(qwen3_5_folders, tmp_path):
+def test_load_weights_from_checkpoint_without_mtp_raises(qwen3_5_folders, tmp_path):
     shutil.copytree(qwen3_5_folders["dense"], without := tmp_path / "without")
     tensors = load_file(without / "model.safetensors")
     left = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
     save_file(left, without / "model.safetensors", metadata={"format": "pt"})
     provider = AutoBridge.from_hf_pretrained(str(qwen3_5_folders["dense"])).to_megatron_provider(load_weights=False)
     model = [build(provider)]
-    with pytest.raises(ValueError, match=r"lacks 15 tensors: mtp\..*; set mtp_num_layers=None"):
+    with pytest.raises(ValueError, match=r"lacks 15 tensors, .*: mtp\..*; set mtp_num_layers=None"):
         AutoBridge.from_hf_pretrained(str(without)).load_hf_weights(model)
 
 
-def test_mtp_not_computed_in_evaluation(pair):
+def test_mtp_is_not_computed_in_evaluation_mode(pair):
     samples = make_samples("one image", pair.config, seed=6)
     inputs = make_batch(samples, pair.config).local(with_next_tokens=True)
     pair.megatron.eval()
@@ -113,14 +113,14 @@ def test_mtp_not_computed_in_evaluation(pair):
         pair.megatron(inputs=inputs.without_labels())
 
 
-def test_mtp_weights_frozen_without_loss(qwen3_5_folders):
+def test_mtp_weights_are_frozen_without_mtp_loss(qwen3_5_folders):
     pair = make_pair(qwen3_5_folders["dense"])
     mtp = [p for name, p in pair.megatron.named_parameters() if ".mtp." in name]
     assert mtp and not any(p.requires_grad for p in mtp)
 
 
 @pytest.mark.parametrize("kind", [Qwen3VLLoRA, LoRA])
-def test_mtp_gets_no_adapters(qwen3_5_folders, kind):
+def test_lora_adds_no_adapters_to_mtp_layers(qwen3_5_folders, kind):
     pair = make_pair(qwen3_5_folders["dense"])
     kind(target_modules=["linear_qkv", "linear_fc1"], dim=4)(pair.megatron, training=True)
     adapted = {name for name, _ in pair.megatron.named_modules() if name.endswith(".adapter")}
@@ -140,7 +140,9 @@ def provider(qwen3_5_folders):
 @pytest.mark.parametrize("masked", ["loss mask", "labels of -100"])
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("cp", [2, 4])
-def test_mtp_sharded_labels_match_full_labels(provider, qwen3_5_folders, monkeypatch, cp, packed, masked):
+def test_mtp_labels_sliced_over_ranks_give_same_inputs_as_full_labels(
+    provider, qwen3_5_folders, monkeypatch, cp, packed, masked
+):
     config = AutoConfig.from_pretrained(qwen3_5_folders["dense"])
     samples = make_samples("mixed", config, seed=3)
     longest = max(len(sample.ids) for sample in samples)
@@ -166,14 +168,14 @@ def test_mtp_sharded_labels_match_full_labels(provider, qwen3_5_folders, monkeyp
 
 
 @pytest.mark.parametrize("cut", [True, False])
-def test_mtp_loss_mask_without_labels(provider, monkeypatch, cut):
+def test_mtp_loss_mask_without_labels_gives_no_next_tokens(provider, monkeypatch, cut):
     """There are no next labels. Such a call asks for logits; a model that trains raises."""
     mask = torch.ones(2, 4 if cut else 8)
     for inputs in Ranks(2, monkeypatch).inputs(provider, lambda rank: dict(input_ids=IDS, loss_mask=mask)):
         assert inputs.labels is None and inputs.next_tokens is None
 
 
-def test_mtp_untrained_sends_nothing(provider, monkeypatch):
+def test_untrained_mtp_gathers_no_labels_over_ranks(provider, monkeypatch):
     ranks = Ranks(2, monkeypatch)
     with pytest.MonkeyPatch.context() as untrained:
         untrained.setattr(provider, "mtp_loss_scaling_factor", 0.0)
@@ -189,7 +191,7 @@ def test_mtp_untrained_sends_nothing(provider, monkeypatch):
      r"loss_mask is \[2, 4\] floating point on .* rank 1 and None"),
     (dict(labels=IDS[:, :4]), dict(labels=IDS[:, :4] - 9), r"labels has shape \[2, 8\] .* entries in"),
 ])  # fmt: skip
-def test_mtp_different_ranks_all_raise(provider, monkeypatch, first, second, message):
+def test_mtp_labels_inconsistent_between_ranks_raise_on_every_rank(provider, monkeypatch, first, second, message):
     calls = [dict(input_ids=IDS, **first), dict(input_ids=IDS, **second)]
     for error in Ranks(2, monkeypatch).inputs(provider, calls.__getitem__):
         with pytest.raises(ValueError, match=message):

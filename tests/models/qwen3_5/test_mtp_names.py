@@ -29,7 +29,7 @@ def stored_names(provider) -> list[str]:
 
 @pytest.mark.parametrize("asked", ["former", "present"])
 @pytest.mark.parametrize("stored", ["former", "present"])
-def test_other_names_former_mtp_name_is_found(provider, asked, stored):
+def test_find_renamed_weights_matches_former_and_present_mtp_names(provider, asked, stored):
     spell = {"former": with_former_mtp_name, "present": str}
     names = stored_names(provider)
     weights = {spell[asked](name): torch.full((1,), float(number)) for number, name in enumerate(names)}
@@ -41,7 +41,7 @@ def test_other_names_former_mtp_name_is_found(provider, asked, stored):
     assert all(renamed[spell[stored](name)] is weights[spell[asked](name)] for name in of_mtp if renamed)
 
 
-def test_model_keys_former_mtp_name_is_the_parameters(qwen3_5_folders, tmp_path):
+def test_model_keys_of_checkpoint_with_former_mtp_name_are_present_names(qwen3_5_folders, tmp_path):
     import_checkpoint(qwen3_5_folders["moe"], tmp_path / "megatron", progress=False)
     metadata = read_metadata(tmp_path / "megatron" / "iter_0000000")
     former = DcpMetadata(

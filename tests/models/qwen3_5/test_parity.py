@@ -25,13 +25,13 @@ def pair(request, qwen3_5_folders):
 
 
 @pytest.mark.parametrize("content", CONTENTS)
-def test_qwen3_5_matches_transformers(pair, content):
+def test_qwen3_5_logits_loss_and_gradients_match_transformers(pair, content):
     """The reference gets one sample at a time: its linear attention does not restart in a packed row."""
     samples = make_samples(content, pair.config, seed=3)
     check_parity(pair, samples, *(make_batch(samples, pair.config, packed=packed) for packed in (False, True)))
 
 
-def test_qwen3_5_layer_types_match_transformers(pair):
+def test_qwen3_5_has_one_full_attention_layer_after_three_linear_ones(pair):
     layers = [type(layer.self_attention).__name__ for layer in pair.megatron.language_model.decoder.layers]
     assert layers == ["LinearAttention"] * 3 + ["RotarySelfAttention"]
     assert not pair.megatron.vision_model.deepstack_layers
@@ -58,7 +58,7 @@ def component_of(name: str) -> str:
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("rests", itertools.product((False, True), repeat=3))
 @pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_qwen3_5_frozen_components_match_one_process(qwen3_5_folders, kind, rests, recompute):
+def test_qwen3_5_gradients_with_frozen_components_match_transformers(qwen3_5_folders, kind, rests, recompute):
     flags = {f"freeze_{part}": rest for part, rest in zip(PARTS, rests, strict=True)}
     settings = (RECOMPUTE if recompute else {}) | ({"moe_aux_loss_coeff": 0.0} if kind == "moe" else {})
     pair = make_pair(qwen3_5_folders[kind], **flags, **settings)
@@ -90,7 +90,7 @@ def folders(both, tmp_path_factory):
     return with_references(both, tmp_path_factory.mktemp("references"), **MATRIX.settings)
 
 
-def test_qwen3_5_parallelism_matches_one_process(both, tmp_path):
+def test_qwen3_5_on_two_ranks_trains_as_transformers_in_one_process(both, tmp_path):
     chosen = [("MoE", split, "mixed", "packed") for split in ("TP2+SP+EP2", "CP2+EP2", "PP2")]
     references = with_references({"MoE": both["MoE"]}, tmp_path, ["mixed"], **MATRIX.settings)
     check_matrix(chosen, *references, ranks=2)
@@ -98,7 +98,7 @@ def test_qwen3_5_parallelism_matches_one_process(both, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_qwen3_5_combined_parallelism_matches_one_process(folders, ranks):
+def test_qwen3_5_combined_parallelism_trains_as_transformers_in_one_process(folders, ranks):
     chosen = [case for case in some_cases(ranks, each=1, both=False) if case[1] not in MATRIX.refused]
     check_matrix(chosen, *folders, ranks)
 
@@ -110,7 +110,7 @@ def of_fsdp(both):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "MoE"])
-def test_qwen3_5_fsdp_matches_one_process(of_fsdp, kind, both):
+def test_qwen3_5_fsdp_losses_and_gradients_match_transformers(of_fsdp, kind, both):
     *losses, gradients, _ = of_fsdp
     pair = make_pair(both[kind], **(dict(moe_aux_loss_coeff=0.0) if kind == "MoE" else {}))
     with_mtp(pair.reference, both[kind])
@@ -125,6 +125,6 @@ def of_sizes(both):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "MoE"])
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_qwen3_5_context_parallel_1_and_4_agree(of_sizes, kind, lengths):
+def test_qwen3_5_context_parallel_4_matches_context_parallel_1(of_sizes, kind, lengths):
     """Heads of linear attention are divided over ranks, for padded and packed rows."""
     check_sizes(of_sizes, kind, lengths)

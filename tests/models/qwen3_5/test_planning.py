@@ -23,7 +23,7 @@ from tests.models.qwen3_5.test_table import MTP_PARAMETERS
 from tests.planning.test_states import check_adapters
 
 
-def test_planned_parameters_match_built_model():
+def test_planned_parameter_counts_match_built_qwen3_5_model():
     provider = AutoBridge.from_hf_config(hf_config("0.8B")).to_megatron_provider(load_weights=False)
     provider.bf16, provider.params_dtype, provider.perform_initialization = True, torch.bfloat16, False
     provider.finalize()
@@ -38,7 +38,7 @@ def test_planned_parameters_match_built_model():
 
 
 @pytest.mark.parametrize("size", PRESETS)
-def test_released_sizes_plan_offline(size, capsys):
+def test_plan_of_every_released_qwen3_5_size_finds_fitting_layouts(size, capsys):
     gpus = {"122B-A10B": 64, "397B-A17B": 256}.get(size, 16)
     words = [
         "--model", hub_ids(size)[0], "--gpus", str(gpus), "--seq-length", "8192", "--max-patches", "8192", "--json",
@@ -51,7 +51,7 @@ def test_released_sizes_plan_offline(size, capsys):
 STAGED = ParallelLayout(16, pp=4, tp=2, sequence_parallel=True)
 
 
-def test_plan_mtp_on_last_stage():
+def test_plan_counts_mtp_training_memory_on_last_pipeline_stage():
     """The last stage has more gradients and optimizer states. Earlier stages keep next tokens with hidden states."""
     config, rows = config_dict("9B"), TrainingSettings(seq_length=8192, max_patches=0, sharding=Sharding.NONE)
     dims, kept = dimensions_of(config), estimate(dimensions_of(config), STAGED, rows)
@@ -72,7 +72,7 @@ def test_plan_mtp_on_last_stage():
     assert "multi-token prediction" not in kept.peak.activations
 
 
-def test_plan_rejects_unsupported_layouts(capsys):
+def test_plan_command_rejects_mtp_for_qwen3_vl_and_unsupported_recompute(capsys):
     run = ["--gpus", "8", "--tp", "2", "--mtp"]
     assert main(["--model", "8B", *run]) == 2
     assert "this model has no multi-token prediction to train" in capsys.readouterr().err
@@ -80,7 +80,7 @@ def test_plan_rejects_unsupported_layouts(capsys):
     assert "recompute_num_layers 2, expected 'uniform' and 1" in capsys.readouterr().err
 
 
-def test_plan_command_matches_recipe_dry_run(capsys):
+def test_plan_and_recipe_dry_run_add_memory_of_mtp_training(capsys):
     words = ["--model", "Qwen/Qwen3.5-9B", "--gpus", "8", "--tp", "4", "--seq-length", "4096", "--json"]
     shutdown()
     recipe = ["--recipe", "qwen35_vl_9b_sft_config", "--dry-run", "--json"]
@@ -102,17 +102,17 @@ def test_plan_command_matches_recipe_dry_run(capsys):
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_planned_adapters_match_model(kind, qwen3_5_folders):
+def test_planned_model_states_with_adapters_match_built_qwen3_5_model(kind, qwen3_5_folders):
     check_adapters(qwen3_5_folders[kind], target_modules=list(LINEAR_LAYERS))
 
 
-def test_plan_dist_train_raises(capsys):
+def test_plan_command_rejects_separate_vision_ranks_for_qwen3_5(capsys):
     for words in ([], ["--tp", "2"]):
         assert main(["--model", "Qwen/Qwen3.5-9B", "--gpus", "16", "--vision-gpus", "4", *words]) == 2
         assert "qwen3_5 does not support separate vision ranks" in capsys.readouterr().err
 
 
-def test_plan_heads_divide_by_tp_and_cp():
+def test_planned_activations_divide_by_tensor_and_context_parallel_sizes():
     config, rows = config_dict("9B"), TrainingSettings(seq_length=32768, max_patches=0, loss_chunk_tokens=0)
 
     def kept(**sizes) -> float:

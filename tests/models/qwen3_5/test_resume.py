@@ -57,7 +57,7 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
 @pytest.mark.parametrize(
     "make", [replicated, pytest.param(sharded, marks=pytest.mark.slow)], ids=["distributed optimizer", "Megatron-FSDP"]
 )
-def test_resume_mtp_frozen_trained_frozen(make, inputs, tmp_path):
+def test_resume_may_stop_training_mtp_but_start_it_only_without_optimizer_state(make, inputs, tmp_path):
     kept, trained, again = (tmp_path / name for name in ("kept", "trained", "again"))
     first = step(run(make, inputs, kept, **{FACTOR: 0.0}))
     message = "mtp_loss_scaling_factor is 0.1, the checkpoint has 0.0: .* does not have the state of .*load_optim=false"
@@ -81,16 +81,16 @@ def test_resume_mtp_frozen_trained_frozen(make, inputs, tmp_path):
 
 
 @pytest.mark.parametrize("change", [(0.0, 0.1), (0.1, 0.0)])
-def test_resume_optimizer_of_other_parameters_raises(change, inputs, tmp_path):
+def test_resume_with_changed_mtp_training_and_optimizer_state_by_index_raises(change, inputs, tmp_path):
     before, after = change
     step(run(replicated, inputs, tmp_path / "before", **{FACTOR: before}, **NUMBERED))
     with pytest.raises(
-        CheckpointError, match=f"is {after}, the checkpoint has {before}: .* by index, and fits only the same"
+        CheckpointError, match=f"is {after}, the checkpoint has {before}: .* by parameter index, and fits only if"
     ):
         run(replicated, inputs, tmp_path / "after", tmp_path / "before", **{FACTOR: after}, **NUMBERED)
 
 
-def test_resume_unfreezes_component(inputs, tmp_path):
+def test_resume_that_unfreezes_component_needs_load_optim_false(inputs, tmp_path):
     frozen, later = tmp_path / "frozen", tmp_path / "later"
     step(run(replicated, inputs, frozen, model__freeze_vision_model=True))
     with pytest.raises(CheckpointError, match=r"freeze_vision_model is False, the checkpoint has True: .*load_optim="):
@@ -130,7 +130,7 @@ def text(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @wrapped
-def test_frozen_layers_export_unchanged(released_inputs, wrap, tmp_path):
+def test_frozen_language_model_is_exported_unchanged_after_training_tower(released_inputs, wrap, tmp_path):
     """Only the tower is trained. The export casts all tensors to the dtypes of the released file."""
     assert train(config_of(released_inputs, tmp_path / "run", wrap, model__freeze_language_model=True))
     export_checkpoint(tmp_path / "run", tmp_path / "kept", progress=False)
@@ -152,7 +152,7 @@ def parameters(run: Run) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("by_name", [True, False], ids=["by name", "by index"])
 @wrapped
-def test_float32_parameters_train_and_resume(released_inputs, wrap, by_name, tmp_path):
+def test_resumed_run_with_float32_parameters_equals_uninterrupted(released_inputs, wrap, by_name, tmp_path):
     """Optimizer states belong to their parameters, and a resumed run is equal to the last bit."""
     if not by_name and wrap is not WRAPPERS["distributed optimizer"]:
         pytest.skip("only that optimizer's state can be saved by index")
@@ -186,7 +186,7 @@ def test_float32_parameters_train_and_resume(released_inputs, wrap, by_name, tmp
 
 
 @wrapped
-def test_adapters_train_with_float32_parameters(released_inputs, wrap, tmp_path):
+def test_adapter_training_keeps_float32_parameters_of_base_model_exact(released_inputs, wrap, tmp_path):
     """The base model is loaded exactly and merged unchanged, because it is served with the adapters."""
     cfg = config_of(released_inputs, tmp_path / "run", wrap)
     cfg.peft = CASES["linear attention"]()
@@ -206,7 +206,7 @@ def test_adapters_train_with_float32_parameters(released_inputs, wrap, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["released", "released_3_6"])
-def test_autobridge_keeps_float32_parameters(name, request, tmp_path):
+def test_autobridge_export_keeps_values_of_float32_parameters(name, request, tmp_path):
     """Qwen3.6 has them in bfloat16. They become float32 with the same values."""
     folder = request.getfixturevalue(name)
     model, bridge = load_model(folder), AutoBridge.from_hf_pretrained(str(folder))
@@ -217,7 +217,7 @@ def test_autobridge_keeps_float32_parameters(name, request, tmp_path):
 
 
 @pytest.mark.parametrize("ckpt_format", ["fsdp_dtensor", "torch_dist"])
-def test_load_float32_parameters_from_bfloat16(released_3_6, ckpt_format, tmp_path):
+def test_float32_parameters_stored_in_bfloat16_are_float32_after_loading(released_3_6, ckpt_format, tmp_path):
     """Megatron-Bridge's own model saves them so. They are float32 after loading."""
     expected = {name: one.clone() for name, one in load_model(released_3_6)[0].named_parameters()}
     import_checkpoint(released_3_6, tmp_path, ckpt_format=ckpt_format)
@@ -225,7 +225,7 @@ def test_load_float32_parameters_from_bfloat16(released_3_6, ckpt_format, tmp_pa
     assert not moved(found, expected) and {one.dtype for one in found.values()} == {torch.float32, torch.bfloat16}
 
 
-def test_config_states_saved_dtypes(qwen3_5_folders, tmp_path):
+def test_saved_config_states_dtype_of_weights_and_absence_of_mtp(qwen3_5_folders, tmp_path):
     """Also for a model without multi-token prediction, or with another precision than its file."""
     bridge = AutoBridge.from_hf_pretrained(str(qwen3_5_folders["dense"]))
     provider = bridge.to_megatron_provider()
@@ -242,7 +242,7 @@ def test_config_states_saved_dtypes(qwen3_5_folders, tmp_path):
     assert {one.dtype for one in loaded.parameters()} == {torch.bfloat16}
 
 
-def test_model_casts_keep_float32_parameters():
+def test_casting_model_to_16_bits_keeps_float32_parameters():
     module = attention()
     module.A_log.data.uniform_(-3, 0)
     module.out_norm.weight.data.uniform_(-0.5, 0.5)
@@ -259,7 +259,7 @@ def test_model_casts_keep_float32_parameters():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_layer_as_accurate_as_transformers(dtype):
+def test_linear_attention_in_16_bits_is_as_accurate_as_transformers(dtype):
     """Both are compared with the layer in float32; the noise is that of transformers' layer in 16 bits."""
     exact, theirs = perturb(Qwen3_5GatedDeltaNet(hf_text_config(), 0)), Qwen3_5GatedDeltaNet(hf_text_config(), 0)
     theirs.to(dtype)
@@ -285,7 +285,7 @@ def test_layer_as_accurate_as_transformers(dtype):
     (dict(model__virtual_pipeline_model_parallel_size=2, ddp__grad_reduce_in_fp32=False),
      r"ddp.grad_reduce_in_fp32 is False with .*virtual_pipeline_model_parallel_size 2 and .*, expected True"),
 ])  # fmt: skip
-def test_single_dtype_setting_raises(released_inputs, settings, message):
+def test_setting_that_needs_single_parameter_dtype_raises(released_inputs, settings, message):
     cfg = config_of(released_inputs, None, WRAPPERS["replicated"], **settings)
     cfg.mixed_precision, cfg.model.bf16, cfg.model.params_dtype = None, True, torch.bfloat16
     with pytest.raises(ValueError, match=message):
@@ -297,7 +297,7 @@ def test_single_dtype_setting_raises(released_inputs, settings, message):
     assert "float32" not in str(later.value)
 
 
-def test_resume_from_rounded_parameters(released_inputs, tmp_path, monkeypatch):
+def test_resume_from_checkpoint_with_rounded_float32_parameters_raises(released_inputs, tmp_path, monkeypatch):
     """Megatron-Bridge's own model saves such states. Resuming raises; its weights can be loaded."""
     how = dict(checkpoint__dist_ckpt_optim_fully_reshardable=False)
     with monkeypatch.context() as patch:

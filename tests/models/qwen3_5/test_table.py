@@ -41,7 +41,7 @@ PARAMETERS = {
 
 
 @pytest.mark.parametrize("size", PRESETS)
-def test_table_matches_transformers_for_every_size(size):
+def test_weight_table_matches_transformers_state_dict_for_every_size(size):
     config = hf_config(size)
     is_moe = PRESETS[size].experts is not None
     with torch.device("meta"):
@@ -59,7 +59,7 @@ def test_table_matches_transformers_for_every_size(size):
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe", "3.6"])
-def test_table_mtp_tensors(qwen3_5_folders, kind):
+def test_weight_table_mtp_tensors_match_released_format(qwen3_5_folders, kind):
     """Compare with modules of transformers, in the formats of released files."""
     folder = qwen3_5_folders[kind]
     model = ModelConfig(folder)
@@ -69,7 +69,7 @@ def test_table_mtp_tensors(qwen3_5_folders, kind):
     assert any(name.startswith("mtp.") for name in shapes)
 
 
-def test_layer_types_without_list():
+def test_layer_types_missing_in_config_follow_full_attention_interval():
     """Transformers drops the interval when it saves; older files have only the interval."""
     config = config_dict("2B")
     listed = dimensions_of(config)
@@ -104,7 +104,7 @@ def model():
         pytest.param("dist", "hf", marks=pytest.mark.slow),
     ],
 )
-def test_largest_model_import_plan(model, source, target):
+def test_conversion_plan_of_397b_model_covers_every_parameter(model, source, target):
     """The files have only names and shapes. Measured 1.3 to 2.2 s."""
     rows, layouts = model
     there = {name: TensorSpec(name, "bfloat16", shape) for name, shape in tensors_of(rows, layouts[source]).items()}
@@ -142,7 +142,7 @@ def released(model, tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ckpt_format", ["fsdp_dtensor", "torch_dist"])
-def test_import_plan_from_files(released, ckpt_format, tmp_path):
+def test_import_dry_run_of_397b_model_counts_all_parameters_in_20_seconds(released, ckpt_format, tmp_path):
     """Headers are read and the plan is checked: every byte of the result has a source, for eight expert ranks."""
     begun = time.process_time()
     options = dict(ckpt_format=ckpt_format, topology=Topology(ep=8), dry_run=True)
@@ -165,7 +165,7 @@ print(report.parameters, time.process_time() - begun, peak)
 
 
 @pytest.mark.slow
-def test_plan_model_of_2_4t_parameters(tmp_path):
+def test_import_dry_run_of_2_4t_parameter_model_stays_within_time_and_memory(tmp_path):
     """The released model has no vision tower and is not supported; here it has one. Measured 10.3 s and 1.5 GiB."""
     config = config_dict(SIZE)
     text = config["text_config"]
@@ -189,7 +189,7 @@ def test_plan_model_of_2_4t_parameters(tmp_path):
         dimensions_of({**text, "architectures": ["Qwen3_5MoeForCausalLM"]})
 
 
-def test_preset_shared_size_is_first_family():
+def test_preset_size_shared_by_families_gives_qwen3_vl():
     assert {"8B", "9B"} <= set(preset_sizes())
     found = {name: preset(name)["model_type"] for name in ("4B", "Qwen/Qwen3.5-4B", "9B", "397B-A17B")}
     assert found == {"4B": "qwen3_vl", "Qwen/Qwen3.5-4B": "qwen3_5", "9B": "qwen3_5", "397B-A17B": "qwen3_5_moe"}
@@ -208,9 +208,9 @@ def test_preset_shared_size_is_first_family():
      "trains_mtp is True with delay_wgrad_compute, expected False: the layer for multi-token"),
     ({"recompute_granularity": "selective", "recompute_modules": ["gdn_norm_out"], "transformer_impl": "local"},
      r"recompute_modules is \['gdn_norm_out'\] with .* 'local', expected .*: recomputing 'gdn_norm_out' or"),
-    ({"rotary_percent": 0.5}, r"mrope_section is \[11, 11, 10\] with the sum 32, expected half of the 128"),
+    ({"rotary_percent": 0.5}, r"mrope_section is \[11, 11, 10\] with the sum 32, expected the sum 64, half of the 128"),
 ])  # fmt: skip
-def test_provider_unsupported_settings_raise(settings, message):
+def test_qwen3_5_provider_unsupported_settings_raise(settings, message):
     from qwen3vl_bridge.models.qwen3_5.bridge import provider_from_hf_config
 
     provider = provider_from_hf_config(config_dict("2B"))
@@ -220,14 +220,14 @@ def test_provider_unsupported_settings_raise(settings, message):
         provider.finalize()
 
 
-def test_check_gates_own_groups_raises():
+def test_check_gates_tensor_parallel_groups_larger_than_query_groups_raise():
     from qwen3vl_bridge.models.qwen3_5.bridge import provider_from_hf_config
     from qwen3vl_bridge.models.qwen3_5.model import check_gates
 
     provider = provider_from_hf_config(config_dict("2B"))
     two, four = (SimpleNamespace(tp=SimpleNamespace(size=lambda size=size: size)) for size in (2, 4))
     check_gates(provider, two)
-    with pytest.raises(ValueError, match="tensor_model_parallel_size is 4 with 2 query groups, and the model has"):
+    with pytest.raises(ValueError, match=r"size is 4 for a model with its own process groups, expected at most 2"):
         check_gates(provider, four)
 
 
@@ -243,7 +243,7 @@ def test_check_gates_own_groups_raises():
     ("vision_config", "deepstack_visual_indexes", [3], r"deepstack_visual_indexes is \[3\], expected \[\]"),
     ("vision_config", "out_hidden_size", 1024, "out_hidden_size is 1024, expected hidden_size 2048"),
 ])  # fmt: skip
-def test_check_settings_bad_config_raises(section, field, value, message):
+def test_qwen3_5_config_with_unsupported_value_raises(section, field, value, message):
     config = config_dict("2B")
     config[section][field] = value
     with pytest.raises(ValueError, match=message):
@@ -251,7 +251,7 @@ def test_check_settings_bad_config_raises(section, field, value, message):
 
 
 @pytest.mark.parametrize(("size", "kind"), [("2B", "qwen3_5"), ("35B-A3B", "qwen3_5_moe")])
-def test_text_model_alone_raises_with_advice(size, kind, tmp_path):
+def test_import_of_text_only_qwen3_5_model_raises_with_advice(size, kind, tmp_path):
     name = "Qwen3_5ForCausalLM" if kind == "qwen3_5" else "Qwen3_5MoeForCausalLM"
     config = config_dict(size)["text_config"] | {"architectures": [name]}
     assert config["model_type"] == f"{kind}_text"
@@ -271,7 +271,7 @@ RELEASED_FIELDS = {
 
 
 @pytest.mark.parametrize("size", ["27B", "35B-A3B"])
-def test_released_config_loads(size):
+def test_config_fields_of_released_qwen3_5_and_3_6_files_are_accepted(size):
     """Qwen3.6 files name the same classes, and may list no DeepStack layers."""
     from megatron.bridge import AutoBridge
     from transformers import AutoConfig
@@ -304,7 +304,7 @@ def others(value: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("size", ["2B", "35B-A3B"])
-def test_every_text_field_is_used_or_rejected(size):
+def test_every_text_config_field_changes_provider_or_is_rejected(size):
     """Change each field of transformers' class: the provider changes, or the configuration is rejected."""
     whole = hf_config(size).to_dict()
     own, text = family_of(whole), whole["text_config"]
@@ -325,7 +325,7 @@ def test_every_text_field_is_used_or_rejected(size):
     assert ignored <= INERT
 
 
-def test_null_field_is_default():
+def test_null_rope_fields_of_config_give_default_rope_theta():
     config = config_dict("2B")
     config["text_config"] |= {"rope_parameters": None, "rope_theta": None, "partial_rotary_factor": None}
     assert family_of(config).fields(config)["text_config.rope_parameters.rope_theta"] == 10_000

@@ -82,7 +82,7 @@ def names_of(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_parameters_match_megatron_bridge(qwen3_5_folders, kind):
+def test_loaded_parameters_equal_those_of_megatron_bridge_mappings(qwen3_5_folders, kind):
     folder = qwen3_5_folders[kind]
     (model,) = load_model(folder)
     values, parameters = stock_values(folder, model, names_of(folder)), dict(model.named_parameters())
@@ -100,7 +100,7 @@ def stock(request, qwen3_5_folders) -> tuple[Path, nn.Module, dict[str, torch.Te
     return folder, model, values
 
 
-def test_megatron_bridge_model_loads_our_import(stock, tmp_path):
+def test_megatron_bridge_qwen3_5_model_loads_our_imported_checkpoint(stock, tmp_path):
     folder, model, values = stock
     import_checkpoint(folder, tmp_path / "megatron", ckpt_format="torch_dist")
     load_strictly(model, tmp_path / "megatron")
@@ -123,7 +123,7 @@ def saved(stock, tmp_path_factory) -> Path:
     return checkpoint
 
 
-def test_megatron_bridge_save_loads_here(stock, saved, tmp_path):
+def test_checkpoint_saved_by_megatron_bridge_model_loads_and_exports_exactly(stock, saved, tmp_path):
     """Our loader fills our model with it, and our converter restores the bytes of the folder."""
     folder, _, values = stock
     assert verify_checkpoint(folder, saved).same
@@ -146,12 +146,12 @@ def check_ours(checkpoint: Path, values: Mapping[str, torch.Tensor]) -> None:
         assert torch.equal(parameter, values[name]), name
 
 
-def test_load_megatron_model_returns_ours(stock, saved):
+def test_load_megatron_model_builds_our_model_from_megatron_bridge_checkpoint(stock, saved):
     """Megatron-Bridge builds the class that the run's file names."""
     check_ours(saved, stock[2])
 
 
-def test_provider_saved_with_te_loads_without_te(stock, tmp_path):
+def test_model_saved_with_transformer_engine_settings_loads_without_it(stock, tmp_path):
     folder, _, values = stock
     (model,) = load_model(folder)
     for name, value in (SAVED_WITH_TE | (SAVED_WITH_EXPERTS if model.config.num_moe_experts else {})).items():
@@ -160,7 +160,7 @@ def test_provider_saved_with_te_loads_without_te(stock, tmp_path):
     check_ours(tmp_path, values)
 
 
-def test_replacement_takes_settings_of_run(stock, saved):
+def test_load_model_config_of_megatron_bridge_run_gives_our_provider_with_settings(stock, saved):
     """The provider equals the one of the folder, except for fields with other defaults in Megatron-Bridge."""
     folder, model, _ = stock
     provider, _ = load_model_config(str(saved / "iter_0000000"))
@@ -180,7 +180,7 @@ def test_replacement_takes_settings_of_run(stock, saved):
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_replacement_takes_fields_unlike_defaults(kind, qwen3_5_folders):
+def test_instantiated_megatron_bridge_provider_keeps_non_default_fields(kind, qwen3_5_folders):
     set_to = dict(seq_length=96, freeze_vision_model=True, mtp_num_layers=1, mtp_loss_scaling_factor=0.3,
                   recompute_granularity="selective", rotary_base=77.0)  # fmt: skip
     provider = stock_provider(qwen3_5_folders[kind], **set_to)
@@ -193,7 +193,7 @@ def test_replacement_takes_fields_unlike_defaults(kind, qwen3_5_folders):
     assert found.cuda_graph_impl == "none"
 
 
-def test_check_model_of_run_other_model_raises(qwen3_5_folders):
+def test_instantiating_unsupported_megatron_bridge_provider_raises(qwen3_5_folders):
     provider = stock_provider(qwen3_5_folders["dense"], use_hf_vision_model=True)
     with pytest.raises(Exception, match="saved with use_hf_vision_model=True, expected False"):
         instantiate(as_saved(provider))
@@ -202,7 +202,7 @@ def test_check_model_of_run_other_model_raises(qwen3_5_folders):
         instantiate(as_saved(provider)).finalize()
 
 
-def test_provider_is_instance_of_megatron_bridges():
+def test_provider_is_instance_of_megatron_bridge_provider_without_inheriting():
     for ours, theirs in (
         (Qwen35VLModelProvider, qwen35_vl_provider.Qwen35VLModelProvider),
         (Qwen35VLMoEModelProvider, qwen35_vl_provider.Qwen35VLMoEModelProvider),
@@ -226,7 +226,7 @@ RUNS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", RUNS)
-def test_run_trains_saves_and_exports(qwen3_5_folders, digits, tmp_path, ranks):
+def test_qwen3_5_run_on_ranks_exports_weights_that_it_trained(qwen3_5_folders, digits, tmp_path, ranks):
     journeys = []
     for number, (kind, split, factor, sharding) in enumerate(RUNS[ranks]):
         places = str(qwen3_5_folders[kind]), str(digits), str(tmp_path / f"run_{number}")

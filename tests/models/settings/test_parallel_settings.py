@@ -89,8 +89,8 @@ INVALID = [
     (EXPERTS, dict(moe_router_force_load_balancing=True), "To measure speed, set allow_random_routing too"),
     # of the tower, rotary embeddings and recomputation
     (DENSE, dict(hidden_size=1000), "out_hidden_size is .*, expected hidden_size 1000"),
-    (DENSE, dict(mrope_section=[2, 1, 2]), "with the sum 5, expected half of the 128 dimensions"),
-    (DENSE, dict(num_layers=2), "deepstack_visual_indexes has 3 layers, but there are only 2 text layers"),
+    (DENSE, dict(mrope_section=[2, 1, 2]), "with the sum 5, expected the sum 64, half of the 128"),
+    (DENSE, dict(num_layers=2), "deepstack_visual_indexes has 3 layers, expected at most 2"),
     (DENSE, recompute("full", "vision_", method="uniform", num_layers=2), r"layers \[8, 16, 24\] are not the last of"),
     (DENSE, recompute("selective", "vision_", modules=["layernorm"]), "'layernorm' needs Transformer Engine"),
     (DENSE, recompute("selective", "vision_", modules=["mlp"]), "vision_recompute_modules"),
@@ -98,10 +98,10 @@ INVALID = [
     (DENSE, recompute(None, "vision_", modules=["core_attn"], num_layers=2), "vision_recompute_num_layers is"),
     (DENSE, recompute("full"), "recompute_method is None with recompute_granularity 'full', expected '"),
     (DENSE, recompute(None, modules=["mlp"]), r"recompute_modules is \['mlp'\] with recompute_granularity None, exp"),
-    (DENSE, recompute("selective", modules=["mlp", "moe"]), r"recompute_modules has \['moe'\], which this model does"),
-    (EXPERTS, recompute("selective", modules=["mlp", "shared_experts"]), r"has \['mlp', 'shared_experts'\], which"),
+    (DENSE, recompute("selective", modules=["mlp", "moe"]), r"recompute_modules has \['moe'\], expected modules"),
+    (EXPERTS, recompute("selective", modules=["mlp", "shared_experts"]), r"has \['mlp', 'shared_experts'\], exp"),
     (DENSE, dict(vision_config=tower("softmin")), "hidden_act is 'softmin', expected one of gelu, "),
-    (DENSE, dict(vision_config=tower("prelu")), "vision_config.hidden_act is 'prelu', which has parameter"),
+    (DENSE, dict(vision_config=tower("prelu")), "hidden_act is 'prelu', expected an activation without"),
     (DENSE, dict(qk_clip=True), "qk_clip is True, expected False: queries and keys are normalized"),
     (DENSE, dict(activation_func=F.softplus), "activation_func is .*softplus.*, expected the function for one of silu"),
     (DENSE, dict(activation_func="softplus"), "text model's activation is 'softplus', expected one of silu"),
@@ -117,11 +117,11 @@ INVALID = [
         "'ncclep' with moe_token_di",
     ),
     # of activations on the host
-    (DENSE, dict(FINE, offload_modules=["moe_act"]), r"offload_modules has \['moe_act'\], for which this model has no"),
+    (DENSE, dict(FINE, offload_modules=["moe_act"]), r"offload_modules has \['moe_act'\], expected some of"),
     (
         EXPERTS,
         dict(FINE, offload_modules=["attn_norm"]),
-        r"offload_modules has \['attn_norm'\], for which .* 'mlp_norm'",
+        r"offload_modules has \['attn_norm'\], expected some of .* 'mlp_norm'",
     ),
     *((EXPERTS, {name: True}, f"{name} is True with .* 'local', expected False: it needs Tr") for name in FUSED_MOE),
     # of overlapping the expert all-to-all with compute
@@ -279,7 +279,7 @@ ways = st.fixed_dictionaries(
 
 @given(size=st.sampled_from(list(PROVIDERS)), fields=ways, experts=sizes, of_experts=st.none() | sizes)
 @settings(max_examples=300)
-def test_finalize_any_sizes_accepts_exactly_the_divisible(size, fields, experts, of_experts):
+def test_finalize_accepts_exactly_parallel_sizes_that_divide_model_sizes(size, fields, experts, of_experts):
     """An accepted layout divides every size that megatron-core divides when it builds and trains the model."""
     preset, has_experts = presets.PRESETS[size], presets.PRESETS[size].experts is not None
     if has_experts:
@@ -324,7 +324,7 @@ def test_finalize_moe_with_tp_turns_on_sequence_parallel(size, tensor, turned_on
     assert ("sequence_parallel is set to True" in caplog.text) is turned_on
 
 
-def test_check_world_not_divisible_raises():
+def test_check_world_number_of_processes_not_divisible_raises():
     provider = provider_of(DENSE, SP2 | PP2)
     check_world(provider, 8)
     for world, words in ((1, "1 process,"), (6, "6 processes,")):
@@ -335,7 +335,7 @@ def test_check_world_not_divisible_raises():
         check_world(provider, 8)
 
 
-def test_check_world_dist_train_wrong_sum_raises():
+def test_check_world_vision_and_language_ranks_not_adding_up_raise():
     provider = finalized(DENSE, separate(2, 4))
     check_world(provider, 6)
     for world in (5, 7):
@@ -345,12 +345,12 @@ def test_check_world_dist_train_wrong_sum_raises():
             check_world(provider, world)
 
 
-def test_finalize_dist_train_sets_pipeline_dtype():
+def test_finalize_with_separate_vision_ranks_sets_pipeline_dtype():
     assert finalized(DENSE, separate()).pipeline_dtype == torch.bfloat16
     assert finalized(DENSE, {}).pipeline_dtype is None
 
 
-def test_vision_tp_size_with_and_without_dist_train():
+def test_vision_tp_size_equals_language_tp_size_unless_vision_ranks_are_separate():
     provider = finalized(DENSE, separate(2, 8, vision_tensor_model_parallel_size=2, model=dict(SP2)))
     assert vision_tp_size(provider) == 2
     assert vision_tp_size(finalized(DENSE, separate(2, 8, model=dict(tensor_model_parallel_size=8)))) == 1

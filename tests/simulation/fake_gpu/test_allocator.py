@@ -58,7 +58,7 @@ with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as processe
 """
 
 
-def test_commands_and_documented_script_set_segments(on_fake_gpu):
+def test_commands_and_documented_script_enable_expandable_segments(on_fake_gpu):
     run = on_fake_gpu(EACH, *WAYS.values())
     without = {name for name, way in WAYS.items() if not run.result[way]}
     assert without == {"an import", "CUDA first"}
@@ -82,7 +82,7 @@ result["expandable"] = torch.cuda.memory._snapshot()["allocator_settings"]["expa
     ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, True, False),
     ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, False, False),
 ], ids=["unset", "on", "off"])  # fmt: skip
-def test_run_warns_without_allocator_settings(on_fake_gpu, variables, expandable, warns):
+def test_run_without_cuda_alloc_conf_variable_warns(on_fake_gpu, variables, expandable, warns):
     run = on_fake_gpu(WARNS, **variables)
     assert run.result["expandable"] == expandable
     assert run.stderr.count("PYTORCH_CUDA_ALLOC_CONF is not set") == int(warns)

@@ -39,7 +39,7 @@ def run(on_fake_gpu):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_attention_uses_flash_or_efficient_kernel(run, case):
+def test_attention_uses_flash_kernel_in_bf16_and_efficient_kernel_in_float32(run, case):
     """FlashAttention in 16 bits and the memory-efficient kernel in float32; never cuDNN or stored scores."""
     names = [event.name for event in run.between(case, f"end of {case}") if event.kind in ("kernel", "gemm")]
     flash, efficient = (any(word in name for name in names) for word in ("pytorch_flash", "fmha_cutlass"))

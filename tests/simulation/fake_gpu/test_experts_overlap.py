@@ -91,7 +91,7 @@ def nodes(run) -> list[Node]:
     return found
 
 
-def test_all_to_all_uses_own_stream(nodes):
+def test_expert_all_to_all_runs_on_different_stream_than_gemms(nodes):
     computing = {stream for node in nodes for stream in node.computed}
     sending = {stream for node in nodes for stream in node.exchanges}
     assert len(computing) == len(sending) == 1 and computing != sending
@@ -100,13 +100,13 @@ def test_all_to_all_uses_own_stream(nodes):
         assert bool(node.exchanges) == (node.name.split()[0] in ("moe_dispatch", "moe_combine"))
 
 
-def test_node_waits_only_for_own_microbatch(nodes):
+def test_schedule_node_waits_only_for_events_of_its_microbatch(nodes):
     assert all(node.waited[0] == node.microbatch for node in nodes)
     others = {node.microbatch for node in nodes}
     assert not [node for node in nodes if set(node.waited) & (others - {node.microbatch})]
 
 
-def test_nodes_of_microbatches_alternate(nodes):
+def test_forward_and_backward_nodes_of_two_microbatches_alternate(nodes):
     """Forward (f) and backward (b) nodes of two microbatches alternate in megatron-core's order."""
     order = [
         "b moe_combine", "f pre_dispatch_computation", "b mlp", "f moe_dispatch", "b moe_dispatch", "f mlp",
@@ -121,7 +121,7 @@ def test_nodes_of_microbatches_alternate(nodes):
     assert names.count("f layer_output") == names.count("b layer_output") == 2 * 4  # DeepStack's three, and the last
 
 
-def test_step_keeps_losses_and_no_hidden_states(run):
+def test_step_with_expert_overlap_keeps_losses_and_frees_hidden_states(run):
     """The guard keeps a copy of the losses, which megatron-core frees; no layer keeps hidden states after the step."""
     assert run.result["losses"] == 3 * 2 * [8192 * 4]
     allocated = run.result["allocated"]

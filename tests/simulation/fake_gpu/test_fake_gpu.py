@@ -109,12 +109,12 @@ def run(on_fake_gpu, tmp_path_factory):
     return on_fake_gpu(PROGRAM, str(folder), *SYNCS)
 
 
-def test_device_is_h100_and_copies_are_real(run):
+def test_fake_gpu_reports_h100_and_copies_real_values(run):
     assert run.result["device"] == ["NVIDIA H100 80GB HBM3", 9, 0]
     assert run.result["copies are real"]
 
 
-def test_gemms_are_logged_with_sizes(run):
+def test_fake_gpu_logs_gemms_with_sizes_and_streams(run):
     events = run.between("products", "end of products")
     products = [event for event in events if event.kind == "gemm"]
     flops = 2 * 32 * 64 * 128
@@ -128,40 +128,40 @@ def test_gemms_are_logged_with_sizes(run):
     assert all(event.kind != "sync" for event in events)
 
 
-def test_other_linear_algebra_is_logged(run):
+def test_fake_gpu_logs_dot_float64_bmm_and_triangular_solve(run):
     events = run.between("other products", "end of other products")
     names = [event.name.split()[0] for event in events if event.kind == "gemm"]
     assert names == ["cublasSdot_v2", "cublasDgemmStridedBatched", "cublasDtrsmBatched"]
 
 
 @pytest.mark.parametrize("line", SYNCS)
-def test_syncs_are_logged(run, line):
+def test_fake_gpu_logs_sync_only_for_synchronizing_lines(run, line):
     assert any(event.kind == "sync" for event in run.between(line, f"end of {line}")) == SYNCS[line]
 
 
-def test_on_sync_called_on_stack_of_line(run):
+def test_on_sync_callback_runs_on_stack_of_synchronizing_line(run):
     assert run.result["syncing"] == ["read"]
 
 
-def test_triton_compiles_and_launches_by_name(run):
+def test_fake_gpu_compiles_triton_kernel_and_logs_its_name(run):
     assert run.result["target"] == 90
     events = run.between("triton", "end of triton")
     assert [event.name for event in events if event.kind == "triton"] == ["double_all"]
 
 
-def test_collectives_are_logged_with_bytes(run):
+def test_fake_gpu_logs_nccl_collectives_with_bytes(run):
     events = run.between("collectives", "end of collectives")
     sent = [(event.name, event.amount) for event in events if event.kind == "nccl"]
     assert sent == [("AllReduce", 512), ("Broadcast", 512)]
 
 
-def test_each_process_has_own_log(run):
+def test_fake_gpu_logs_marker_of_forked_process_once(run):
     assert [event.name for event in run.events if event.kind == "mark"].count("child") == 1
 
 
 @pytest.mark.parametrize("segments", ["True", pytest.param("False", marks=pytest.mark.slow)])
-def test_memory_has_its_real_size(on_fake_gpu, segments):
-    """Also tests another compute capability than Hopper's."""
+def test_fake_gpu_allocations_have_real_sizes_and_can_run_out_of_memory(on_fake_gpu, segments):
+    """Also tests a different compute capability than Hopper's."""
     variables = {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{segments}", "FAKE_GPU_MAJOR": "10"}
     run = on_fake_gpu(MEMORY, gib=8, **variables)
     assert run.result["capability"] == [10, 0]
@@ -170,8 +170,8 @@ def test_memory_has_its_real_size(on_fake_gpu, segments):
     assert "Tried to allocate 6.00 GiB" in run.result["error"]
 
 
-def test_build_without_compiler_raises():
+def test_fake_gpu_build_without_gcc_raises():
     program = "from qwen3vl_bridge.simulation import fake_gpu\nfake_gpu.build('never')"
     environment = {"PATH": "", "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert done.returncode and "gcc and nm not found: the fake GPU is built from C" in done.stderr
+    assert done.returncode and "gcc and nm not found, expected on PATH: the fake GPU is compiled from C" in done.stderr

@@ -30,7 +30,7 @@ def run(built, *words: str) -> str:
 
 
 @pytest.mark.slow
-def test_gpu_tests_run_to_the_end(built):
+def test_gpu_tests_without_assertions_pass_on_fake_gpu(built):
     plugins = ["-p", "tests.simulation.fake_gpu.without_values", "-p", "no:cacheprovider"]
     said = run(built, "-m", "pytest", "-q", "-m", "gpu", "--assert=plain", *plugins, *TESTS)
     print(said[-1000:])
@@ -38,7 +38,7 @@ def test_gpu_tests_run_to_the_end(built):
 
 
 @pytest.mark.slow
-def test_gpu_benchmark_runs_our_ways(built, tmp_path):
+def test_gpu_benchmark_of_our_model_runs_on_fake_gpu(built, tmp_path):
     """The benchmark uses FlashAttention in both towers."""
     ways = ["--tiny", "--rounds", "1", "--ways", "ours", "step", "--csv", str(tmp_path / "gpu.csv")]
     run(built, "-c", BENCHMARK, *ways, "--profile", str(tmp_path / "timelines"))

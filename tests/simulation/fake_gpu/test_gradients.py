@@ -19,13 +19,13 @@ class TestGradients:
     """One class: xdist gives a class to one process, and the program runs once."""
 
     @pytest.mark.parametrize("kind", KINDS)
-    def test_backward_writes_no_more_than_megatron_bridge(self, found, kind):
+    def test_backward_writes_no_more_gradient_tensors_than_megatron_bridge(self, found, kind):
         ours, others = (found[f"{way} {kind}"] for way in ("ours", "Megatron-Bridge"))
         assert ours["parameters"] == others["parameters"]
         assert not Counter(ours["written"]) - Counter(others["written"])
 
     @pytest.mark.parametrize("kind", KINDS)
-    def test_backward_adds_each_gradient_once(self, found, kind):
+    def test_backward_adds_each_gradient_to_main_grad_once(self, found, kind):
         """Gradients are added to `main_grad`."""
         added = Counter()
         for entry, times in found[f"ours {kind}"]["written"].items():
@@ -34,7 +34,7 @@ class TestGradients:
                 added[shape] += times
         assert added == found[f"ours {kind}"]["parameters"]
 
-    def test_chunked_loss_adds_sums_and_casts_of_one_weight(self, found):
+    def test_chunked_loss_adds_sums_and_casts_only_of_output_layer_weight(self, found):
         unchunked, chunked = (Counter(found[name]["written"]) for name in ("ours dense", "chunked"))
         assert not unchunked - chunked
         more = {entry.rpartition(" [")[0]: times for entry, times in (chunked - unchunked).items()}

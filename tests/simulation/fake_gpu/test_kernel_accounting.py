@@ -11,7 +11,7 @@ import pytest
 @pytest.mark.slow
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("size", ["8B", "30B-A3B"])
-def test_pass_launches_and_bytes_within_goal(size, tmp_path):
+def test_kernel_launches_and_bytes_are_at_most_80_percent_of_megatron_bridge(size, tmp_path):
     """Measured with local layers: 0.14 to 0.60 of the launches, 0.57 to 0.66 of the bytes."""
     command = [
         sys.executable,

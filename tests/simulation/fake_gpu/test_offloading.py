@@ -1,4 +1,4 @@
-"""Offloading to the host keeps values: activations, and steps of an run_offloading optimizer."""
+"""Offloading to the host keeps values: activations, and steps of an offloaded optimizer."""
 
 import json
 import subprocess
@@ -36,7 +36,7 @@ result["same"] = [torch.equal(a.cpu(), b) for a, b in zip(there, here)]
 """
 
 
-def test_offloaded_optimizer_takes_same_steps(on_fake_gpu):
+def test_cpu_offloaded_optimizer_steps_equal_torch_adamw(on_fake_gpu):
     assert on_fake_gpu(OPTIMIZER).result == {"moved": [True, True], "same": [True, True]}
 
 
@@ -59,7 +59,7 @@ result["devices"] = sorted({str(parameter.device) for parameter in model.paramet
 
 
 @pytest.mark.slow
-def test_meta_device_init_uses_no_gpu_memory(on_fake_gpu, tmp_path):
+def test_meta_device_init_leaves_all_parameters_on_meta_device(on_fake_gpu, tmp_path):
     """Local layers create tensors on the GPU explicitly, whatever the default device is."""
     assert on_fake_gpu(INIT_ON_META, str(tmp_path / "hf")).result["devices"] == ["meta"]
 
@@ -75,7 +75,7 @@ def run_offloading(built, folder, recipe: str, *settings: str, **variables: str)
 
 
 @pytest.mark.slow
-def test_offloaded_optimizer_states_are_on_host(built, tmp_path):
+def test_cpu_offloaded_optimizer_keeps_moments_in_host_memory(built, tmp_path):
     """Each step copies the rank's float32 gradients to the host, and parameters back."""
     settings = ["optimizer.optimizer_cpu_offload=true", "optimizer.optimizer_offload_fraction=1.0"]
     plain, there = (run_offloading(built, tmp_path, "qwen3_vl_2b_sft_config", *some) for some in ([], settings))
@@ -97,7 +97,7 @@ FINE = "model.fine_grained_activation_offloading=true"
     ("qwen3_vl_8b_sft_config", [FINE, f"model.offload_modules=[{MODULES}]"]),
     ("qwen3_vl_30b_a3b_sft_config", [FINE, f"model.offload_modules=[{MODULES},mlp_norm,expert_fc1,moe_act]"]),
 ])  # fmt: skip
-def test_offloaded_activations_are_unchanged(built, tmp_path, recipe, settings):
+def test_activations_offloaded_to_host_come_back_unchanged(built, tmp_path, recipe, settings):
     variables = {"NVTE_CPU_OFFLOAD_V1": "1"} if FINE in settings else {}
     seen = run_offloading(built, tmp_path, recipe, *KEPT, *settings, **variables)
     assert seen["error"] is None

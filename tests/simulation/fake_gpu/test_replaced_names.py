@@ -17,7 +17,7 @@ result["replaced"] = {one.name: one.when for one in replaced()}
 MOST = 8
 
 
-def test_replaced_names_on_gpu_are_those_of_the_page(on_fake_gpu):
+def test_functions_replaced_in_gpu_process_match_compatibility_page(on_fake_gpu):
     """Without Transformer Engine here, so only what is replaced with it too is counted."""
     found = on_fake_gpu(IMPORTS, **({"PYTHONPATH": PYTHONPATH} if FOLDER.is_dir() else {})).result
     assert found["before"] == 0

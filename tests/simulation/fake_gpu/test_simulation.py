@@ -42,17 +42,17 @@ class TestLastRank:
         assert (status, seen["error"]) == (0, None)
         return seen
 
-    def test_memory_equals_plan(self, seen):
+    def test_simulated_memory_is_within_2_percent_of_plan(self, seen):
         """Measured 0.999 of the plan."""
         assert seen["peak"] == pytest.approx(seen["planned"], rel=0.02)
         assert seen["peak"] <= seen["reserved"] <= H100
 
-    def test_phases_are_in_order(self, seen):
+    def test_simulation_reports_phases_in_order(self, seen):
         names = [phase["name"] for phase in seen["phases"]]
         steps = [f"step {step}, {part}" for step in range(3) for part in ("passes", "optimizer")]
         assert names == ["model", "optimizer", *steps]
 
-    def test_held_memory_sums_to_peak(self, seen):
+    def test_simulated_memory_by_code_line_adds_up_to_step_peak(self, seen):
         assert sum(nbytes for nbytes, *_ in seen["held"]) == pytest.approx(
             max(phase["peak"] for phase in seen["phases"] if phase["name"].startswith("step 1")), rel=0.01
         )
@@ -61,12 +61,12 @@ class TestLastRank:
         states = 12 * TRAINED / 4  # a quarter of float32 weights and two moments
         assert model == seen["phases"][0]["allocated"] and states < optimizer < states + 96 * 2**20
 
-    def test_collectives_have_sizes_of_adapters(self, seen):
+    def test_simulated_collectives_have_sizes_of_adapter_gradients_and_weights(self, seen):
         """Float32 gradients, bfloat16 weights."""
         assert seen["collectives"]["reduce_scatter_tensor"][1] == pytest.approx(4 * TRAINED, rel=0.01)
         assert seen["collectives"]["all_gather_into_tensor"][1] == pytest.approx(2 * TRAINED, rel=0.01)
 
-    def test_syncs_have_lines(self, seen):
+    def test_simulated_host_syncs_name_lines_outside_of_simulation_code(self, seen):
         """The simulation adds none, and none is a copy to the host for a collective, which NCCL does not need."""
         lines = [line for *_, line in seen["syncs"]]
         assert any(line.startswith("optimizer/clip_grads.py:") for line in lines)
@@ -75,7 +75,7 @@ class TestLastRank:
 
 
 @pytest.mark.slow
-def test_simulate_experts_on_last_stage(simulate):
+def test_simulate_moe_last_pipeline_stage_has_all_to_all_and_no_vision_memory(simulate):
     sizes = ["model.num_layers=8", "model.pipeline_model_parallel_size=2"]
     status, seen = simulate("--recipe", "qwen3_vl_30b_a3b_sft_config", "--rank", "last", *sizes)
     assert (status, seen["error"], seen["rank"]) == (0, None, 15)
@@ -86,14 +86,14 @@ def test_simulate_experts_on_last_stage(simulate):
 
 
 @pytest.mark.slow
-def test_simulate_too_small_gpu_exits_1(simulate):
+def test_simulate_too_small_gpu_exits_with_code_1(simulate):
     status, seen = simulate("--recipe", "qwen3_vl_8b_sft_config", "--gpus", "2", "--gpu", "A100-40GB")
     assert status == 1
     assert "CUDA out of memory" in seen["error"]
 
 
 @pytest.mark.slow
-def test_simulate_uses_row_of_data(simulate, tmp_path):
+def test_simulate_with_data_path_uses_row_of_that_data(simulate, tmp_path):
     from tests.simulation.tiny_run import make_rows  # imports transformers
 
     make_rows(tmp_path)
@@ -111,7 +111,7 @@ def test_simulate_uses_row_of_data(simulate, tmp_path):
     "qwen3_vl_235b_a22b_sft_config", "qwen3_vl_8b_peft_config",
     pytest.param("qwen35_vl_27b_sft_config", marks=needs_package),
 ])  # fmt: skip
-def test_simulate_recipes_match_plan(simulate, recipe, rank):
+def test_simulated_memory_of_recipes_matches_plan(simulate, recipe, rank):
     variables = {"PYTHONPATH": PYTHONPATH} if "qwen35" in recipe else {}
     status, seen = simulate("--recipe", recipe, "--rank", rank, **variables)
     assert (status, seen["error"]) == (0, None)
@@ -130,7 +130,7 @@ SHORT = ["model.num_layers=8", "dataset.seq_length=4096", "model.seq_length=4096
     ["qwen3_vl_8b_sft_config", "--gpus", "8", "mixed_precision=bf16_with_fp8_subchannel_scaling_mixed"],
     ["qwen3_vl_30b_a3b_pretrain_fp8_cs_config"], ["qwen3_vl_30b_a3b_pretrain_fp8_mx_config", "--gpu", "B200"],
 ], ids=["current scaling", "blocks", "experts", "experts, mxfp8"])  # fmt: skip
-def test_simulate_fp8_matches_plan(simulate, words):
+def test_simulated_memory_with_fp8_matches_plan(simulate, words):
     """Measured 1.008 of the plan, with experts 1.013: GEMM workspaces, which are in the reserve."""
     status, seen = simulate("--recipe", *words, *SHORT)
     assert (status, seen["error"]) == (0, None)

@@ -52,11 +52,11 @@ class TestStep:
     """A class, so that xdist runs all tests in one process and the program runs once."""
 
     @of_each_case
-    def test_own_code_syncs_once(self, run, case):
+    def test_training_step_outside_megatron_code_synchronizes_once(self, run, case):
         assert own_syncs(run, case) == {SUMS: 1}
 
     @of_each_case
-    def test_guard_syncs_last_before_optimizer_step(self, run, case):
+    def test_guard_synchronizes_last_before_optimizer_step(self, run, case):
         """megatron-core reads the norm first, unless Transformer Engine computes it.
 
         Without a guard the sums are read after Megatron-Bridge has synchronized.
@@ -70,11 +70,11 @@ class TestStep:
         assert (before[-1:] == [NORM]) == (importlib.util.find_spec("transformer_engine") is None)
 
     @of_each_case
-    def test_no_recompilation(self, run, case):
+    def test_third_training_step_compiles_no_graph(self, run, case):
         assert run.result[case]["compiled"] == 0
 
     @of_each_case
-    def test_attention_is_flash_attention(self, run, case):
+    def test_training_step_uses_flash_attention_kernels(self, run, case):
         events = run.between(f"{case}: step 2", f"{case}: end")
         names = [event.name for event in events if event.kind in ("kernel", "triton")]
         for part in ("flash_fwd_kernel", "flash_bwd_dq_dk_dv"):
@@ -85,7 +85,7 @@ class TestStep:
         assert not [name for name in scores if not (case == "moe packed" and "softmax_warp" in name and "Li1E" in name)]
 
     @of_each_case
-    def test_gemms_are_in_bf16(self, run, case):
+    def test_training_step_gemms_are_in_bf16(self, run, case):
         """Exceptions in float32: the gated delta rule in torch, and the router of six experts."""
         gemms = [event for event in run.between(f"{case}: step 2", f"{case}: end") if event.kind == "gemm"]
         others = [event.name for event in gemms if " bfloat16 " not in event.name]
@@ -95,14 +95,14 @@ class TestStep:
             others = [name for name in others if not is_delta_rule_gemm(name)]
         assert len(gemms) > 100 and not others
 
-    def test_experts_are_one_grouped_gemm(self, run):
+    def test_experts_of_each_layer_run_as_one_grouped_gemm(self, run):
         """Four microbatches, three layers, two linear layers: outputs, gradients of inputs and of weights."""
         events = run.between("moe packed: step 2", "moe packed: end")
         grouped = [event.name for event in events if event.kind == "kernel" and "prepare_grouped_gemm" in event.name]
         assert len(grouped) == 4 * 3 * 2 * 3
 
     @pytest.mark.parametrize("case", [case for case in CASES if case != "CP2 packed"])
-    def test_one_rank_sends_no_tokens_or_images(self, run, case):
+    def test_step_on_one_rank_sends_no_tokens_or_images(self, run, case):
         """Only megatron-core's collectives remain: losses, norms and shards of weights.
 
         CP 2 uses torch's fake process group, which does not call NCCL.
@@ -112,27 +112,27 @@ class TestStep:
         assert sent == {"AllReduce", "AllGather", "Broadcast"}
 
     @of_each_case
-    def test_batch_is_copied_on_own_stream(self, run, case):
+    def test_batch_is_copied_to_gpu_on_different_stream_than_gemms(self, run, case):
         events = run.between(f"{case}: step 2", f"{case}: end")
         sent = [event for event in events if event.kind == "copy" and event.name == "host to device"]
         (pixels,) = {event.stream for event in sent if event.amount == max(copy.amount for copy in sent)}
         computing = {event.stream for event in events if event.kind == "gemm"}
         assert pixels not in computing
 
-    def test_cp_ranks_exchange_images_and_keys(self, run):
+    def test_context_parallel_step_exchanges_image_features_and_gathers_keys_and_values(self, run):
         """In four microbatches: image features and their gradients, keys and values of four layers, and weights."""
         numbers = {name: number for name, (number, _) in run.result["CP2 packed"]["sent"].items()}
         assert (numbers["all_to_all_single"], numbers["all_gather_into_tensor"]) == (4 * 2, 4 * 4 + 1)
 
     @pytest.mark.parametrize("case", ["dense packed", "moe packed", "LoRA packed"])
-    def test_save_between_steps_is_complete(self, run, case):
+    def test_checkpoint_saved_between_steps_has_weights_of_gpu(self, run, case):
         """The step after the save passes the other tests."""
         assert run.result[case]["complete"]
 
 
 @pytest.mark.slow
 @needs_package
-def test_linear_attention_uses_package_kernels(on_fake_gpu, tmp_path):
+def test_linear_attention_uses_flash_linear_attention_kernels(on_fake_gpu, tmp_path):
     """The kernels of flash-linear-attention synchronize nowhere."""
     case = "qwen3_5 packed"
     run = on_fake_gpu("tests.simulation.fake_gpu.steps", str(tmp_path), case, PYTHONPATH=PYTHONPATH)

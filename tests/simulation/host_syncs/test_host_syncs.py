@@ -130,7 +130,7 @@ def forward_and_backward(folder, content, *, packed, **settings) -> Seen:
 
 @pytest.mark.one_case_in(5)
 @pytest.mark.parametrize(("family", "content", "rows", "settings"), PASSES)
-def test_pass_has_no_own_syncs(folders, family, content, rows, settings):
+def test_forward_and_backward_have_no_host_syncs_in_our_code(folders, family, content, rows, settings):
     settings = SETTINGS[settings] | (MTP if family in WITH_MTP else {})
     seen = forward_and_backward(folders[family], content, packed=rows == "packed", **settings)
     assert not seen.own_syncs() and not seen.mixed
@@ -139,7 +139,7 @@ def test_pass_has_no_own_syncs(folders, family, content, rows, settings):
 @pytest.mark.parametrize(
     "family", ["dense", pytest.param("MoE", marks=pytest.mark.slow), pytest.param("Qwen3.5", marks=pytest.mark.slow)]
 )
-def test_step_with_guard_and_metrics_has_no_own_syncs(folders, family):
+def test_step_with_guard_has_host_syncs_in_our_code_only_to_read_metrics(folders, family):
     found = count_step(folders[family], Topology(1), "packed")
     check(found)
     row = f"| {family} | {numbers(found['step'])} | {numbers(found['metrics'])} |"
@@ -158,7 +158,7 @@ RUNS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "kind"), list(zip(itertools.cycle(["dense", "MoE"]), RUNS)))
-def test_step_of_other_runs_has_no_own_syncs(folders, family, kind):
+def test_lora_bf16_and_fsdp_steps_have_host_syncs_in_our_code_only_for_metrics(folders, family, kind):
     settings = dict(RUNS[kind])
     topology = Topology(1, distributed_optimizer=settings.pop("distributed_optimizer", False))
     if "peft" in settings:
@@ -198,13 +198,13 @@ def on_ranks(folders):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
-def test_step_on_ranks_has_no_own_syncs(on_ranks, case):
+def test_step_on_two_ranks_has_host_syncs_in_our_code_only_for_metrics(on_ranks, case):
     for found in on_ranks[case]:
         check(found, JOINT_NORM if case[1] == "1 + 1" else frozenset())
 
 
 @pytest.mark.slow
-def test_cp_sharded_row_syncs_three_times(on_ranks):
+def test_forward_with_context_parallel_shard_synchronizes_three_times(on_ranks):
     """Synchronizations: read the arguments, compare them over ranks, and read the full row."""
     for found in on_ranks[SHARE]:
         assert f"| a share of a packed row, CP 2 | {numbers(found['call'])} |" in RESULTS.read_text()
@@ -262,7 +262,7 @@ def called_with_tensors(folder, kind: str, **settings) -> Seen:
 
 @pytest.mark.parametrize("kind", CALLS)
 @pytest.mark.parametrize("family", ["dense", "Qwen3.5 with MTP"])
-def test_device_arguments_sync_once(folders, family, kind):
+def test_forward_with_tensors_on_gpu_synchronizes_once(folders, family, kind):
     seen = called_with_tensors(folders[family], kind, **(MTP if family in WITH_MTP else {}))
     assert sum(seen.own_syncs().values()) == 1 and not seen.mixed, seen.own_syncs()
 
@@ -272,7 +272,7 @@ def numbers(seen: Seen) -> str:
 
 
 @pytest.mark.slow
-def test_results_page_matches_counts(folders):
+def test_results_page_lists_counted_host_syncs(folders):
     """Check the tables of benchmarks/results/README.md; counts of a full step are compared above."""
     page, dense = RESULTS.read_text(), folders["dense"]
     config = AutoConfig.from_pretrained(dense)
@@ -285,7 +285,7 @@ def test_results_page_matches_counts(folders):
         assert f"| arguments on the device, {kind} | {numbers(called_with_tensors(dense, kind))} |" in page
 
 
-def test_counter_sees_syncs():
+def test_host_sync_counter_counts_each_kind_of_sync_and_nothing_else():
     values, host = torch.arange(6.0), torch.arange(3)
     counter = HostSyncCounter(values)
     kinds = {

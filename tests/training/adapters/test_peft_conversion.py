@@ -70,7 +70,7 @@ def run(request, inputs, folders, tmp_path_factory):
 
 
 @pytest.mark.parametrize("ckpt_format", FORMATS)
-def test_export_adapters_loads_in_peft(run, ckpt_format, tmp_path):
+def test_exported_adapters_in_peft_give_logits_of_trained_model(run, ckpt_format, tmp_path):
     inputs, adapted, logits, folder = run
     if not adapted.peft.freeze_vision_projection:
         with pytest.raises(CheckpointError, match=r"also trained (12|24) base tensors"):
@@ -95,7 +95,7 @@ def test_export_adapters_loads_in_peft(run, ckpt_format, tmp_path):
 
 
 @pytest.mark.parametrize("ckpt_format", FORMATS)
-def test_merge_adapters_matches_peft(run, ckpt_format, tmp_path):
+def test_merged_model_in_transformers_gives_logits_of_trained_model(run, ckpt_format, tmp_path):
     inputs, adapted, logits, folder = run
     merge_adapters(folder / ckpt_format, tmp_path / "merged", verify=True, max_shard_bytes=300_000)
     loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged")
@@ -113,7 +113,7 @@ def test_merge_adapters_matches_peft(run, ckpt_format, tmp_path):
     assert before.keys() == after.keys() and before.keys() - same == changed
 
 
-def test_merge_adapters_other_base_model_raises(run, tmp_path):
+def test_merge_adapters_base_model_with_different_config_raises(run, tmp_path):
     inputs, _, _, folder = run
     model = shutil.copytree(inputs.hf, tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
@@ -123,7 +123,7 @@ def test_merge_adapters_other_base_model_raises(run, tmp_path):
         merge_adapters(folder / DIST, tmp_path / "merged", base_model=model)
 
 
-def test_merge_adapters_padded_vocabulary(run, tmp_path):
+def test_merge_adapters_nonzero_vocab_padding_raises_unless_dropped(run, tmp_path):
     inputs, _, _, folder = run
     import_checkpoint(inputs.hf, tmp_path / "m")
     iteration = tmp_path / "m" / "iter_0000000"
@@ -140,7 +140,7 @@ def test_merge_adapters_padded_vocabulary(run, tmp_path):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_merge_adapters_every_expert_layout(run, moe_folder, moe_folders, layout, tmp_path):
+def test_merge_adapters_into_every_expert_layout_gives_same_weights(run, moe_folder, moe_folders, layout, tmp_path):
     inputs, _, _, folder = run
     if inputs.hf != moe_folder:
         return
@@ -154,7 +154,7 @@ def test_merge_adapters_every_expert_layout(run, moe_folder, moe_folders, layout
     assert worst <= WEIGHT
 
 
-def test_merge_adapters_fp8_base(run, tmp_path):
+def test_merge_adapters_into_fp8_model_equals_merge_into_float32_values(run, tmp_path):
     """The result equals a merge into the float32 values, rounded once."""
     inputs, _, _, folder = run
     base = fp8.in_fp8(inputs.hf, tmp_path / "fp8")
@@ -168,14 +168,14 @@ def test_merge_adapters_fp8_base(run, tmp_path):
     assert_same(found["c"], {name: one.to(found["c"][name].dtype) for name, one in found["b"].items()})
 
 
-def test_adapter_settings_match_saved_layers(run):
+def test_adapter_settings_select_layers_that_have_trained_adapters(run):
     inputs, adapted, _, _ = run
     names = {name.partition(".adapter.")[0] for name in adapted.trainable() if ".adapter." in name}
     rows = adaptable_rows(ModelConfig(inputs.hf).rows())
     assert names == {layer_name(row) for row in rows if adapted.peft.settings.adapts(layer_name(row))}
 
 
-def test_merge_adapters_bfloat16_rounds_once(run, tmp_path):
+def test_merge_adapters_in_bfloat16_rounds_weights_once(run, tmp_path):
     _, _, _, folder = run
     for dtype in ("float32", "bfloat16"):
         merge_adapters(folder / DIST, tmp_path / dtype, torch_dtype=dtype)
@@ -185,7 +185,7 @@ def test_merge_adapters_bfloat16_rounds_once(run, tmp_path):
     assert all(name.endswith((".linear_attn.A_log", ".linear_attn.norm.weight")) for name in kept)
 
 
-def test_adapters_command_exports_and_merges(run, tmp_path, capsys):
+def test_adapters_command_exports_and_dry_runs_merge(run, tmp_path, capsys):
     _, adapted, _, folder = run
     source = ["--megatron-path", str(folder / FSDP), "--no-progress"]
     assert convert.main(["adapters", "merge", *source, "--hf-path", str(tmp_path / "m"), "--dry-run"]) == 0
@@ -205,7 +205,7 @@ def save_beside(its: Path, tensors: dict[str, torch.Tensor], folder: Path) -> Pa
     return folder
 
 
-def test_export_adapters_split_gate_and_up(run, tmp_path):
+def test_export_adapters_stored_as_separate_gate_and_up_gives_same_files(run, tmp_path):
     """Runs of earlier versions stored gate and up separately."""
     _, adapted, _, folder = run
     its = find_iteration(folder / FSDP)
@@ -233,7 +233,7 @@ def test_export_adapters_split_gate_and_up(run, tmp_path):
         assert (tmp_path / "one" / "adapter_model.safetensors").read_bytes() == files[0]
 
 
-def test_export_adapters_missing_and_unexpected_listed(run, tmp_path):
+def test_export_adapters_missing_or_unexpected_tensors_raise(run, tmp_path):
     _, _, _, folder = run
     its = find_iteration(folder / FSDP)
     tensors = {key: t for key, t in stored(its).items() if ".adapter." in key and key.startswith("model.")}
@@ -245,7 +245,7 @@ def test_export_adapters_missing_and_unexpected_listed(run, tmp_path):
     assert not (tmp_path / "adapter").exists()
 
 
-def test_adapter_checkpoint_loads_in_megatron_bridge(run):
+def test_adapter_checkpoint_loaded_by_megatron_bridge_gives_same_logits(run):
     """Megatron-Bridge's loader reads them into a model with new adapters."""
     inputs, adapted, logits, folder = run
     fresh = adapt(inputs.hf, adapted.peft)
@@ -268,7 +268,7 @@ def bridges_own(run) -> LoRA | DoRA | None:
     return method(dim=its.dim, alpha=its.alpha, target_modules=its.target_modules)
 
 
-def test_adapter_checkpoint_loads_in_verl(run):
+def test_adapter_checkpoint_loaded_as_in_verl_gives_same_logits(run):
     """`lora.adapter_path` uses Megatron-Bridge's loader with its own adapter class."""
     if (peft := bridges_own(run)) is None:
         return
@@ -278,7 +278,7 @@ def test_adapter_checkpoint_loads_in_verl(run):
     check_logits(logits[DIST], fresh, fresh.samples)
 
 
-def test_adapter_checkpoint_exports_by_megatron_bridge(run, tmp_path):
+def test_export_adapter_ckpt_of_lora_gives_same_logits_and_of_dora_raises(run, tmp_path):
     """`AutoBridge.export_adapter_ckpt` reads all adapters as LoRA."""
     if (peft := bridges_own(run)) is None:
         return
@@ -295,8 +295,8 @@ def test_adapter_checkpoint_exports_by_megatron_bridge(run, tmp_path):
 
 
 @pytest.mark.parametrize("ckpt_format", FORMATS)
-def test_export_adapters_of_megatron_bridge_class(run, ckpt_format, tmp_path):
-    """Its checkpoints have the same tensors, and another class in the configuration."""
+def test_export_adapters_with_megatron_bridge_peft_class_gives_same_files(run, ckpt_format, tmp_path):
+    """Checkpoints of Megatron-Bridge's LoRA and DoRA have the same tensors and a different class in run_config.yaml."""
     if (peft := bridges_own(run)) is None:
         return
     _, _, _, folder = run

@@ -86,7 +86,7 @@ LOSS, NORM, WEIGHT = 1e-6, 1e-5, 1e-3
 
 
 @pytest.mark.parametrize("experts", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_lora_run_two_steps_match_peft(inputs, moe_folder, tmp_path, experts):
+def test_two_lora_training_steps_match_peft_library(inputs, moe_folder, tmp_path, experts):
     settings = dict(
         optimizer__lr=LR, optimizer__min_lr=LR, optimizer__adam_eps=EPS, optimizer__weight_decay=DECAY,
         scheduler__start_weight_decay=DECAY, scheduler__end_weight_decay=DECAY, optimizer__clip_grad=0.0,
@@ -134,7 +134,7 @@ def test_lora_run_two_steps_match_peft(inputs, moe_folder, tmp_path, experts):
 # The model with experts has a layer without.
 @pytest.mark.slow
 @pytest.mark.parametrize(("ckpt_format", "experts"), [(FSDP, False), (FSDP, True), (DIST, True)])
-def test_lora_run_resumed_with_dropout_equals_uninterrupted(inputs, moe_folder, tmp_path, ckpt_format, experts):
+def test_lora_run_resumed_with_dropout_equals_uninterrupted_run(inputs, moe_folder, tmp_path, ckpt_format, experts):
     """A checkpoint has only trained parameters and their moments, in float32."""
     if experts:
         inputs = replace(inputs, hf=moe_folder, megatron=moe_folder)
@@ -158,13 +158,13 @@ def test_lora_run_resumed_with_dropout_equals_uninterrupted(inputs, moe_folder, 
     assert {t.dtype for t in numbers} == {torch.float32}
 
 
-def test_check_same_adapters_different_settings_raise(inputs, tmp_path):
+def test_resume_with_different_adapter_settings_raises(inputs, tmp_path):
     train(peft_config(inputs, tmp_path, Qwen3VLLoRA(dim=4, alpha=8)), stop_after=1)
     for peft, message in (
         (Qwen3VLLoRA(dim=2, alpha=8), "peft.dim was 4, is 2"),
         (Qwen3VLLoRA(dim=4, alpha=8, target_modules=["linear_qkv"]), "peft.target_modules was .* is .'linear_qkv'"),
         (Qwen3VLDoRA(dim=4, alpha=8), "peft._target_ was 'qwen3vl_bridge.peft.Qwen3VLLoRA'"),
-        (None, "by a run with qwen3vl_bridge.peft.Qwen3VLLoRA, this run has no adapters"),
+        (None, "by a run with qwen3vl_bridge.peft.Qwen3VLLoRA, but this run has no adapters"),
     ):
         with pytest.raises(CheckpointError, match=message):
             check_same_adapters(find_iteration(tmp_path), peft)
@@ -173,10 +173,10 @@ def test_check_same_adapters_different_settings_raise(inputs, tmp_path):
         train(peft_config(inputs, tmp_path, Qwen3VLLoRA(dim=4, alpha=16)))
 
 
-def test_lora_run_in_folder_of_full_run_raises(inputs, tmp_path):
+def test_lora_run_in_folder_of_run_without_adapters_raises(inputs, tmp_path):
     train(peft_config(inputs, tmp_path, None), stop_after=1)
     for peft in (LoRA(dim=4), Qwen3VLLoRA(dim=4)):
-        message = f"iter_0000001 was saved by a run without adapters, and peft is a {type(peft).__name__}: expected"
+        message = f"iter_0000001 was saved by a run without adapters, but peft is a {type(peft).__name__}; set other"
         with pytest.raises(CheckpointError, match=message):
             train(peft_config(inputs, tmp_path, peft))
 
@@ -186,8 +186,8 @@ class AdaptsNothing(PEFT):
         return module
 
 
-def test_lora_run_without_trained_weights_raises(inputs):
-    with pytest.raises(ValueError, match="no parameter of the model requires a gradient; expected a peft that matches"):
+def test_adapter_run_without_trainable_parameters_raises(inputs):
+    with pytest.raises(ValueError, match="no parameter of the model requires a gradient; set a peft that matches"):
         train(peft_config(inputs, None, AdaptsNothing()))
 
 
@@ -261,7 +261,7 @@ def began(inputs, folders, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_lora_run_resumed_on_two_ranks_matches_one(began, inputs, folders, tmp_path):
+def test_lora_run_resumed_on_two_ranks_matches_one_process(began, inputs, folders, tmp_path):
     start, went = began
     logs = results_of_ranks(all_go_on, 2, [inputs_of(job.case, inputs, folders) for job in JOBS], start, tmp_path)
     worst = {}

@@ -60,14 +60,14 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
     return all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-def test_export_without_steps_equals_initial_weights(inputs, tmp_path):
+def test_export_of_run_without_steps_equals_initial_weights(inputs, tmp_path):
     save(set_up(replicated(inputs, tmp_path / "run", checkpoint__save_optim=False)))  # saved before any step
     export_checkpoint(tmp_path / "run", tmp_path / "hf", progress=False)
     before, after = (load_file(folder / "model.safetensors") for folder in (inputs.hf, tmp_path / "hf"))
     assert same(before, after)
 
 
-def test_export_has_rope_scaling_of_run(inputs, tmp_path):
+def test_exported_config_has_rope_scaling_of_run(inputs, tmp_path):
     yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
     run = set_up(replicated(inputs, tmp_path / "run", checkpoint__save_optim=False, model__rope_parameters=yarn))
     save(run)
@@ -84,14 +84,14 @@ def test_export_has_rope_scaling_of_run(inputs, tmp_path):
         set_up(replicated(replace(inputs, hf=tmp_path / "hf"), None, model__rope_parameters=None))
 
 
-def test_ckpt_step_chooses_checkpoint(saved, inputs):
+def test_ckpt_step_resumes_from_that_step_or_raises_if_missing(saved, inputs):
     make, folder, _ = saved
     assert resume(make, inputs, folder, checkpoint__ckpt_step=1).progress.step == 1
     with pytest.raises(CheckpointError, match=r"iter_0000007 is not a checkpoint.*iterations found"):
         resume(make, inputs, folder, checkpoint__ckpt_step=7)
 
 
-def test_finetune_loads_only_weights(saved, inputs, tmp_path):
+def test_load_with_finetune_restores_only_weights(saved, inputs, tmp_path):
     make, folder, before = saved
     run = resume(make, inputs, folder, tmp_path, checkpoint__finetune=True, checkpoint__save_optim=False)
     assert run.progress.step == run.progress.consumed_train_samples == run.scheduler.num_steps == 0
@@ -100,7 +100,7 @@ def test_finetune_loads_only_weights(saved, inputs, tmp_path):
     assert same(weights_and_moments(stored(tmp_path))[0], weights_and_moments(before)[0])
 
 
-def test_load_and_save_without_optimizer(saved, inputs, tmp_path):
+def test_load_and_save_without_optimizer_keep_weights_but_no_moments(saved, inputs, tmp_path):
     make, folder, before = saved
     run = resume(make, inputs, folder, tmp_path, checkpoint__load_optim=False, checkpoint__save_optim=False)
     assert run.progress.step == 2 and run.scheduler.num_steps == 0
@@ -108,12 +108,12 @@ def test_load_and_save_without_optimizer(saved, inputs, tmp_path):
     save(run)
     weights, moments = weights_and_moments(stored(tmp_path))
     assert same(weights, weights_and_moments(before)[0]) and not moments
-    with pytest.raises(CheckpointError, match=r"saved without the optimizer.*load_optim=false"):
+    with pytest.raises(CheckpointError, match=r"saved without optimizer state.*load_optim=false"):
         resume(make, inputs, tmp_path)
     assert resume(make, inputs, tmp_path, checkpoint__load_optim=False).progress.step == 2
 
 
-def test_hugging_face_files_are_copied_on_resume(saved, inputs, tmp_path):
+def test_resumed_run_saves_hugging_face_files_of_loaded_checkpoint(saved, inputs, tmp_path):
     make, folder, _ = saved
     save(resume(make, inputs, folder, tmp_path, checkpoint__pretrained_checkpoint=None))
     files = (folder / "iter_0000002" / "hf", tmp_path / "iter_0000002" / "hf")
@@ -121,15 +121,15 @@ def test_hugging_face_files_are_copied_on_resume(saved, inputs, tmp_path):
     assert "tokenizer.json" in before and before == after
 
 
-def test_load_empty_folder_starts_or_raises(inputs, tmp_path):
+def test_load_empty_folder_starts_at_step_0_or_raises_if_checkpoint_is_required(inputs, tmp_path):
     assert set_up(replicated(inputs, tmp_path)).progress.step == 0
     for first in (str(inputs.hf), None):
         settings = dict(checkpoint__pretrained_checkpoint=first, checkpoint__exit_on_missing_checkpoint=True)
-        with pytest.raises(CheckpointError, match="which has no checkpoint; expected a folder with one"):
+        with pytest.raises(CheckpointError, match="expected a folder with a checkpoint"):
             set_up(replicated(inputs, tmp_path, **settings))
 
 
-def test_load_tracker_of_missing_step_raises(saved, inputs, tmp_path):
+def test_load_tracker_file_naming_missing_checkpoint_raises(saved, inputs, tmp_path):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     with pytest.raises(CheckpointError, match="iter_0000007 is not a checkpoint"):
         resume(saved[0], inputs, tmp_path)
@@ -140,7 +140,7 @@ def test_load_tracker_of_missing_step_raises(saved, inputs, tmp_path):
     (dict(ffn_hidden_size=64), r"ffn_hidden_size is \d+, expected 64", r"misshapen: .*linear_fc1.weight_v"),
     (dict(num_layers=5), r"different model(.|\n)*num_layers is 4, expected 5", r"missing: .*layers\.4\.mlp"),
 ])  # fmt: skip
-def test_initial_weights_of_other_model_raise(inputs, settings, of_hugging_face, of_an_import):
+def test_initial_weights_of_model_with_different_config_raise(inputs, settings, of_hugging_face, of_an_import):
     for folder, message in ((inputs.hf, of_hugging_face), (inputs.megatron, of_an_import)):
         cfg = replicated(inputs, None, checkpoint__pretrained_checkpoint=str(folder))
         for name, value in settings.items():
@@ -149,7 +149,7 @@ def test_initial_weights_of_other_model_raise(inputs, settings, of_hugging_face,
             set_up(cfg)
 
 
-def test_initial_weights_unexpected_layers_raise(inputs, tmp_path):
+def test_initial_weights_with_unexpected_layers_raise(inputs, tmp_path):
     short = model_with_config(tmp_path / "short", inputs.hf, {"text_config": {"num_hidden_layers": 3}})
     (short / "processor_config.json").write_text('{"auto_map": {"AutoProcessor": "code.Own"}}')  # must not be executed
     cfg = replicated(inputs, None, checkpoint__pretrained_checkpoint=str(short))
@@ -158,7 +158,7 @@ def test_initial_weights_unexpected_layers_raise(inputs, tmp_path):
         set_up(cfg)
 
 
-def test_initial_weights_with_experts_raise(inputs, moe_folder):
+def test_initial_moe_weights_for_dense_run_raise(inputs, moe_folder):
     with pytest.raises(CheckpointError, match=r"moe_layers is \(0, 2, 3\), expected \(\)"):
         set_up(replicated(inputs, None, checkpoint__pretrained_checkpoint=str(moe_folder)))
 
@@ -173,7 +173,7 @@ class Draws(Callback):
         self.found.append(torch.rand(1).item())
 
 
-def test_moe_resume_restores_random_states(inputs, moe_folder, tmp_path):
+def test_resumed_moe_run_restores_random_states_unless_load_rng_is_false(inputs, moe_folder, tmp_path):
     """Resume an MoE run from random weights; experts have their own optimizer."""
     moe, fresh = replace(inputs, hf=moe_folder), dict(checkpoint__pretrained_checkpoint=None, train__train_iters=3)
 
@@ -199,7 +199,7 @@ def test_training_callbacks_in_spawned_process_raise(inputs, monkeypatch):
         qwen3vl_bridge.training_callbacks(inputs.config(None))
 
 
-def test_save_starts_no_process(inputs, tmp_path, monkeypatch):
+def test_checkpoint_save_starts_no_process(inputs, tmp_path, monkeypatch):
     """megatron-core would start a process to pass the results of writer threads."""
     started, start = [], multiprocessing.process.BaseProcess.start
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", lambda self: [started.append(self), start(self)])
@@ -224,7 +224,7 @@ TWO = [ONE[0], optimizer(group(1.0, experts=True))]
 
 
 @pytest.mark.parametrize(("before", "after"), [(TWO, ONE), (ONE, TWO)], ids=["EP to none", "none to EP"])
-def test_convert_optimizer_state_other_ep(before, after):
+def test_convert_optimizer_state_to_different_expert_parallel_size_keeps_groups(before, after):
     groups = [[one | {"step": 7} for one in reversed(part.param_groups)] for part in before]
     settings = [{"optimizer": {"param_groups": each}, "param_state_sharding_type": KIND} for each in groups]
     tensors = [{"param_state": {"tensor": i}} for i in range(len(after))]
@@ -256,7 +256,7 @@ def names_of_megatron_fsdp(model: Qwen3VLMoEModelProvider, spec: str) -> list[st
 
 
 @pytest.mark.parametrize(("wanted", "on_disk"), [("local", "te"), ("te", "local"), ("te", "te"), ("local", "local")])
-def test_find_renamed_weights_either_layer_spec(model, wanted, on_disk):
+def test_find_renamed_weights_maps_names_between_local_and_te_layer_specs(model, wanted, on_disk):
     weights = {name: torch.full((1,), float(i)) for i, name in enumerate(names_of_megatron_fsdp(model, wanted))}
     found = {f"model.{name}": None for name in names_of_megatron_fsdp(model, on_disk)}
     renamed, problems = weight_loading.find_renamed_weights(weights, found, model)
@@ -271,7 +271,7 @@ def test_find_renamed_weights_either_layer_spec(model, wanted, on_disk):
     assert all(renamed[name] is expected[name] for name in renamed)
 
 
-def test_find_renamed_weights_lists_missing(model):
+def test_find_renamed_weights_lists_missing_expert_weight(model):
     names = names_of_megatron_fsdp(model, "local")
     weights = {name: torch.zeros(2) for name in names} | {"module.language_model.output_layer._extra_state": None}
     found = {f"model.{name}": None for name in names_of_megatron_fsdp(model, "te")}
@@ -304,14 +304,14 @@ def load(state, **more):
     return weight_loading.load_fsdp_weights(theirs, **arguments | more)
 
 
-def test_load_fsdp_weights_loads_renamed_weights(fsdp_state):
+def test_load_fsdp_weights_reads_weights_by_names_in_checkpoint(fsdp_state):
     assert load(fsdp_state.state) == "theirs"
     (read,) = fsdp_state.read
     assert read["model"].keys() < {name.removeprefix("model.") for name in fsdp_state.found}
     assert all(any(tensor is own for own in fsdp_state.state["model"].values()) for tensor in read["model"].values())
 
 
-def test_load_fsdp_weights_renamed_optimizer_raises(fsdp_state):
+def test_load_fsdp_weights_with_renamed_optimizer_state_raises(fsdp_state):
     fsdp_state.state["optimizer"] = {"state": {}}
     load(fsdp_state.state)  # the checkpoint has no optimizer state
     fsdp_state.found["optimizer.state.module.x.exp_avg"] = None
@@ -321,7 +321,7 @@ def test_load_fsdp_weights_renamed_optimizer_raises(fsdp_state):
         load(fsdp_state.state)
 
 
-def test_other_models_are_left_to_megatron_bridge(fsdp_state):
+def test_load_fsdp_weights_leaves_models_without_our_provider_to_megatron_bridge(fsdp_state):
     fsdp_state.chunk.config = types.SimpleNamespace()
     assert load(fsdp_state.state) == load(None, rank0=True) == "theirs"
     assert fsdp_state.read == []

@@ -112,25 +112,25 @@ def same_as(folder, exported) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tp2_run_starts_from_any_format(found, expected, most, inputs, kind):
+def test_tensor_parallel_run_starts_from_any_checkpoint_format(found, expected, most, inputs, kind):
     run = found[f"split, {kind}"]
     assert run["first_step"] == 0 and same_as(inputs.hf, run["weights"])
     check(errors(run["log"], expected[:2]), most[torch.float32])
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
-def test_ep2_run_starts_from_any_format(found, moe_folder, kind):
+def test_expert_parallel_run_starts_from_either_megatron_format(found, moe_folder, kind):
     run = found[f"experts, {kind}"]
     assert run["first_step"] == 0 and same_as(moe_folder, run["weights"]) and len(run["log"]) == 1
 
 
-def test_mean_loss_of_microbatches_on_two_ranks(found, most, inputs):
+def test_loss_averaged_per_microbatch_on_two_ranks_matches_one_process(found, most, inputs):
     """`calculate_per_token_loss=False` on two data-parallel ranks still reports the mean over tokens."""
     log, right = found["per microbatch"]["log"], alone(inputs, 2, **MEANS)
     check(errors(log, right), most[torch.float32])
 
 
-def test_moe_resumes_with_other_ep(found, most):
+def test_moe_run_resumed_with_different_expert_parallel_size_matches_unsplit_run(found, most):
     """EP 2, then EP 1 on both ranks, then EP 2 again."""
     chain = [found[f"experts, {n} steps"] for n in (1, 2, 3)]
     assert [run["first_step"] for run in chain] == [0, 1, 2]
@@ -144,19 +144,19 @@ def test_moe_resumes_with_other_ep(found, most):
 
 
 @pytest.mark.parametrize(("name", "step"), [("split, goes on", 2), ("sharded, exact", 0)])
-def test_run_starts_from_checkpoint_or_initial_weights(found, expected, most, name, step):
+def test_run_from_checkpoint_or_initial_weights_matches_one_process(found, expected, most, name, step):
     run = found[name]
     assert run["first_step"] == step
     check(errors(run["log"], expected[step:]), most[torch.float32])
 
 
-def test_meta_device_model_is_filled_on_host(found):
+def test_fsdp_run_with_meta_device_init_equals_run_without(found):
     """`cfg.model.init_model_with_meta_device`, as in Megatron-Bridge's recipes for Megatron-FSDP."""
     run = found["sharded, made on the host"]
     assert run["first_step"] == 0 and run["log"] == found["sharded, exact"]["log"][:2]
 
 
-def test_fsdp_starts_from_torch_dist_and_resumes(found, expected, most):
+def test_fsdp_run_starts_from_torch_dist_checkpoint_and_resumes_bit_exactly(found, expected, most):
     """Also covers ranks that have no elements of some parameters of this small model."""
     first, second = found["sharded"], found["sharded, goes on"]
     log = first["log"] + second["log"]
@@ -165,14 +165,14 @@ def test_fsdp_starts_from_torch_dist_and_resumes(found, expected, most):
     assert log == found["sharded, whole"]["log"]
 
 
-def test_distributed_optimizer_resumes(found, expected, most):
+def test_run_with_distributed_optimizer_resumes_bit_exactly(found, expected, most):
     first, second = found["distributed"], found["distributed, goes on"]
     assert (first["first_step"], second["first_step"]) == (0, 2)
     assert first["log"] + second["log"] == found["distributed, whole"]["log"]
     check(errors(found["distributed, whole"]["log"], expected), most[torch.float32])
 
 
-def test_adapters_start_from_any_format_and_resume(found, expected, most, inputs):
+def test_lora_run_starts_from_any_checkpoint_format_and_resumes_bit_exactly(found, expected, most, inputs):
     whole, first, second = (found[f"adapters{name}"] for name in (", whole", "", ", go on"))
     assert same_as(inputs.hf, first["weights"])  # adapters add nothing yet
     check({"loss": errors(first["log"][:1], expected[:1])["loss"]}, most[torch.float32])
@@ -181,10 +181,10 @@ def test_adapters_start_from_any_format_and_resume(found, expected, most, inputs
 
 
 @pytest.mark.parametrize(("name", "message"), [
-    ("of another model", "holds a different model from the run's"),
+    ("of another model", "does not fit the model of this run"),
     ("adapters alone", "holds only the adapters and other parameters"),
 ])  # fmt: skip
-def test_unusable_initial_weights_raise(found, name, message):
+def test_initial_weights_of_different_model_or_only_adapters_raise(found, name, message):
     assert message in found[name]["error"] and found[name]["error"].startswith("CheckpointError")
 
 
@@ -208,13 +208,13 @@ class TestConfiguration:
         return dict(bridge.export_hf_weights(model, cpu=True, show_progress=False))
 
     @pytest.mark.parametrize("kind", KINDS)
-    def test_model_has_initial_weights(self, cfg, weights, inputs, kind):
+    def test_built_model_has_weights_of_pretrained_checkpoint(self, cfg, weights, inputs, kind):
         cfg.checkpoint.pretrained_checkpoint = str(weights["dense"][kind])
         cfg.validate()  # a second time changes nothing
         assert same_as(inputs.hf, self.exported(cfg, self.build(cfg)))
         assert len(cfg.model._pre_wrap_hooks) == len(cfg.model._post_wrap_hooks) == 1
 
-    def test_weights_not_loaded_if_resuming(self, cfg, weights, inputs, tmp_path):
+    def test_initial_weights_are_not_loaded_if_run_has_checkpoint(self, cfg, weights, inputs, tmp_path):
         cfg.checkpoint.save = cfg.checkpoint.load = str(tmp_path)
         assert not has_checkpoint(cfg.checkpoint)
         assert Qwen3VLCheckpointManager(cfg.checkpoint).load(None) == (0, 0)
@@ -222,12 +222,12 @@ class TestConfiguration:
         assert has_checkpoint(cfg.checkpoint)
         assert not same_as(inputs.hf, self.exported(cfg, self.build(cfg)))
 
-    def test_other_checkpoint_manager_gets_no_hook(self, cfg):
+    def test_custom_checkpoint_manager_gets_no_initial_weights_hook(self, cfg):
         own = cfg.checkpoint.custom_manager_class = "qwen3vl_bridge.mine.Manager"
         cfg.validate()
         assert cfg.checkpoint.custom_manager_class == own and cfg.model.pre_wrap_hook is None
 
-    def test_fsdp_unsaveable_settings_raise(self, inputs, tmp_path):
+    def test_fsdp_run_that_saves_in_float32_raises(self, inputs, tmp_path):
         def cfg(**given):
             places = str(inputs.hf), str(inputs.data), None, str(tmp_path)
             made = Start("sharded", *places, steps(1), **given).config()
@@ -244,19 +244,19 @@ class TestConfiguration:
         (dict(model__tensor_model_parallel_size=2), "model.tensor_model_parallel_size is 2 with .*, expected 1"),
         (dict(checkpoint__pretrained_checkpoint=None), "pretrained_checkpoint is None with .*, expected first we"),
     ])  # fmt: skip
-    def test_meta_device_unsupported_settings_raise(self, cfg, settings, message):
+    def test_meta_device_init_with_unsupported_settings_raises(self, cfg, settings, message):
         for name, value in (ON_HOST | dict(ddp__use_megatron_fsdp=True) | settings).items():
             section, _, field = name.partition("__")
             setattr(getattr(cfg, section), field, value)
         with pytest.raises(ValueError, match=message):
             run_checks(run_validation.ON_META_DEVICE, cfg)
 
-    def test_meta_device_buffer_raises(self):
+    def test_allocate_on_host_of_meta_device_buffers_raises(self):
         module = torch.nn.BatchNorm1d(3, device="meta")
-        with pytest.raises(CheckpointError, match=r"no values for the buffers .*running_mean, running_var, "):
+        with pytest.raises(CheckpointError, match=r"expected False: the buffers .*running_mean, running_var, "):
             _allocate_on_host(module)
 
-    def test_allocate_on_host_keeps_attributes(self):
+    def test_allocate_on_host_keeps_attributes_and_sharing_of_parameters(self):
         with torch.device("meta"):
             one, two = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
         two.weight = one.weight
@@ -266,7 +266,7 @@ class TestConfiguration:
         assert one.weight is two.weight and one.weight.allreduce is False and not one.bias.requires_grad
         assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
 
-    def test_peft_is_restored_after_failed_setup(self, cfg):
+    def test_peft_setting_is_restored_after_failed_model_setup(self, cfg):
         def fail(chunks):
             raise RuntimeError("no room")
 
@@ -280,7 +280,7 @@ class TestConfiguration:
         trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         assert cfg.peft is peft and trained and all(".adapter." in name for name in trained)
 
-    def test_missing_weights_raise(self, cfg, tmp_path):
+    def test_pretrained_checkpoint_folder_without_checkpoint_raises(self, cfg, tmp_path):
         cfg.checkpoint.pretrained_checkpoint = str(tmp_path)
         with pytest.raises(CheckpointError, match="is not a Megatron checkpoint"):
             self.build(cfg)

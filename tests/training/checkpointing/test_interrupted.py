@@ -68,7 +68,7 @@ def checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if "iter_" in path.name)
 
 
-def test_terminated_run_saves_and_resumes(inputs, unbroken, tmp_path):
+def test_run_stopped_by_sigterm_saves_and_resumes_bit_exactly(inputs, unbroken, tmp_path):
     runs = Runs(inputs, tmp_path / "run")
     assert runs.until(3, signal.SIGTERM) == 0
     left_after = runs.steps()
@@ -86,7 +86,7 @@ def test_terminated_run_saves_and_resumes(inputs, unbroken, tmp_path):
     assert losses(read_log(runs.folder)) == unbroken
 
 
-def test_terminated_torchrun_saves_and_resumes(inputs, tmp_path):
+def test_torchrun_stopped_by_sigterm_saves_and_resumes(inputs, tmp_path):
     """Torchrun passes SIGTERM on to all processes of its ranks, and always exits with 1."""
     torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--shutdown-timeout", "300")
     settings = dict(dataset__num_workers=2, train__train_iters=30, checkpoint__save_interval=100)
@@ -100,7 +100,7 @@ def test_terminated_torchrun_saves_and_resumes(inputs, tmp_path):
     assert log == list(range(1, 31))
 
 
-def test_terminated_torchrun_of_bridge_loop_saves(inputs, tmp_path):
+def test_torchrun_of_megatron_bridge_loop_stopped_by_sigterm_saves(inputs, tmp_path):
     """The process that saves exists since the first save, and must survive the signal."""
     settings = dict(train__train_iters=400, checkpoint__save_interval=2, dataset__num_workers=1)
     save, weights = tmp_path / "run", str(inputs.hf)
@@ -124,7 +124,7 @@ def test_terminated_torchrun_of_bridge_loop_saves(inputs, tmp_path):
     assert saved[-1] == newest and (save / f"iter_{newest:07d}" / "metadata.json").exists()
 
 
-def test_killed_run_resumes_bit_exactly(inputs, unbroken, tmp_path):
+def test_run_killed_three_times_resumes_bit_exactly(inputs, unbroken, tmp_path):
     """Killed three times, after random steps."""
     runs, seed = Runs(inputs, tmp_path / "run"), random.randrange(1000)
     print("seed", seed)
@@ -139,7 +139,7 @@ def test_killed_run_resumes_bit_exactly(inputs, unbroken, tmp_path):
     assert [path.name for path in runs.folder.iterdir() if path.name.startswith(".")] == []
 
 
-def test_run_second_in_same_folder_exits_with_1(inputs, tmp_path):
+def test_second_run_in_same_folder_exits_with_code_1(inputs, tmp_path):
     """The first run continues; when it is killed, its folder can be used again."""
     runs = Runs(inputs, tmp_path / "run", train__train_iters=3000)
     first = subprocess.Popen(runs.command, env=runs.environment, stderr=subprocess.DEVNULL)

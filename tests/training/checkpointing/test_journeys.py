@@ -1,4 +1,4 @@
-"""Runs resume with other parallel layouts in Megatron-Bridge's loop, with equal results."""
+"""Runs resume with a different parallel layout in Megatron-Bridge's loop, with equal results."""
 
 import json
 import signal
@@ -80,7 +80,7 @@ def by_converter(run: Path, to: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in to.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def test_run_resumes_with_any_layout(found, tmp_path):
+def test_run_resumed_with_changing_parallel_layouts_matches_one_process(found, tmp_path):
     for chain, (worst, limits) in found.chains:
         print(chain.family)
         check(worst, limits)
@@ -92,11 +92,11 @@ def test_run_resumes_with_any_layout(found, tmp_path):
         assert error <= (ROUNDED_WEIGHT if chain.family == "sharded" else WEIGHT)
 
 
-def test_interrupted_run_resumes_bit_exactly(found):
+def test_interrupted_run_on_two_ranks_resumes_bit_exactly(found):
     assert found.interrupted == [True] * 5
 
 
-def test_run_from_megatron_checkpoint_is_exported(found, tmp_path):
+def test_run_from_megatron_checkpoint_exports_its_trained_weights(found, tmp_path):
     assert len(found.begun) == 2
     ((_, limits),) = [worst for chain, worst in found.chains if chain.family == "MoE"]
     for run, (log, weights) in found.begun.items():
@@ -106,7 +106,7 @@ def test_run_from_megatron_checkpoint_is_exported(found, tmp_path):
         assert all(torch.equal(stored[name], weights[name]) for name in stored)
 
 
-def test_killed_or_failed_ranks_keep_older_checkpoint(data, untied_folder, tmp_path):
+def test_rank_killed_or_failing_during_save_keeps_older_checkpoint(data, untied_folder, tmp_path):
     def journey(name: str, split: str, **kind) -> dict:
         places = str(untied_folder), str(data), str(tmp_path / name)
         return asdict(Journey(*places, split, settings=dict(train__train_iters=4), **kind))

@@ -157,7 +157,7 @@ def found(references):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_components_are_trained_as_in_one_process(references, found, case):
+def test_component_learning_rates_and_norms_on_ranks_match_transformers(references, found, case):
     family, _, settings = CASES[case]
     reference, ours = references[1][family], found[case]
     assert ours["alike"]
@@ -175,7 +175,7 @@ def test_components_are_trained_as_in_one_process(references, found, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bad_sample_is_named_and_step_skipped(found, case):
+def test_nan_sample_on_ranks_is_named_and_its_step_is_skipped(found, case):
     ours = found[case]
     assert ours["skipped"] and ours["same"] and len(ours["messages"]) == 1, ours
     (message,) = ours["messages"]

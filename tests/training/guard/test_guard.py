@@ -149,7 +149,7 @@ def skipping(inputs, bad_samples, tmp_path_factory):
     return log, save, said, before.skipped_changed
 
 
-def test_skipped_steps_change_nothing(skipping):
+def test_skipped_steps_leave_weights_and_optimizer_unchanged(skipping):
     log, save, said, changed = skipping
     assert [e["step"] for e in log if "skipped" in e] == [NAN, GRADIENT, WRONG]
     assert changed == [False] * 3 and len(said) == 3
@@ -163,7 +163,7 @@ def test_skipped_steps_change_nothing(skipping):
     assert entries[GRADIENT - 1]["grad_norm_language_model"] > 0
 
 
-def test_skip_message_names_bad_samples(inputs, bad_samples, skipping):
+def test_message_of_skipped_step_names_bad_samples(inputs, bad_samples, skipping):
     _, _, (nan, gradient, wrong), _ = skipping
     assert nan.startswith(f"step {NAN}: the loss is nan") and nan.endswith(f": {bad_samples[0].row[2]} (nan)")
     assert gradient.startswith(f"step {GRADIENT}: the loss is ") and "but the gradient norm is nan" in gradient
@@ -173,7 +173,7 @@ def test_skip_message_names_bad_samples(inputs, bad_samples, skipping):
     assert re.findall(r"(\S+) \(\d", wrong) == [bad_samples[1].row[3]]
 
 
-def test_resumed_guard_equals_unbroken_run(inputs, bad_samples, skipping, tmp_path):
+def test_resumed_run_with_guard_equals_uninterrupted_run(inputs, bad_samples, skipping, tmp_path):
     """The run is stopped between two skipped steps; the window of losses includes steps before that."""
     log, save, *_ = skipping
     first = train(config(inputs, tmp_path, bad_samples, **SKIP), stop_after=8, callbacks=extra()[1])
@@ -186,7 +186,7 @@ def test_resumed_guard_equals_unbroken_run(inputs, bad_samples, skipping, tmp_pa
 
 
 @pytest.mark.parametrize(("kind", "step"), [("nan", NAN), ("spike", WRONG), ("gradient", GRADIENT)])
-def test_stop_raises_before_weights_change(inputs, bad_samples, kind, step):
+def test_guard_set_to_stop_raises_before_weights_change(inputs, bad_samples, kind, step):
     before, callbacks = extra()
     callbacks = callbacks if kind == "gradient" else callbacks[:1]
     mine = tuple(bad for bad in bad_samples if bad.kind == {"nan": "nan", "spike": "wrong"}.get(kind))
@@ -198,7 +198,7 @@ def test_stop_raises_before_weights_change(inputs, bad_samples, kind, step):
     assert named == [mine[0].row[mine[0].sample]] if mine else len(named) == 10
 
 
-def test_message_names_ten_samples_and_counts_rest():
+def test_guard_message_names_ten_samples_and_counts_rest():
     guard = Guard(GuardConfig())
     finding = guard.check_step(math.inf, 1.0)
     samples = [SampleLoss((0, 0, i), f"s{i}", math.nan if i % 2 else float(i), 2.0) for i in range(30)]
@@ -207,7 +207,7 @@ def test_message_names_ten_samples_and_counts_rest():
     assert message.endswith(" and 5 more")
 
 
-def test_message_sums_losses_of_cp_ranks():
+def test_guard_message_sums_sample_losses_of_context_parallel_ranks():
     finding = Guard(GuardConfig()).check_step(None, math.nan)
     samples = [SampleLoss((0, 0, 0), "a", 3.0, 1.0), SampleLoss((0, 0, 0), "a", 1.0, 3.0)]
     samples += [SampleLoss((1, 0, 0), "b", 8.0, 4.0), SampleLoss((1, 0, 1), "no tokens", 0.0, 0.0)]
@@ -215,7 +215,7 @@ def test_message_sums_losses_of_cp_ranks():
 
 
 @given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=40), st.integers(2, 9), st.floats(1.1, 3.0))
-def test_check_step_spike_is_above_median(values, window, factor):
+def test_check_step_reports_loss_above_factor_times_median_as_spike(values, window, factor):
     guard = Guard(GuardConfig(on_spike="skip", spike_factor=factor, spike_window=window))
     for i, value in enumerate(values):
         latest = sorted(values[max(0, i - window) : i])
@@ -226,7 +226,7 @@ def test_check_step_spike_is_above_median(values, window, factor):
 
 
 @given(st.lists(st.sampled_from([1.0, 2.5, math.nan, None]), max_size=20), st.integers(2, 5), st.integers(0, 20))
-def test_latest_losses_from_log_match_guard(values, window, step):
+def test_latest_losses_read_from_log_match_those_of_guard(values, window, step):
     guard, lines = Guard(GuardConfig(spike_window=window)), []
     for number, value in enumerate(values, 1):
         tokens = 0 if value is None else 20
@@ -242,20 +242,20 @@ def test_latest_losses_from_log_match_guard(values, window, step):
     (dict(ddp__check_for_nan_in_grad=True), "ddp.check_for_nan_in_grad is True with .*: it ends the run before"),
     (dict(guard__on_nan="ignore"), "guard.on_nan is 'ignore', expected one of"),
 ])  # fmt: skip
-def test_guard_conflicting_checks_raise(inputs, settings, message):
+def test_guard_conflicting_or_unknown_settings_raise(inputs, settings, message):
     cfg = replicate(inputs.config(None, **{"guard__on_nan": "skip", **settings}))
     with pytest.raises(ValueError, match=message):
         cfg.validate()
 
 
-def test_guard_without_callbacks_raises(inputs):
+def test_guard_without_training_callbacks_raises(inputs):
     run = set_up(replicate(inputs.config(None)))  # without callbacks
     run.cfg.guard = GuardConfig()
     with pytest.raises(ValueError, match=r"guard would be ignored, .* callbacks=qwen3vl_bridge.training_callbacks"):
         train_step(run)
 
 
-def test_callbacks_passed_twice_raise(inputs):
+def test_training_callbacks_passed_twice_raise(inputs):
     cfg = replicate(inputs.config(None))
     with pytest.raises(ValueError, match=r"training_callbacks\(cfg\) were passed twice"):
         train(cfg, callbacks=training_callbacks(cfg))
@@ -279,7 +279,7 @@ class Rates(Before):
         self.seen.append({name: mains[getattr(p, "main_param", p)] for name, p in named})
 
 
-def test_rates_and_decay_follow_schedule(inputs):
+def test_component_learning_rates_scale_with_schedule_and_only_matrices_decay(inputs):
     rates = Rates()
     cfg = config_with_rates(inputs, None, vision_model_lr=1e-3, vision_projection_lr=6e-3)
     cfg.optimizer.min_lr = 3e-4
@@ -294,7 +294,7 @@ def test_rates_and_decay_follow_schedule(inputs):
             assert decay == (0.1 if is_matrix else 0.0), name
 
 
-def test_frozen_component_resumes_bit_exactly(inputs, tmp_path):
+def test_run_with_frozen_component_resumes_bit_exactly(inputs, tmp_path):
     def frozen(save):
         cfg = config_with_rates(inputs, save, vision_projection_lr=1e-3)
         cfg.model.freeze_vision_model = True
@@ -311,14 +311,14 @@ def test_frozen_component_resumes_bit_exactly(inputs, tmp_path):
 
 @pytest.mark.parametrize(("settings", "message"), [
     (dict(vision_model_lr=-1.0),
-     r"vision_model_lr is -1.0, expected more than 0; to freeze it, set model.freeze_vision_model"),
+     r"vision_model_lr is -1.0, expected more than 0; to freeze this component, set model.freeze_vision_model"),
     (dict(vision_model_lr=1e-4, model__freeze_vision_model=True), r"expected None with model.freeze_vision_model"),
     (dict(vision_model_lr=1e-4, cfg__peft="any"), r"expected none with peft"),
-    (dict(vision_model_lr=1e-4, optimizer__min_lr=1.0), r"that is at least min_lr"),
-    (dict(vision_model_lr=1e-4, scheduler__lr_warmup_init=1e-3), r"no less than scheduler.lr_warmup_init, 0.001"),
+    (dict(vision_model_lr=1e-4, optimizer__min_lr=1.0), r"at least optimizer.min_lr"),
+    (dict(vision_model_lr=1e-4, scheduler__lr_warmup_init=1e-3), r"at least scheduler.lr_warmup_init, 0.001"),
     (dict.fromkeys([f"{c.value}_lr" for c in Component], 1e-4), r"optimizer.lr, 0.003, would be ignored"),
 ])  # fmt: skip
-def test_rates_contradicting_settings_raise(inputs, settings, message):
+def test_component_learning_rates_invalid_or_contradicting_raise(inputs, settings, message):
     towers = {name: value for name, value in settings.items() if "__" not in name}
     cfg = config_with_rates(inputs, None, **towers)
     for name, value in settings.items():

@@ -1,4 +1,4 @@
-"""Muon orthogonalises the matrices that layers have, not those of other head sizes; what it cannot do is refused."""
+"""Muon orthogonalises each matrix that a layer uses (an expert, queries, gates); unsupported settings raise."""
 
 import functools
 import re
@@ -186,7 +186,7 @@ def trained_on(models):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_muon_steps_equal_transformers(trained_on, references, ranks):
+def test_muon_steps_match_reference_muon_on_transformers_model(trained_on, references, ranks):
     for case in CASES[ranks]:
         steps, noise = references[case[0]]
         error = worst_movement(trained_on(ranks)[case], **steps)
@@ -195,7 +195,7 @@ def test_muon_steps_equal_transformers(trained_on, references, ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "split"), LAYER_WISE)
-def test_dist_muon_equals_muon(trained_on, references, model, split):
+def test_dist_muon_steps_match_muon_steps_in_bf16(trained_on, references, model, split):
     before = references[model][0]["before"]
     whole, layers = (trained_on(2)[model, split, name] for name in ("muon", "dist_muon"))
     pairs = ([(whole[name].float(), other[name].float()) for name in whole] for other in (layers, before))
@@ -203,7 +203,7 @@ def test_dist_muon_equals_muon(trained_on, references, model, split):
     assert error <= HALF_WEIGHT * moved, (error / moved).item()
 
 
-def test_muon_resumed_run_equals_unbroken_run(inputs, tmp_path):
+def test_resumed_run_with_muon_equals_uninterrupted_run(inputs, tmp_path):
     def config(save):
         return replicated(inputs, save, distributed=False, optimizer__optimizer="muon", checkpoint__save_interval=1)
 
@@ -233,14 +233,14 @@ def test_muon_unsupported_settings_raise(inputs, settings, message):
         cfg.validate()
 
 
-def test_muon_distributed_optimizer_in_script_raises(inputs):
+def test_get_megatron_optimizer_muon_with_distributed_optimizer_raises(inputs):
     run = set_up(replicated(inputs, None, distributed=True), data=False)
     config = OptimizerConfig(optimizer="muon", lr=1e-3)
-    with pytest.raises(ValueError, match="use_distributed_optimizer is True with optimizer 'muon', expected False"):
+    with pytest.raises(ValueError, match=r"use_distributed_optimizer is True with .* 'muon', expected False: Muon"):
         get_megatron_optimizer(config, run.model, pg_collection=run.groups)
 
 
-def test_muon_part_of_query_group_raises(inputs):
+def test_muon_with_query_group_split_over_ranks_raises(inputs):
     run = set_up(replicated(inputs, None, distributed=False), data=False)
     config = OptimizerConfig(optimizer="muon", lr=1e-3)
     projection = get_attr_wrapped_model(run.model[0], "language_model").decoder.layers[1].self_attention.linear_qkv

@@ -188,19 +188,21 @@ def compare(pair, dataset, plain, numbers):
 @pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("numbers", [(0, 1, 2), (1, 4)], ids=["images", "text"])
-def test_batch_equals_transformers(pair, untied_folder, conversations, numbers, layout):
+def test_megatron_bridge_batch_gives_transformers_loss_and_gradients(
+    pair, untied_folder, conversations, numbers, layout
+):
     plain, dataset = (direct(untied_folder, conversations, **given) for given in ({}, LAYOUTS[layout]))
     compare(pair, dataset, plain, numbers)
 
 
-def test_mock_batch_equals_transformers(pair, untied_folder):
+def test_megatron_bridge_mock_batch_gives_transformers_loss_and_gradients(pair, untied_folder):
     dataset = mock(untied_folder)
     compare(pair, dataset, dataset, (0, 1))
 
 
 @pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_text_batch_equals_transformers(pair, untied_folder, texts, layout):
+def test_megatron_bridge_text_batch_gives_transformers_loss_and_gradients(pair, untied_folder, texts, layout):
     """Text uses another collator, which returns tokens twice and more keys."""
     plain, dataset = (direct(untied_folder, texts, **given) for given in ({}, LAYOUTS[layout]))
     assert {"tokens", "metadata", "token_count"} <= batch_of(dataset).keys()
@@ -210,7 +212,7 @@ def test_text_batch_equals_transformers(pair, untied_folder, texts, layout):
 @pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("pair", ["moe"], indirect=True)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_padding_reaches_every_router(pair, untied_folder, conversations, layout):
+def test_padding_mask_of_collator_batch_reaches_every_router(pair, untied_folder, conversations, layout):
     plain = batch_of(direct(untied_folder, conversations), (0, 1, 2))
     lengths = plain["attention_mask"].sum(-1).tolist()
     dataset = direct(untied_folder, conversations, **LAYOUTS[layout])
@@ -223,7 +225,7 @@ def test_padding_reaches_every_router(pair, untied_folder, conversations, layout
     assert all(torch.equal(mask, expected) for mask in masks_that_arrive(pair, inputs=batch.local()))
 
 
-def test_rows_without_mask_pad_by_token_id(provider, rows, monkeypatch):
+def test_rows_without_attention_mask_take_padding_from_pad_token_id(provider, rows, monkeypatch):
     batch, real = rows(), rows()["attention_mask"].bool()
     lengths = real.sum(-1).tolist()
     processors_own = int(batch["input_ids"][0, lengths[0]])
@@ -233,20 +235,20 @@ def test_rows_without_mask_pad_by_token_id(provider, rows, monkeypatch):
     assert list(from_collator(batch, provider).layout.lengths) == lengths
 
 
-def test_ignored_labels_become_zero(provider, rows):
+def test_labels_of_minus_100_become_zero_and_loss_mask_is_kept(provider, rows):
     batch = from_collator(rows(), provider)
     assert (rows()["labels"] == -100).any() and batch.labels.min() == 0
     assert torch.equal(batch.loss_mask, rows()["loss_mask"])
 
 
-def test_pixels_are_not_copied(provider, rows):
+def test_pixel_values_of_collator_batch_are_not_copied(provider, rows):
     """Pixels are most of a batch, and may be in pinned memory already."""
     batch = rows()
     pixels = batch["visual_inputs"].pixel_values
     assert from_collator(batch, provider).vision.pixel_values.data_ptr() == pixels.data_ptr()
 
 
-def test_energon_batch(provider, untied_folder, conversations):
+def test_energon_encoder_batch_is_converted_with_sample_ids(provider, untied_folder, conversations):
     """Batches are dicts of the same collator with more keys."""
     processor = AutoProcessor.from_pretrained(untied_folder)
     encoder = QwenVLTaskEncoder(processor.tokenizer, processor, max_padding_length=512)
@@ -264,7 +266,7 @@ def video():
     return GenericVisualInputs(pixel_values_videos=torch.zeros(32, 1536), video_grid_thw=grid)
 
 
-def test_known_collator_faults_warn_once(provider, rows, caplog):
+def test_collator_faults_of_videos_rows_and_images_warn_once_each(provider, rows, caplog):
     megatron_batches._warn.cache_clear()
     ids = torch.tensor([[5, *[provider.video_token_id] * 4, 6, *[provider.video_token_id] * 4, 7, 8]])
     batch = dict(input_ids=ids, labels=ids.roll(-1), loss_mask=torch.ones(1, 12), visual_inputs=video())
@@ -279,7 +281,7 @@ def test_known_collator_faults_warn_once(provider, rows, caplog):
     assert all("qwen3vl_bridge.Qwen3VLConversationProvider " in record.message for record in caplog.records)
 
 
-def test_cut_image_raises(provider, rows):
+def test_batch_with_image_tokens_cut_at_seq_length_raises(provider, rows):
     batch = {name: value if name == "visual_inputs" else value[2:] for name, value in rows().items()}
     batch["visual_inputs"] = replace(batch["visual_inputs"])
     batch["loss_mask"][:, 0], batch["labels"][:, 0] = 1, batch["input_ids"][:, 1]  # otherwise these raise first
@@ -307,41 +309,41 @@ def int32(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-def test_packed_rows_have_logical_and_physical_lengths(provider):
+def test_packed_batch_keeps_lengths_with_and_without_padding(provider):
     layout = from_collator(packed(), provider).layout
     assert (layout.lengths, layout.padded_lengths) == ((3, 2), (4, 4))
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    (dict(labels=...), r"the batch does not have \['labels'\]; found"),
-    (dict(loss_mask=None), r"the batch does not have \['loss_mask'\]"),
-    (dict(cu_seqlens=int32(0, 8)), r"has the keys \['cu_seqlens'\], expected only"),
-    (dict(tokens=torch.ones(1, 8).long()), "tokens that differ from input_ids"),
+    (dict(labels=...), r"the batch has the keys .*, expected \['labels'\] too"),
+    (dict(loss_mask=None), r"expected \['loss_mask'\] too"),
+    (dict(cu_seqlens=int32(0, 8)), r"has the unknown keys \['cu_seqlens'\], expected only"),
+    (dict(tokens=torch.ones(1, 8).long()), "different values for tokens and input_ids"),
     (dict(labels=torch.zeros(1, 7).long()), r"labels has shape \[1, 7\], expected \[1, 8\]"),
     (dict(cu_seqlens_q=...), r"\['cu_seqlens_q_padded'\] without cu_seqlens_q"),
-    (dict(cu_seqlens_q_padded=int32(0, 4, 7)), r"2 segments of 7 tokens in all, input_ids has shape \[1, 8\]"),
+    (dict(cu_seqlens_q_padded=int32(0, 4, 7)), r"2 segments of 7 tokens in all for input_ids of shape \[1, 8\]"),
     (dict(cu_seqlens_q=int32(0, 5, 3)), r"cu_seqlens_q is \[0, 5, 3\], expected offsets that ascend from 0"),
     (dict(cu_seqlens_q_padded=int32(1, 4, 8)), "expected offsets that ascend from 0"),
-    (dict(cu_seqlens_q=int32(0, 5, 6)), r"segments of \[5, 1\] tokens in lengths of \[4, 4\]"),
-    (dict(cu_seqlens_kv=int32(0, 2, 5)), r"cu_seqlens_kv is \[0, 2, 5\], expected \[0, 3, 5\] as for queries"),
+    (dict(cu_seqlens_q=int32(0, 5, 6)), r"segments with \[5, 1\] real tokens and padded lengths \[4, 4\]"),
+    (dict(cu_seqlens_kv=int32(0, 2, 5)), r"cu_seqlens_kv is \[0, 2, 5\], expected \[0, 3, 5\], the offsets of queries"),
     (dict(loss_mask=torch.ones(1, 8)), r"entries in \[-100, 5\], expected"),
     (dict(loss_mask=torch.tensor([[1.0, 1, 0, 1, 1, 0, 0, 0]]), labels=torch.tensor([[2, 3, 9, 9, 5, 9, 9, 9]])),
-     "loss_mask counts 1 tokens of padding"),
-    (dict(labels=torch.tensor([[1, 2, 3, 0, 4, 5, 0, 0]])), r"labels has 1 at token 0 .* next token is 2"),
-    (dict(position_ids=torch.arange(8)[None]), r"position_ids has 4 for token 0 of a segment"),
+     "loss_mask is not 0 for 1 padding tokens"),
+    (dict(labels=torch.tensor([[1, 2, 3, 0, 4, 5, 0, 0]])), r"labels is 1 at token 0 .* next token, 2"),
+    (dict(position_ids=torch.arange(8)[None]), r"position_ids is 4 at token 0 of a segment"),
     (dict(position_ids=torch.arange(7)[None]), r"position_ids has shape \[1, 7\]"),
 ])  # fmt: skip
-def test_inconsistent_batch_raises(provider, changes, message):
+def test_inconsistent_collator_batch_raises(provider, changes, message):
     with pytest.raises(ValueError, match=message):
         from_collator(packed(**changes), provider)
 
 
-def test_batch_of_other_type_raises(provider):
-    with pytest.raises(TypeError, match="found a batch of type list"):
+def test_batch_that_is_not_a_dict_raises(provider):
+    with pytest.raises(TypeError, match="the batch is a list, expected a TokenBatch"):
         from_collator([1], provider)
 
 
-def test_images_of_other_rows_raise(provider, rows, untied_folder, conversations):
+def test_microbatch_with_images_of_all_microbatches_raises(provider, rows, untied_folder, conversations):
     """Megatron-Bridge's loop passes such batches with dataloader_type "batch"."""
     dataset = direct(untied_folder, conversations, dataloader_type="batch")
     for part in split_batch_into_microbatches(rows(), 3):
@@ -375,7 +377,7 @@ def steps(log: list[dict]) -> list[dict]:
 @pytest.mark.parametrize(
     "order", [pytest.param("single", marks=pytest.mark.slow), pytest.param("cyclic", marks=pytest.mark.slow), "batch"]
 )
-def test_run_with_bridge_data_resumes_bit_exactly(inputs, conversations, texts, tmp_path, order):
+def test_run_on_megatron_bridge_dataset_resumes_bit_exactly(inputs, conversations, texts, tmp_path, order):
     def make(save, order=order, **settings):
         path = texts if order == "batch" else conversations  # otherwise each microbatch gets the images of all
         dataset = direct(inputs.hf, path, dataloader_type=order, **ORDERS[order])
@@ -396,13 +398,13 @@ def test_run_with_bridge_data_resumes_bit_exactly(inputs, conversations, texts, 
         assert [entry["step"] for entry in steps(train(make("halves", **longer)))] == [4]
 
 
-def test_images_with_batch_dataloader_raise(inputs, conversations):
-    with pytest.raises(ValueError, match="expected 'single' or 'cyclic' for data with images"):
+def test_images_with_dataloader_type_batch_raise(inputs, conversations):
+    with pytest.raises(ValueError, match="use 'single' or 'cyclic'"):
         train(config(inputs, None, direct(inputs.hf, conversations, dataloader_type="batch")))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-def test_run_on_mock_data(inputs, packed):
+def test_run_on_megatron_bridge_mock_dataset_trains_two_steps(inputs, packed):
     # Packed mock answers are longer, and do not fit together with an image.
     dataset = mock(inputs.hf, num_images=0 if packed else 1, enable_in_batch_packing=packed)
     dataset.seq_length = 1024
@@ -412,7 +414,7 @@ def test_run_on_mock_data(inputs, packed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-def test_run_on_energon_config(inputs, tmp_path, packed):
+def test_run_on_energon_dataset_trains_and_is_reproducible(inputs, tmp_path, packed):
     path = write_webdataset(tmp_path)
 
     def run():
@@ -426,7 +428,7 @@ def test_run_on_energon_config(inputs, tmp_path, packed):
 
 
 @pytest.mark.slow
-def test_resume_energon_config_without_state_raises(inputs, tmp_path):
+def test_resume_on_energon_dataset_without_loader_state_raises(inputs, tmp_path):
     path = write_webdataset(tmp_path)
 
     def run(**settings):

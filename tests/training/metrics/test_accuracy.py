@@ -14,7 +14,7 @@ from tests.training.running import replicate, train
 NEW_TOKENS = 4
 
 
-def write_questions(folder: Path, hf: Path, picture: Path, texts: list[str]) -> list[bool]:
+def write_questions(folder: Path, hf: Path, image: Path, texts: list[str]) -> list[bool]:
     """Write `questions.jsonl`, where every other expected answer is what transformers generates. Return which."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -24,7 +24,7 @@ def write_questions(folder: Path, hf: Path, picture: Path, texts: list[str]) -> 
     for number, text in enumerate(texts):
         content: list[dict[str, str]] = [{"type": "text", "text": text}]
         if number % 3:
-            content.insert(0, {"type": "image", "image": str(picture)})
+            content.insert(0, {"type": "image", "image": str(image)})
         user = {"role": "user", "content": content}
         prompt = processor.apply_chat_template(
             [user], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
@@ -71,12 +71,12 @@ def places(request, inputs, tmp_path_factory):
     hf = request.getfixturevalue(f"{request.param}_folder")
     folder = tmp_path_factory.mktemp("questions") / "data"
     shutil.copytree(inputs.data, folder)
-    picture = next((folder / "images").iterdir()).relative_to(folder)
-    lines = write_questions(folder, hf, folder / picture, TEXTS)
+    image = next((folder / "images").iterdir()).relative_to(folder)
+    lines = write_questions(folder, hf, folder / image, TEXTS)
     return request.param, hf, folder, lines
 
 
-def test_accuracy_is_fraction_of_right_answers(places):
+def test_logged_accuracy_is_fraction_of_right_answers(places):
     _, hf, data, right = places
     assert 0 < sum(right) < len(right)
     log = train(config_with_questions(hf, data, {}))
@@ -87,7 +87,7 @@ def test_accuracy_is_fraction_of_right_answers(places):
 
 
 @pytest.mark.slow
-def test_accuracy_on_two_ranks(places):
+def test_accuracy_on_two_ranks_is_fraction_of_right_answers(places):
     kind, hf, data, right = places
     splits = [{}, dict(tensor_model_parallel_size=2, sequence_parallel=True)]
     if kind == "moe":
@@ -116,7 +116,7 @@ def sharded(inputs, untied_folder, moe_folder, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "MoE"])
-def test_accuracy_with_megatron_fsdp(sharded, kind):
+def test_accuracy_with_megatron_fsdp_is_right_and_leaves_training_unchanged(sharded, kind):
     """Ranks gather parameters in each forward pass, so all must generate together."""
     right, runs = sharded
     right = right[kind]
@@ -129,7 +129,7 @@ def test_accuracy_with_megatron_fsdp(sharded, kind):
 
 
 @pytest.mark.parametrize("name", ["pipeline_model_parallel_size", "context_parallel_size"])
-def test_accuracy_unsupported_layout_raises(places, name):
+def test_accuracy_with_pipeline_or_context_parallelism_raises(places, name):
     _, hf, data, _ = places
     with pytest.raises(ValueError, match=f"{name} is 2 with accuracy.path .*: generation needs"):
         config_with_questions(hf, data, {name: 2}).validate()

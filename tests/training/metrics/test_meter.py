@@ -1,4 +1,4 @@
-"""What a step has, costs and which experts its tokens chose, however a model is split; and metrics of a run's log."""
+"""Counts of tokens and images, FLOPs and tokens per expert, on any parallel layout; metrics in a run's log."""
 
 import importlib.util
 import itertools
@@ -77,7 +77,7 @@ def samples(moe_folder):
     return [s for batch in step_samples("mixed", AutoConfig.from_pretrained(moe_folder), 0) for s in batch]
 
 
-def test_batch_counts_match_samples(alone, samples):
+def test_counts_of_tokens_images_and_patches_match_samples(alone, samples):
     images = [grid for s in samples for grid in s.pixels.get("image_grid_thw", torch.empty(0, 3)).long().tolist()]
     videos = [grid for s in samples for grid in s.pixels.get("video_grid_thw", torch.empty(0, 3)).long().tolist()]
     frames = [h * w for t, h, w in images + videos for _ in range(t)]
@@ -96,7 +96,7 @@ def test_batch_counts_match_samples(alone, samples):
         assert count == (len(samples) if rows == "padded" else MICROBATCHES)
 
 
-def test_expert_counts_match_transformers(alone, samples, moe_folder):
+def test_tokens_per_expert_match_transformers_routers(alone, samples, moe_folder):
     model = AutoModelForImageTextToText.from_pretrained(moe_folder, attn_implementation="eager")
     config, text = model.config, model.config.text_config
     expected = 0
@@ -131,7 +131,7 @@ def test_metrics_on_two_ranks_equal_one_rank(alone, moe_folder):
         assert ours["load_balancing_loss"] == pytest.approx(theirs["load_balancing_loss"], rel=1e-5), name
 
 
-def test_expert_load_and_balancing_loss_values(alone):
+def test_expert_load_is_near_token_counts_and_balancing_loss_near_one(alone):
     counts, metrics = alone["packed"]["counts"].double(), alone["packed"]["metrics"]
     loads = counts.amax(1) / counts.mean(1)
     assert 1 < loads.mean() < loads.max()
@@ -167,13 +167,13 @@ def balance(metrics):
 
 
 @pytest.mark.slow
-def test_expert_metrics_after_model_of_other_depth(depths, metrics):
+def test_expert_metrics_do_not_depend_on_depth_of_previous_model(depths, metrics):
     for (folder, fields), expected in zip(depths, metrics, strict=True):
         assert balance(measure(folder, ALONE, "packed", **fields)["metrics"]) == balance(expected), (folder, fields)
 
 
 @pytest.mark.slow
-def test_expert_metrics_on_stages_of_other_depths(depths, metrics):
+def test_expert_metrics_on_two_pipeline_stages_match_one_rank(depths, metrics):
     found = results_of_ranks(on_the_last_rank, 2, [(folder, "PP2", fields) for folder, fields in depths])
     for case, ours, alone in zip(depths, found, metrics, strict=True):
         assert balance(ours["metrics"]) == pytest.approx(balance(alone), rel=1e-5), case
@@ -185,12 +185,12 @@ def test_expert_metrics_on_stages_of_other_depths(depths, metrics):
     ("NVIDIA H100 NVL", None), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("NVIDIA H800", None),
     ("NVIDIA GH200 480GB", None), ("NVIDIA GeForce RTX 4090", None),
 ])  # fmt: skip
-def test_peak_flops_by_device_name(device, peak):
+def test_peak_flops_matches_known_device_names_and_is_none_otherwise(device, peak):
     assert peak_flops(device) == peak
 
 
 @pytest.mark.parametrize("size", ["2B", "30B-A3B"])
-def test_costs_of_provider_match_config(size):
+def test_flops_from_provider_match_flops_from_hf_config(size):
     config = presets.hf_config(size).to_dict()
     provider = provider_from_hf_config(config)
     assert provider.dimensions().sizes == dimensions_of(config).sizes
@@ -201,7 +201,7 @@ def test_costs_of_provider_match_config(size):
     assert operations_of_a_step(provider, batch_size=3) == pytest.approx(3 * full)
 
 
-def test_step_costs_with_adapters(inputs, moe_folder):
+def test_step_flops_with_adapters_match_trained_components_and_ranks(inputs, moe_folder):
     cfg = inputs.config(None)
     cfg.peft = Qwen3VLLoRA(dim=4, target_modules=["*.layers.1.*.linear_proj"], adapt_vision_model=True)
     expected = Trained(
@@ -267,7 +267,7 @@ class SlowCheckpoint(Callback):
             self.clock.now += PAUSE
 
 
-def test_metrics_of_step_match_batches(run):
+def test_logged_token_and_image_counts_match_batches(run):
     cfg, save, _ = run
     stream = cfg.dataset.stream("train", dp_rank=0, dp_size=1, micro_batch_size=cfg.train.micro_batch_size)
     steps = list(itertools.batched(itertools.islice(stream, STEPS * cfg.train.global_batch_size), 2))
@@ -286,7 +286,7 @@ def test_metrics_of_step_match_batches(run):
         assert entry["filled"] == entry["tokens"] / sum(batch.input_ids.numel() for batch in batches) < 1
 
 
-def test_rates_are_means_over_interval(run):
+def test_logged_throughput_is_mean_over_log_interval(run):
     cfg, save, _ = run
     stream = cfg.dataset.stream("train", dp_rank=0, dp_size=1, micro_batch_size=cfg.train.micro_batch_size)
     steps = [e for e in read_log(save) if "loss" in e]
@@ -304,7 +304,7 @@ def test_rates_are_means_over_interval(run):
         assert 0.1 < entry["memory_gb"] < 100
 
 
-def test_tensorboard_matches_log(run):
+def test_tensorboard_values_match_metrics_log(run):
     """Values of Megatron-Bridge equal the log; others have our prefix."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -324,7 +324,7 @@ def test_tensorboard_matches_log(run):
         assert found[name] == pytest.approx(values, rel=1e-6), name  # stored as float32
 
 
-def test_progress_lines_have_metrics(run):
+def test_progress_lines_show_loss_throughput_and_eta(run):
     _, _, said = run
     lines = [line for line in said if line.startswith("step ")]
     assert [line.split()[1] for line in lines if "valid" not in line][-1] == f"{STEPS}/{STEPS}"
@@ -342,7 +342,7 @@ def test_step_progress_shows_skipped_steps(run, capsys):
     assert last.startswith("step 10/10  loss 1.0000") and "(1 skipped)" in last
 
 
-def test_step_progress_begin_resets_microbatches(run, capsys, monkeypatch):
+def test_step_progress_begin_resets_microbatch_count(run, capsys, monkeypatch):
     """Steps of a simulation end without `advance`."""
     monkeypatch.setattr("qwen3vl_bridge.training.run_log._SECONDS_BETWEEN_LINES", 0.0)
     progress, model = StepProgress(3, 0, interval=100), torch.nn.Linear(1, 1)
@@ -353,7 +353,7 @@ def test_step_progress_begin_resets_microbatches(run, capsys, monkeypatch):
     assert capsys.readouterr().err.splitlines()[-2:] == ["step 2: microbatch 1 of 2", "step 2: microbatch 2 of 2"]
 
 
-def test_flops_match_megatron_bridge(inputs):
+def test_step_flops_match_megatron_bridge_formula(inputs):
     """Compare the FLOPs of a step with a frozen tower, which has no backward pass."""
     cfg = replicate(inputs.config(None))
     cfg.model.freeze_vision_model = True
@@ -373,7 +373,7 @@ def test_flops_match_megatron_bridge(inputs):
     assert num_floating_point_operations(cfg, batch_size=2, **given) == expected > 0
 
 
-def test_wandb_not_installed_raises(inputs, monkeypatch):
+def test_wandb_project_without_wandb_installed_raises(inputs, monkeypatch):
     cfg = inputs.config(None, logger__wandb_project="digits", logger__wandb_exp_name="first")
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "wandb" else find(name, *more))
@@ -381,7 +381,7 @@ def test_wandb_not_installed_raises(inputs, monkeypatch):
         run_checks(run_validation.ON_TRAIN_START, cfg)
 
 
-def test_wandb_gets_log(inputs, tmp_path, monkeypatch):
+def test_wandb_run_gets_logged_metrics(inputs, tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
 
     found = {}
@@ -402,7 +402,7 @@ def test_wandb_gets_log(inputs, tmp_path, monkeypatch):
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
 
-def test_excluded_samples_are_logged_by_dataset(inputs, tmp_path, caplog):
+def test_dropped_samples_are_logged_by_dataset(inputs, tmp_path, caplog):
     """Metrics count excluded samples by dataset; zeros are omitted."""
     cfg = replicate(inputs.config(None, logger__log_interval=1))
     (tmp_path / "bad.jsonl").write_text('{"messages": []}\n' * 40)

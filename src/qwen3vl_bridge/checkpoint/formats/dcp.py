@@ -62,7 +62,7 @@ def _size(values: Any = ()) -> tuple[Any, ...]:
 
 
 def _empty_dict() -> dict[Any, Any]:
-    """Return an empty dict for a pickled OrderedDict. Arguments are refused, because they would be hashed unchecked."""
+    """Return an empty dict for a pickled OrderedDict. It takes no arguments: their keys would be hashed unchecked."""
     return {}
 
 
@@ -115,7 +115,7 @@ def read_metadata(folder: Path) -> DcpMetadata:
     except ValueError as error:
         raise CheckpointError(str(error)) from error
     if not data:
-        raise CheckpointError(f"{path} is empty, expected torch.distributed.checkpoint Metadata")
+        raise CheckpointError(f"{path} is empty, expected torch.distributed.checkpoint Metadata; copy the file again")
     top = load_pickle(data, str(path), METADATA_GLOBALS)
     if not isinstance(top, PickledRecord) or top.kind != "Metadata":
         raise CheckpointError(f"{path} holds a {_kind(top)}, expected torch.distributed.checkpoint Metadata")
@@ -127,7 +127,7 @@ def _kind(value: Any) -> str:
 
 
 class _MetadataChecker:
-    """Convert unpickled metadata to `DcpMetadata`, and check every value and every file that it names."""
+    """Converter from unpickled metadata to `DcpMetadata`, which checks every value and every file that it names."""
 
     def __init__(self, folder: Path, path: Path) -> None:
         self.folder, self.path = folder, path
@@ -193,35 +193,38 @@ class _MetadataChecker:
             offset + size <= limit for offset, size, limit in zip(offsets, sizes, spec.shape, strict=True)
         )
         if not in_range:
-            raise self.error(spec.name, f"a chunk of {sizes} at {offsets}", f"one inside {spec.shape}")
+            raise self.error(spec.name, f"a chunk of {sizes} at {offsets}", f"a chunk inside the shape {spec.shape}")
         item = self.check_item(self.storage.get((spec.name, offsets)), f"{spec.name}, chunk at {list(offsets)}")
-        if item.length < math.prod(sizes) * ITEMSIZE[spec.dtype]:
-            raise self.error(spec.name, f"{item.length} bytes for a chunk of {sizes}", f"room for {spec.dtype}")
+        if item.length < (nbytes := math.prod(sizes) * ITEMSIZE[spec.dtype]):
+            found = f"{item.length} bytes for a chunk of {sizes} {spec.dtype}"
+            raise self.error(spec.name, found, f"at least {nbytes}")
         return Chunk(offsets, sizes, item)
 
     def check_item(self, info: Any, where: str) -> ByteRange:
         self.expect(info, "_StorageInfo", where)
         if info.field("transform_descriptors"):
-            raise self.error(where, "one that is transformed", "an item stored as it is")
+            raise self.error(where, "transform_descriptors", "an item that is stored without a transformation")
         relative = self.expect(info.field("relative_path"), str, f"{where}, file")
-        offset, length = self.check_numbers((info.field("offset"), info.field("length")), f"{where}, place")
+        offset, length = self.check_numbers((info.field("offset"), info.field("length")), f"{where}, offset and length")
         if relative not in self.files:
             path = resolve_within(self.folder, relative, f"{self.path}, {where}")
             self.files[relative] = path, file_size(path, f"{self.path}, {where}")
         path, size = self.files[relative]
         if offset + length > size:
-            raise CheckpointError(f"{path} has {size} bytes, expected {offset + length} at least, for {where}")
+            raise CheckpointError(
+                f"{path} has {size} bytes, expected at least {offset + length} for {where}; copy the file again"
+            )
         return ByteRange(path, offset, length)
 
 
 class DcpTensors:
-    """Some tensors of a DCP folder, under given names. A `TensorSource`."""
+    """`TensorSource` of selected tensors of a DCP folder, under given names."""
 
     def __init__(self, metadata: DcpMetadata, keys: Mapping[str, str]) -> None:
         """Select tensors. `keys` maps the name of each tensor to its key in the folder.
 
         Raises:
-            CheckpointError: two chunks are stored at the same place.
+            CheckpointError: two chunks are stored at the same offset of a file.
         """
         self.folder = metadata.folder
         self.specs: dict[str, TensorSpec] = {}
@@ -236,11 +239,18 @@ class DcpTensors:
             for path, offset, _ in (chunk.item for chunk in chunks):
                 if (path, offset) in names:
                     both = f"{names[path, offset]} and of {name}"
-                    raise CheckpointError(f"{path}: byte {offset} is a chunk of {both}, expected one of them")
+                    raise CheckpointError(
+                        f"{path}: byte {offset} is the begin of a chunk of {both}, expected one tensor; the checkpoint "
+                        "is damaged"
+                    )
                 names[path, offset] = name
 
     def byte_ranges(self, wanted: TensorSlice) -> Iterator[ByteRange]:
-        """See `TensorSource`; raise CheckpointError for an element in no chunk or in two, and for a damaged item."""
+        """Yield the byte ranges that store the elements of a slice, in order.
+
+        Raises:
+            CheckpointError: an element is in no chunk or in two chunks, or the item of a chunk is damaged.
+        """
         name = wanted.tensor
         spec, chunks = self.specs[name], self._chunks[name]
         size, position, end = ITEMSIZE[spec.dtype], wanted.start, wanted.start + wanted.length
@@ -249,7 +259,10 @@ class DcpTensors:
             if part.start != position:
                 where = f"{self.folder}, tensor {spec.name} {spec.shape}"
                 number = "no chunk" if part.start > position else "two chunks"
-                raise CheckpointError(f"{where}: element {min(position, part.start)} is in {number}")
+                raise CheckpointError(
+                    f"{where}: element {min(position, part.start)} is in {number}, expected one; the checkpoint is "
+                    "damaged"
+                )
             if not part.length:
                 return
             position += part.length
@@ -262,12 +275,12 @@ class DcpTensors:
 
     @property
     def files(self) -> list[Path]:
-        """See `TensorSource`."""
+        """Return the sorted paths of the files that contain the selected tensors."""
         return sorted({chunk.item.path for chunks in self._chunks.values() for chunk in chunks})
 
 
 class ChunkSlice(NamedTuple):
-    """Elements [start, start + length) of a tensor, which are elements [first, first + length) of chunk `chunk`."""
+    """Elements [start, start + length) of a tensor, stored as elements [first, first + length) of chunk `chunk`."""
 
     start: int
     length: int
@@ -339,9 +352,9 @@ class ChunkIndex:
         self._starts = [group[0].begin for group in self._groups]
 
     def find(self, start: int, length: int) -> Iterator[ChunkSlice]:
-        """Yield the parts of chunks that have elements [start, start + length), in order.
+        """Yield the parts of chunks that store elements [start, start + length) of the tensor, in order.
 
-        An element in two chunks is yielded twice.
+        An element that is in two chunks is yielded twice.
         """
         end = start + length
         for group in itertools.islice(self._groups, max(bisect_right(self._starts, start) - 1, 0), None):
@@ -384,7 +397,7 @@ def find_payload(item: ByteRange, dtype: str, sizes: Shape, name: str) -> ByteRa
 
     Args:
         item: the item.
-        dtype, sizes, name: the tensor in the item, by the metadata.
+        dtype, sizes, name: the tensor that the item contains according to the metadata.
 
     Raises:
         CheckpointError: the item is damaged, requires code, is not contiguous, or has another dtype or shape.
@@ -410,15 +423,15 @@ def find_payload(item: ByteRange, dtype: str, sizes: Shape, name: str) -> ByteRa
             def read_record(record: str) -> bytes:
                 start, length = find_record(record)
                 if length > _MAX_ITEM_PICKLE_BYTES:
-                    raise ValueError(f"record {record} has {length} bytes")
+                    raise ValueError(f"record {record} has {length} bytes, expected at most {_MAX_ITEM_PICKLE_BYTES}")
                 window.seek(start)
                 return window.read(length)
 
             if "byteorder" in records and read_record("byteorder") != b"little":
-                raise ValueError("it is not little-endian")
+                raise ValueError("its byte order is not little-endian")
             tensor = load_pickle(read_record("data.pkl"), where, _ITEM_GLOBALS, _to_storage)
             if not isinstance(tensor, _PickledTensor):
-                raise ValueError(f"it is a {type(tensor).__name__}")
+                raise ValueError(f"it contains a {type(tensor).__name__}, expected a tensor")
             start, length = find_record(f"data/{tensor.storage.key}")
     except CheckpointError:
         raise
@@ -428,13 +441,13 @@ def find_payload(item: ByteRange, dtype: str, sizes: Shape, name: str) -> ByteRa
         raise CheckpointError(f"{where} cannot be read: {str(error) or type(error).__name__}") from error
     if (tensor.storage.dtype, tensor.sizes) != (dtype, sizes):
         found = f"found {list(tensor.sizes)} {tensor.storage.dtype}"
-        raise CheckpointError(f"{where}: {found}, expected {list(sizes)} {dtype} by the metadata")
+        raise CheckpointError(f"{where}: {found}, expected {list(sizes)} {dtype} as .metadata says")
     first, nbytes = tensor.offset * ITEMSIZE[dtype], math.prod(sizes) * ITEMSIZE[dtype]
     strides = tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
     if nbytes and any(s != t for s, t, n in zip(tensor.strides, strides, sizes, strict=True) if n > 1):
         raise CheckpointError(f"{where}: found strides {tensor.strides}, expected a contiguous tensor")
     if first + nbytes > length:
-        raise CheckpointError(f"{where}: found {length} bytes, expected {first + nbytes}")
+        raise CheckpointError(f"{where}: found {length} bytes of elements, expected {first + nbytes}")
     return ByteRange(item.path, item.offset + start + first, nbytes)
 
 
@@ -453,16 +466,16 @@ class _PickledTensor(NamedTuple):
 def _to_storage(pid: Any) -> _PickledStorage:
     kind, dtype, key, _device, _numel = pid
     if kind != "storage" or not isinstance(dtype, str) or dtype not in ITEMSIZE or not isinstance(key, str):
-        raise ValueError(f"reference to {kind}")
+        raise ValueError(f"its pickle refers to {kind}, expected a storage with a known dtype")
     return _PickledStorage(dtype, key)
 
 
 def _to_tensor(storage: Any, offset: Any, sizes: Any, strides: Any, *_rest: Any) -> _PickledTensor:
     numbers = (offset, *sizes, *strides)
     if not isinstance(storage, _PickledStorage) or not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers):
-        raise ValueError("a tensor without a storage or with invalid sizes")
+        raise ValueError("the pickled tensor has no storage, or sizes or strides that are not whole numbers")
     if len(sizes) != len(strides):
-        raise ValueError(f"{len(sizes)} sizes and {len(strides)} strides")
+        raise ValueError(f"the pickled tensor has {len(sizes)} sizes and {len(strides)} strides")
     return _PickledTensor(storage, offset, tuple(sizes), tuple(strides))
 
 
@@ -499,7 +512,7 @@ class DcpWriter:
 
     @property
     def chunks(self) -> Iterator[tuple[str, Shape, Shape, str, int]]:
-        """Yield for each chunk its tensor's key, its offsets and sizes, its file, and the bytes that a loader reads."""
+        """Yield (key of the tensor, offsets, sizes, file name, bytes that a loader reads) for each planned chunk."""
         for key, entry in self._entries.items():
             for chunk in entry.chunks if isinstance(entry, self._torch.TensorStorageMetadata) else ():
                 info = self._storage[self._torch.MetadataIndex(key, chunk.offsets)]
@@ -510,9 +523,9 @@ class DcpWriter:
 
         Args:
             spec: the full tensor.
-            offsets, sizes: the chunk.
+            offsets, sizes: where the chunk is in the tensor. Its elements must be consecutive.
             slices: the elements of the full tensor.
-            start: the first of these elements that is in the chunk. The others follow it.
+            start: index of the chunk's first element in the tensor.
         """
         head, tail = _item_frame(spec.dtype, sizes)
         info = self._append(head, TensorData(slices, spec.dtype, start, math.prod(sizes)), tail)
@@ -534,7 +547,7 @@ class DcpWriter:
         self._storage[self._torch.MetadataIndex(key)] = self._append(data.getvalue())
 
     def _append(self, *contents: bytes | TensorData) -> Any:
-        """Append an item to the last file, or to a new file if the last file is full; return its storage info."""
+        """Append an item to the last file, or to a new one if that is full. Return torch's storage info of the item."""
         from qwen3vl_bridge.upstream.dcp_storage import storage_info
 
         size = sum(map(len, contents))
@@ -552,7 +565,7 @@ class DcpWriter:
 
         Args:
             folder: the folder with the files.
-            path_of: key -> its position in the nested state dict.
+            path_of: key -> the keys that lead to its entry in the nested state dict.
             save_id: identifies the save. The same value gives the same bytes.
         """
         from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION

@@ -82,7 +82,7 @@ _KINDS = (
 
 
 def describe_contents(path: Path) -> str:
-    """Describe what a path contains, for the end of an error: "it holds a configuration without weights"."""
+    """Return text such as "it holds a configuration without weights" for the end of an error about a path."""
     if not path.is_dir():
         return "it is a file, not a folder" if path.exists() else "there is no such folder"
     for patterns, kind in _KINDS:
@@ -111,7 +111,8 @@ def find_model(hf_model: str | Path, *, weights: bool = True, trust_remote_code:
         folder = _download(hf_model, [*_SIDE_FILES, _CODE, *(_WEIGHT_FILES if weights else ())])
     if (name := _file_with_code(folder)) and not trust_remote_code:
         raise CheckpointError(
-            f"{folder / name} refers to code in the model's folder (auto_map); --trust-remote-code copies it"
+            f"{folder / name} refers to code in the model's folder (auto_map), expected none; set --trust-remote-code "
+            "to copy the code too"
         )
     return folder
 
@@ -150,12 +151,12 @@ def _download(hf_model: str | Path, patterns: list[str]) -> Path:
 
 
 def is_path(model: str | Path) -> bool:
-    """Return whether a model is given as a path instead of a hub id."""
+    """Return True if `model` is a Path, or text that looks like a path and not like a hub id."""
     return isinstance(model, Path) or model.startswith(("/", "./", "../", "~"))
 
 
 def find_in_cache(hub_id: str) -> Path | None:
-    """Return the folder of the local hub cache that has a model's config.json; None if it is not cached."""
+    """Return the folder in the local hub cache with the config.json of a model; None if it is not cached."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
@@ -166,7 +167,7 @@ def find_in_cache(hub_id: str) -> Path | None:
 
 
 def exists_on_hub(hub_id: str) -> bool:
-    """Return whether the hub has a model with this id. Sends one request."""
+    """Send a request to the hub and return True if it has a model with this id."""
     import httpx
     from huggingface_hub import HfApi
 
@@ -178,7 +179,7 @@ def exists_on_hub(hub_id: str) -> bool:
 
 
 def side_files(folder: Path) -> list[Path]:
-    """Return the sorted relative paths of a model's files that are not weights."""
+    """Return the sorted relative paths of the configuration, tokenizer, processor and code files in a folder."""
     found = (path.relative_to(folder) for pattern in ("*", "*/*") for path in folder.glob(pattern) if path.is_file())
     patterns = (*_SIDE_FILES, _CODE) if _file_with_code(folder) else _SIDE_FILES
     return sorted(path for path in found if any(fnmatch(path.as_posix(), pattern) for pattern in patterns))
@@ -203,7 +204,7 @@ class StoredTensor(NamedTuple):
 
 
 class HFWeights:
-    """The tensors in a Hugging Face model's folder. A `TensorSource`."""
+    """`TensorSource` of the tensors in the folder of a Hugging Face model."""
 
     def __init__(self, folder: Path, file: str | None = None, *, dequantize: bool = True) -> None:
         """Read and check the header of every file.
@@ -225,7 +226,7 @@ class HFWeights:
 
     @property
     def scales(self) -> dict[str, StoredTensor]:
-        """Return the tensors with the scales of FP8 weights, by name."""
+        """Return a dict from name to tensor of the stored scales of FP8 weights."""
         names = (name + fp8.SCALES for name, spec in self.specs.items() if spec.scales is not None)
         return {name: self._stored[name] for name in names}
 
@@ -261,39 +262,40 @@ class HFWeights:
             yield name, replace(spec, dtype="bfloat16", scales=stored)
 
     def byte_ranges(self, wanted: TensorSlice) -> Iterator[ByteRange]:
-        """See `TensorSource`."""
+        """Yield the byte range that stores the elements of a slice."""
         stored = self._stored[wanted.tensor]
         size = ITEMSIZE[stored.spec.dtype]
         yield ByteRange(stored.path, stored.offset + wanted.start * size, wanted.length * size)
 
     @property
     def files(self) -> list[Path]:
-        """See `TensorSource`."""
+        """Return the sorted paths of the files that contain the tensors."""
         return sorted({stored.path for stored in self._stored.values()})
 
     def unread_files(self, modules: Collection[str]) -> list[Path]:
-        """Return the weight files of the folder that are not read, because the index does not name them.
+        """Return the weight files in the folder that are not read, because the index does not name them.
 
         Raises:
-            CheckpointError: such a file has a tensor of the model's top-level `modules` that no other file has.
+            CheckpointError: an unread file has a tensor of the top-level `modules` that the files read do not have.
         """
         files = sorted(set(self.folder.glob("*.safetensors")) - set(self.files))
         for path in files:
             names = {stored.spec.name for stored in read_header(path)} - self._stored.keys()
             if lost := sorted(name for name in names if name.partition(".")[0] in modules):
                 raise CheckpointError(
-                    f"{path} holds {len(lost)} tensors that would be lost, such as {lost[0]}: {self.why_unread()}. "
-                    f"Name the file in the weight_map of {INDEX}, or move it out of the folder"
+                    f"{path} holds {len(lost)} tensors that would be lost, such as {lost[0]}, because "
+                    f"{self.why_unread()}; list its tensors in the weight_map of {INDEX}, or move it out of the folder"
                 )
         return files
 
     def why_unread(self) -> str:
-        """Return why weight files of the folder are not read, as the end of a message."""
-        return f"{SINGLE} comes before {INDEX}" if (self.folder / SINGLE).exists() else f"{INDEX} does not name it"
+        """Return text for the end of a message: why a weight file in the folder is not read."""
+        single = (self.folder / SINGLE).exists()
+        return f"{SINGLE} is read instead of {INDEX}" if single else f"{INDEX} does not name it"
 
 
 def has_weights(folder: Path) -> bool:
-    """Return whether a folder seems to contain a model's weights."""
+    """Return True if a folder has a safetensors file or index with the names that transformers uses."""
     return (folder / SINGLE).exists() or (folder / INDEX).exists()
 
 
@@ -306,7 +308,7 @@ def _read_folder(folder: Path) -> list[StoredTensor]:
         raise CheckpointError(f"{folder} has no weights, expected {SINGLE} or {INDEX}; {describe_contents(folder)}")
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index} has no weight_map, expected {{tensor: file}}")
+        raise CheckpointError(f"{index} has no weight_map, expected an object of the form {{tensor: file}}")
     files: dict[Path, set[str]] = {}
     for name, relative in weight_map.items():
         files.setdefault(resolve_within(folder, relative, f"{index}, tensor {name}"), set()).add(name)
@@ -314,16 +316,19 @@ def _read_folder(folder: Path) -> list[StoredTensor]:
     for path, names in sorted(files.items()):
         shard = read_header(path, named_by=index.name)
         found = {stored.spec.name for stored in shard}
-        for kind, different in (("lacks", names - found), ("also holds", found - names)):
+        for verb, lists, different in (("lacks", "lists", names - found), ("holds", "does not list", found - names)):
             if different:
                 some = ", ".join(sorted(different)[:5]) + (" ..." if len(different) > 5 else "")
-                raise CheckpointError(f"{path} {kind} {len(different)} tensors compared with {index.name}: {some}")
+                raise CheckpointError(
+                    f"{path} {verb} {len(different)} tensors that {index.name} {lists}, expected the same in both: "
+                    f"{some}; copy both files again"
+                )
         tensors += shard
     return tensors
 
 
 def read_header(path: Path, named_by: str = "its folder") -> list[StoredTensor]:
-    """Return the tensors of a safetensors file. safetensors itself checks the header against the file.
+    """Return the names, shapes, dtypes and offsets of the tensors in a safetensors file, after a check of its header.
 
     Args:
         path: the file.
@@ -340,7 +345,9 @@ def read_header(path: Path, named_by: str = "its folder") -> list[StoredTensor]:
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
     except (SafetensorError, ValueError) as error:
-        raise CheckpointError(f"{path} of {size} bytes: {error}; expected a complete safetensors file") from error
+        raise CheckpointError(
+            f"{path} of {size} bytes: {error}; expected a complete safetensors file, copy it again"
+        ) from error
     header.pop("__metadata__", None)
     tensors = []
     for name, entry in header.items():
@@ -370,7 +377,7 @@ def split_into_shards(tasks: Sequence[Task], max_shard_bytes: int = MAX_SHARD_BY
 
 
 def plan_file(name: str, tasks: Sequence[Task]) -> OutputFile:
-    """Return a planned safetensors file that contains the tensors of `tasks`."""
+    """Return the plan of a safetensors file that contains the tensors of `tasks`."""
     # As safetensors does, wider elements come first, so that every tensor is aligned to its element size.
     ordered = sorted(tasks, key=lambda task: -ITEMSIZE[task.target.dtype])
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}

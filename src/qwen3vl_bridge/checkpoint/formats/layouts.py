@@ -38,23 +38,26 @@ LOCAL = "local"
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """The tensors of one model in one format, and how Megatron parameters are stored in them."""
+    """Base class: where a checkpoint format stores the Megatron parameters of a model.
+
+    Methods take a `row`, an entry of the expanded weight table. It describes one Megatron parameter.
+    """
 
     dimensions: Dimensions
     # Whether tensors of the vocabulary may have padding rows. `dimensions["vocab"]` then includes them.
     pads_vocabulary: ClassVar[bool] = True
 
     def tensors(self, row: WeightRow) -> dict[str, Shape]:
-        """Return names and shapes of the tensors that contain an expanded row. They may contain other rows too."""
+        """Return a dict from name to shape of the tensors that store `row`. Other rows may share these tensors."""
         raise NotImplementedError
 
     def slices(self, row: WeightRow) -> Iterator[TensorSlice]:
-        """Yield the slices that make up the Megatron parameter of an expanded row, in order."""
+        """Yield the slices of stored tensors that make up the Megatron parameter of `row`, in order."""
         for name, shape in self.tensors(row).items():
             yield TensorSlice(name, 0, math.prod(shape))
 
     def leading(self, row: WeightRow) -> int:
-        """Return the number of leading dimensions of a row's tensors that count layers or experts."""
+        """Return the number of leading dimensions that count layers or experts, in the tensors that store `row`."""
         del row
         return 0
 
@@ -66,15 +69,15 @@ class HuggingFace(TensorLayout):
     pads_vocabulary: ClassVar[bool] = False
 
     def tensors(self, row: WeightRow) -> dict[str, Shape]:
-        """See `TensorLayout`."""
+        """Return a dict from transformers' tensor names to shapes for `row`."""
         return dict(zip(row.hf, row.hf_shapes(self.dimensions), strict=True))
 
     def leading(self, row: WeightRow) -> int:
-        """See `TensorLayout`."""
+        """Return 1 for experts in one tensor, which has a leading dimension of experts, and otherwise 0."""
         return int(isinstance(row, PackedExpert))
 
     def slices(self, row: WeightRow) -> Iterator[TensorSlice]:
-        """See `TensorLayout`."""
+        """Yield the slices of Hugging Face tensors that make up the Megatron parameter of `row`, in order."""
         return row.hf_slices(self.dimensions)
 
 
@@ -86,10 +89,12 @@ class FsdpDtensor(TensorLayout):
 
     def __post_init__(self) -> None:
         if self.naming not in (TRANSFORMER_ENGINE, LOCAL):
-            raise CheckpointError(f"naming is {self.naming!r}, expected {TRANSFORMER_ENGINE!r} or {LOCAL!r}")
+            raise CheckpointError(
+                f"naming (--layer-spec) is {self.naming!r}, expected {TRANSFORMER_ENGINE!r} or {LOCAL!r}"
+            )
 
     def tensors(self, row: WeightRow) -> dict[str, Shape]:
-        """See `TensorLayout`."""
+        """Return a dict from name to shape of the tensors that store `row`: one for each projection."""
         rows, *width = row.megatron_shape(self.dimensions)
         names = (local_name(name) if self.naming == LOCAL else name for name in row.stored_names)
         counts = stored_sizes(row, rows, self.dimensions)
@@ -98,14 +103,14 @@ class FsdpDtensor(TensorLayout):
 
 @dataclass(frozen=True)
 class TorchDist(TensorLayout):
-    """Layout of megatron-core's own format: one tensor stacks the same parameter of all layers and experts."""
+    """Layout of megatron-core's torch_dist format: one tensor stacks the same parameter of all layers and experts."""
 
     named: frozenset[str] = frozenset()  # indices that stay in the names of tensors instead
     local: bool = False  # whether parameters have the names of megatron-core's own local layer spec
 
     @classmethod
     def for_model(cls, dimensions: Dimensions) -> TorchDist:
-        """Return the layout in which megatron-core saves a model. Layers that differ keep their indices in names."""
+        """Return the layout in which megatron-core saves a model. Layers of different types are not stacked."""
         indices = dimensions.indices
         mixed = (bool(indices["dense_layers"]) and bool(indices["moe_layers"])) or bool(indices.get("linear_layers"))
         return cls(dimensions, frozenset(NAMED_IF_MIXED) if mixed else frozenset())
@@ -126,26 +131,26 @@ class TorchDist(TensorLayout):
         return max(layouts, key=lambda layout: sum(layout.name(row)[0] in names for row in rows))
 
     def name(self, row: WeightRow) -> tuple[str, tuple[tuple[int, int], ...]]:
-        """Return the name of an expanded row's tensor, and (index, size) for each of its stacked dimensions."""
+        """Return the name of the tensor that stores `row`, and (index, size) for each of its stacked dimensions."""
         return stacked_name(row, self.dimensions, self.named, local=self.local)
 
     def tensors(self, row: WeightRow) -> dict[str, Shape]:
-        """See `TensorLayout`."""
+        """Return a dict from name to shape of the tensors that store `row`: one for each of its sections."""
         name, stacked = self.name(row)
         rows, *width = row.megatron_shape(self.dimensions)
         counts = tuple(count for _, count in stacked)
         return {name + suffix: (*counts, section, *width) for suffix, section in self._sections(row, rows)}
 
     def _sections(self, row: WeightRow, rows: int) -> list[tuple[str, int]]:
-        """Return (suffix of the tensor name, number of rows) for each section of a parameter."""
+        """Return (suffix of the tensor name, number of rows) for each section of a parameter with `rows` rows."""
         return [(f".{name}", self.dimensions[size]) for name, size in row.sections] or [("", rows)]
 
     def leading(self, row: WeightRow) -> int:
-        """See `TensorLayout`."""
+        """Return the number of stacked dimensions, which count layers or experts, in the tensors that store `row`."""
         return len(self.name(row)[1])
 
     def slices(self, row: WeightRow) -> Iterator[TensorSlice]:
-        """See `TensorLayout`."""
+        """Yield the slices of the stacked tensors that make up the Megatron parameter of `row`, in order."""
         name, stacked = self.name(row)
         index = 0
         for number, count in stacked:
@@ -164,7 +169,7 @@ Owner = tuple[int, ...]
 
 
 class OwnedRows(NamedTuple):
-    """Rows of a tensor from `first` up to the next entry, and the ranks that read them."""
+    """Rows of a tensor, from row `first` to the first row of the next `OwnedRows`, and the ranks that read them."""
 
     first: int
     owner: Owner
@@ -212,7 +217,7 @@ class Topology:
         return math.lcm(*self._divisors().values()) if self.world_size is None else self.world_size
 
     def _divisors(self) -> dict[str, int]:
-        """Return the products that must divide the number of processes, by formula, such as "tp * pp * cp"."""
+        """Return a dict from formula, such as "tp * pp * cp", to value; values must divide the number of processes."""
         products = {"tp * pp * cp": self.tp * self.pp * self.cp}
         if self.ep > 1 or self.etp is not None:
             products["etp * ep * pp"] = self.expert_tp * self.ep * self.pp
@@ -229,7 +234,10 @@ class Topology:
             CheckpointError: a parallel size does not divide the dimension that it shards.
         """
         if self.pp > 1 and not stages:
-            raise CheckpointError(f"--pp is {self.pp}, expected 1: an fsdp_dtensor checkpoint has no pipeline stages")
+            raise CheckpointError(
+                f"--pp is {self.pp}, expected 1 for an fsdp_dtensor checkpoint, which has no pipeline stages; or set "
+                "--ckpt-format torch_dist"
+            )
         if not dimensions.indices["moe_layers"] and (self.ep > 1 or (self.etp or 1) > 1):
             name, size = ("ep", self.ep) if self.ep > 1 else ("etp", self.etp)
             raise CheckpointError(f"--{name} is {size}, expected 1: a dense model has no experts to distribute")
@@ -259,7 +267,7 @@ class Topology:
             owned: the rows that ranks read, by the indices in the leading dimensions; None if one rank reads all.
 
         Yields:
-            Owner of a chunk's first row, offsets and sizes of the chunk, in order.
+            (owner of the first row of a chunk, offsets of the chunk, sizes of the chunk), in order.
         """
         counts, shape = spec.shape[:leading], spec.shape[leading:]
         rows, nbytes = shape[0] if shape else 1, spec.nbytes // max(math.prod(counts), 1)
@@ -292,7 +300,13 @@ _LAST_STAGE = ("language_model.decoder.final_layernorm.", "language_model.output
 
 
 def find_row_owners(rows: Collection[WeightRow], layout: FsdpDtensor | TorchDist, topology: Topology) -> RowOwners:
-    """Return which ranks read which rows of each tensor; empty if one rank reads complete tensors."""
+    """Return the ranks that read each row of each tensor; an empty mapping if one rank reads complete tensors.
+
+    Args:
+        rows: the expanded weight table.
+        layout: layout of the checkpoint.
+        topology: parallel layout of the training run.
+    """
     # Ranks of torch_dist read gate and up projection separately, even a single rank.
     if topology.ranks == 1 and isinstance(layout, FsdpDtensor):
         return {}
@@ -325,7 +339,7 @@ class _Parameter(NamedTuple):
 def _assign_fsdp_rows(
     rows: Collection[WeightRow], layout: FsdpDtensor, topology: Topology
 ) -> Iterator[tuple[str, Shape, OwnedRows]]:
-    """Yield the rows that ranks read under Megatron-FSDP.
+    """Yield (tensor name, indices in leading dimensions, rows and the ranks that read them) under Megatron-FSDP.
 
     A unit of Megatron-FSDP is a layer without its experts, the experts of a layer, or all parameters outside of layers.
     It concatenates the parameters of a unit, the widest first, and cuts them into equal shards. The shards consist of
@@ -372,7 +386,10 @@ def _assign_fsdp_rows(
 def _assign_stage_rows(
     rows: Collection[WeightRow], layout: TorchDist, topology: Topology
 ) -> Iterator[tuple[str, Shape, OwnedRows]]:
-    """Yield the rows that ranks read with pipeline stages: consecutive layers, with the vision tower on the first."""
+    """Yield (tensor name, indices in leading dimensions, rows and the ranks that read them) with pipeline stages.
+
+    A stage has consecutive layers. The first stage also has the vision tower.
+    """
     layers = len(layout.dimensions.indices["text_layers"]) // topology.pp
     for row in rows:
         (_, stacked), tensors, of_experts = layout.name(row), layout.tensors(row), "experts" in row.indices
@@ -390,5 +407,5 @@ def _assign_stage_rows(
 
 
 def _expert_group(row: WeightRow, dimensions: Dimensions, topology: Topology) -> int:
-    """Return the expert-parallel rank that has the expert of a row; 0 for a row without experts."""
+    """Return the expert-parallel rank that holds the expert of an expanded row; 0 for a row without experts."""
     return row.expert * topology.ep // dimensions["experts"] if "experts" in row.indices else 0

@@ -51,12 +51,12 @@ def key_of(parameter: str, ckpt_format: str = FSDP_DTENSOR) -> str:
 
 
 def path_of(key: str) -> tuple[str, ...]:
-    """Return the position of a key in the nested state dict."""
+    """Return the keys that lead to the entry of a checkpoint key in the nested state dict."""
     return (_SECTION, key.removeprefix(f"{_SECTION}.")) if key.startswith(f"{_SECTION}.") else (key,)
 
 
 def model_keys(metadata: DcpMetadata, ckpt_format: str = FSDP_DTENSOR) -> dict[str, str]:
-    """Return the checkpoint key of each model parameter by its name, without optimizer state.
+    """Return a dict from the name of each model parameter to its key in the checkpoint. Optimizer state is left out.
 
     Raises:
         CheckpointError: there are no model parameters.
@@ -72,17 +72,23 @@ def model_keys(metadata: DcpMetadata, ckpt_format: str = FSDP_DTENSOR) -> dict[s
     if not names:
         found = ", ".join(sorted(metadata.tensors)[:3]) or "no tensors"
         expected = prefix or " or ".join(_COMPONENTS)
-        raise CheckpointError(f"{metadata.folder} holds no model: found {found}, expected keys like {expected}...")
+        raise CheckpointError(
+            f"{metadata.folder} holds no model: found {found}, expected keys that begin with {expected}; check that it "
+            "is the checkpoint of a complete model"
+        )
     return names
 
 
 def format_of(folder: Path) -> str:
-    """Return the format of an iteration's folder; raise CheckpointError if the format is unknown."""
+    """Return "fsdp_dtensor" or "torch_dist" for an iteration's folder. Raise CheckpointError for other formats."""
     if not (folder / FORMAT_FILE).is_file():
         return FSDP_DTENSOR
     found = read_object(folder / FORMAT_FILE).get("sharded_backend")
     if found != TORCH_DIST:
-        raise CheckpointError(f"{folder / FORMAT_FILE}: sharded_backend is {found!r}, expected {TORCH_DIST!r}")
+        raise CheckpointError(
+            f"{folder / FORMAT_FILE}: sharded_backend is {found!r}, expected {TORCH_DIST!r}; save the checkpoint with "
+            f"checkpoint.ckpt_format {' or '.join(FORMATS)}"
+        )
     return TORCH_DIST
 
 
@@ -102,7 +108,10 @@ def find_iteration(path: Path, iteration: int | None = None) -> Path:
         raise CheckpointError(f"{path}: {describe_contents(path)}, expected the folder of a Megatron checkpoint")
     if (path / METADATA).is_file():
         if iteration is not None and path.name != iteration_folder(path, iteration).name:
-            raise CheckpointError(f"{path} is the folder of a single iteration, not of --iteration {iteration}")
+            raise CheckpointError(
+                f"{path} is the folder of a single iteration, expected iteration {iteration}; give the checkpoint's "
+                "root folder, or no --iteration"
+            )
         return path
     folder = _find_latest(path) if iteration is None else iteration_folder(path, iteration)
     if not (folder / METADATA).is_file():
@@ -128,7 +137,7 @@ def _find_latest(path: Path) -> Path:
 
 
 def is_megatron_checkpoint(path: Path) -> bool:
-    """Return whether a folder seems to be a checkpoint's root or one of its iterations."""
+    """Return True if a folder has a file of a Megatron checkpoint's root or of an iteration."""
     return any((path / name).is_file() for name in (METADATA, TRACKER, LATEST_TRAIN_STATE))
 
 
@@ -148,11 +157,13 @@ def run_config(
     `hf_model_id`.
 
     Args:
-        hf_config, hf_model: the model's `config.json`, and its source: a folder or a hub id.
+        hf_config: contents of the model's `config.json`.
+        hf_model: folder or hub id that the model comes from.
         ckpt_format: the format.
         provider: dotted name of the function that creates a provider from `hf_config`. Megatron-Bridge calls it if its
             package has registered it (`register_allowed_target_prefix`).
-        vocabulary, rows: number of tokens, without and with padding.
+        vocabulary: number of tokens.
+        rows: number of rows of the embedding, with padding.
         vocab_divisor: each tensor-parallel rank's rows are a multiple of it; None if unknown, or without padding.
 
     Raises:
@@ -180,20 +191,25 @@ def run_config(
 
 
 def _check_passive(value: Any, where: str) -> None:
-    """Raise CheckpointError if a configuration contains something executable.
+    """Raise CheckpointError if Megatron-Bridge would execute a part of a configuration, such as a `_target_`.
 
-    Megatron-Bridge calls every `_target_` that it finds.
+    `where` names the configuration in the message.
     """
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if key.startswith("_") and key.endswith("_"):
-                raise CheckpointError(f"{where} has the key {key!r}, expected no _key_: Megatron-Bridge may run it")
+                raise CheckpointError(
+                    f"{where} has the key {key!r}, expected no key between underscores: Megatron-Bridge may execute "
+                    "its value; remove the key"
+                )
             _check_passive(inner, f"{where}, {key}")
     elif isinstance(value, list):
         for inner in value:
             _check_passive(inner, where)
     elif isinstance(value, str) and "${" in value:
-        raise CheckpointError(f"{where} is {value[:80]!r}, expected no text with ${{: Megatron-Bridge would replace it")
+        raise CheckpointError(
+            f"{where} is {value[:80]!r}, expected no text with ${{: Megatron-Bridge would replace it by another value"
+        )
 
 
 def read_run_config(folder: Path) -> dict[str, Any]:
@@ -206,7 +222,9 @@ def read_run_config(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(str(error)) from error
     if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds a {type(found).__name__}, expected sections of settings")
+        raise CheckpointError(
+            f"{path} holds a {type(found).__name__}, expected the sections of settings that a run has saved"
+        )
     for name in ("model", "checkpoint", "peft"):  # the sections that are read
         if not isinstance(found.get(name) or {}, dict):
             raise CheckpointError(f"{path}: {name} is {str(found[name])[:80]}, expected a section of settings")

@@ -34,7 +34,7 @@ from qwen3vl_bridge.checkpoint.formats.tensors import (
     TensorSpec,
 )
 from qwen3vl_bridge.core.atomic import scratch_folder
-from qwen3vl_bridge.core.files import CheckpointError
+from qwen3vl_bridge.core.files import PLEASE_REPORT, CheckpointError
 from qwen3vl_bridge.terminal import in_bytes, show
 
 import xxhash
@@ -81,7 +81,7 @@ Content = bytes | TensorData
 
 @dataclass
 class OutputFile:
-    """A planned file, with its contents in order."""
+    """A file to be written, as a list of its contents in order: bytes, or elements of tensors."""
 
     name: str  # relative to the folder of the result
     divisible: bool = True  # whether several processes may write to it
@@ -110,13 +110,16 @@ class OutputFile:
             elif count and isinstance(content, TensorData):
                 size, start = ITEMSIZE[content.dtype], position - first
                 if start % size or count % size:
-                    raise AssertionError(f"a range begins or ends within an element of {size} bytes, at byte {start}")
+                    raise AssertionError(
+                        f"{self.name}: a range begins or ends within an element of {size} bytes, at byte {start}"
+                        f"{PLEASE_REPORT}"
+                    )
                 yield TensorData(content.slices, content.dtype, content.start + start // size, count // size)
             position, i = position + count, i + 1
 
 
 def split_files(files: Sequence[OutputFile]) -> list[ByteRange]:
-    """Split files into ranges of `RANGE_BYTES`. The last range of a file may be shorter."""
+    """Split files into byte ranges of `RANGE_BYTES`. A file that is not divisible becomes a single range."""
     return [
         ByteRange(Path(file.name), start, min(step, file.nbytes - start))
         for file in files
@@ -160,7 +163,9 @@ class Ranks:
         """
         number = os.environ.get("WORLD_SIZE", "1")
         if not number.isdecimal() or int(number) < 1:
-            raise CheckpointError(f"WORLD_SIZE is {number!r}, expected the number of processes")
+            raise CheckpointError(
+                f"WORLD_SIZE is {number!r}, expected the number of processes; unset it to run as a single process"
+            )
         size = int(number)
         if size == 1:
             return cls()
@@ -171,7 +176,10 @@ class Ranks:
             # torch does not check these before it waits for the other processes.
             rank = os.environ.get("RANK", "0")
             if not rank.isdecimal() or int(rank) >= size:
-                raise CheckpointError(f"RANK is {rank!r}, expected 0 to {size - 1} for WORLD_SIZE {size}")
+                raise CheckpointError(
+                    f"RANK is {rank!r}, expected 0 to {size - 1} for WORLD_SIZE {size}; start the processes with "
+                    "torchrun, or unset WORLD_SIZE to run as a single process"
+                )
             if os.environ.get("MASTER_PORT", "").isdecimal() and "TORCHELASTIC_RUN_ID" not in os.environ:
                 minutes = int(_START_TIMEOUT.total_seconds() // 60)
                 show(
@@ -194,7 +202,7 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Return whether this is process 0."""
+        """Return True in process 0."""
         return self.rank == 0
 
     def all_gather[Result](self, work: Callable[[], Result]) -> list[Result]:
@@ -214,7 +222,9 @@ class Ranks:
             dist.all_gather_object(outcomes, mine, group=self._group)
         except RuntimeError as failure:
             reason = str(failure).splitlines()[0]
-            raise CheckpointError(f"another of the {self.size} processes ended: {reason}") from failure
+            raise CheckpointError(
+                f"another of the {self.size} processes ended; see its own output for the cause ({reason})"
+            ) from failure
         if error is not None:
             raise error
         for rank, (_, message) in enumerate(outcomes):
@@ -227,7 +237,7 @@ class Ranks:
         return self.all_gather(lambda: work() if self.first else None)[0]  # pyright: ignore[reportReturnType]
 
     def assign[Item](self, items: Sequence[Item], sizes: Sequence[int]) -> list[Item]:
-        """Return the items of this process: neighbors in the sequence, about the same total size in each process."""
+        """Return this process's consecutive part of `items`. All parts have about the same total size."""
         total, ends = max(sum(sizes), 1), itertools.accumulate(sizes)
         middles = (end - size / 2 for end, size in zip(ends, sizes, strict=True))
         owners = (min(int(middle * self.size / total), self.size - 1) for middle in middles)
@@ -235,7 +245,7 @@ class Ranks:
 
 
 class Progress:
-    """Print on standard error how many bytes of a total are done. Thread-safe."""
+    """Progress display on standard error: the number of bytes done, of a total. Thread-safe."""
 
     def __init__(self, label: str, total: int, *, shown: bool = True) -> None:
         self._label, self._total, self._done = label, total, 0
@@ -255,7 +265,7 @@ class Progress:
         return time.monotonic() - self._begun
 
     def count_blocks(self, blocks: Iterable[memoryview]) -> Iterator[memoryview]:
-        """Yield the same blocks, and count the bytes of each block as done."""
+        """Yield the given blocks, and count the bytes of each block as done after its use."""
         for block in blocks:
             count = len(block)
             yield block
@@ -279,10 +289,10 @@ class Progress:
 
 
 class Journal:
-    """The lines of one process in the journal of an unfinished result. The file is locked while the process lives."""
+    """Journal file of one process, with a line for each byte range on disk. It is locked while the process lives."""
 
     def __init__(self, result: Path, rank: int = 0) -> None:
-        """Open the lines of a rank. `start_journal` must have been called for the result."""
+        """Open the journal file of a rank for an unfinished result. Call `start_journal` first."""
         path = scratch_folder(result) / _LINES.replace("*", str(rank))
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -297,14 +307,14 @@ class Journal:
         os.close(self._file)
 
     def record(self, part: ByteRange, digest: str, written: int) -> None:
-        """Wait until a byte range is on disk, then add its line to the journal. `written` is the file descriptor."""
+        """Wait until a byte range of the file `written`, a descriptor, is on disk; then record it with its digest."""
         os.fdatasync(written)
         os.write(self._file, f"{_line_of(part)} {digest}\n".encode())
         os.fdatasync(self._file)
 
 
 def start_journal(result: Path, plan_digest: str) -> None:
-    """Start a journal for a plan. Keep an existing journal if it is for the same plan."""
+    """Start the journal of an unfinished result, unless it already has one for the plan with this digest."""
     if read_plan_digest(result) == plan_digest:
         return
     scratch_folder(result).mkdir(exist_ok=True)
@@ -315,7 +325,7 @@ def start_journal(result: Path, plan_digest: str) -> None:
 
 
 def read_plan_digest(result: Path) -> str:
-    """Return the digest of the plan of an unfinished result; empty if there is none."""
+    """Return the plan digest in the journal of an unfinished result; an empty string if there is none."""
     try:
         return (scratch_folder(result) / _PLAN).read_text(errors="replace")
     except OSError:
@@ -323,7 +333,7 @@ def read_plan_digest(result: Path) -> str:
 
 
 def has_live_writer(result: Path) -> bool:
-    """Return whether a living process has the journal of an unfinished result open."""
+    """Return True if a living process has the journal of an unfinished result open."""
     for path in scratch_folder(result).glob(_LINES):
         with path.open("rb+") as file:  # some network file systems cannot lock a file that is open for reading only
             try:
@@ -334,7 +344,7 @@ def has_live_writer(result: Path) -> bool:
 
 
 def read_journal(result: Path, ranges: list[ByteRange]) -> dict[ByteRange, str]:
-    """Return the recorded digest of each byte range that is in the journal of an unfinished result."""
+    """Return a dict from byte range to digest, for those of `ranges` that an unfinished result's journal lists."""
     digests: dict[str, str] = {}
     for path in scratch_folder(result).glob(_LINES):
         for line in path.read_text(errors="replace").splitlines(keepends=True):
@@ -350,7 +360,7 @@ def _line_of(part: ByteRange) -> str:
 
 
 def hash_range(part: ByteRange, progress: Progress) -> str | None:
-    """Return the digest of a byte range of a file; None if the range cannot be read completely."""
+    """Return the xxh3 digest of a byte range of a file; None if the range cannot be read completely."""
     digest, buffer, position = _new_digest(), memoryview(bytearray(1 << 20)), part.offset
     try:
         with part.path.open("rb", buffering=0) as file:
@@ -368,7 +378,7 @@ def hash_range(part: ByteRange, progress: Progress) -> str | None:
 
 
 def find_unchanged(folder: Path, recorded: Iterable[tuple[ByteRange, str]], progress: Progress) -> list[ByteRange]:
-    """Return the byte ranges of files in a folder that still have the digest recorded in the journal."""
+    """Return the byte ranges whose bytes in `folder` still have the digest in `recorded`, (range, digest) pairs."""
     return [part for part, digest in recorded if hash_range(part._replace(path=folder / part.path), progress) == digest]
 
 
@@ -421,7 +431,7 @@ def _write_range(
                 written += file.write(block)
                 digest.update(block)
             if written != len(content):
-                raise AssertionError(f"{output.name}: {written} bytes written of {len(content)}")
+                raise AssertionError(f"{output.name}: {written} bytes written, expected {len(content)}{PLEASE_REPORT}")
         file.flush()
         journal.record(part, digest.hexdigest(), handle)
 
@@ -434,4 +444,6 @@ def check_sizes(folder: Path, files: Sequence[OutputFile]) -> None:
             with path.open("rb") as file:  # a network file system asks its server only when a file is opened
                 size = os.fstat(file.fileno()).st_size
         if size != output.nbytes:
-            raise CheckpointError(f"{path} has {size} bytes, expected {output.nbytes}")
+            raise CheckpointError(
+                f"{path} has {size} bytes, expected {output.nbytes}; check the file system, and convert again"
+            )

@@ -25,7 +25,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from qwen3vl_bridge.core.files import CheckpointError
+from qwen3vl_bridge.core.files import PLEASE_REPORT, CheckpointError
 from qwen3vl_bridge.weights import fp8
 from qwen3vl_bridge.weights.rows import TensorSlice
 
@@ -184,7 +184,7 @@ Slice = TensorSlice | TransposedSlice | ZeroSlice | QuantizedSlice
 
 
 class SliceList:
-    """Slices whose elements are concatenated, with fast access to any range of these elements."""
+    """A sequence of slices that stands for their concatenated elements, with fast access to any range of them."""
 
     def __init__(self, slices: Iterable[Slice]) -> None:
         self._slices = tuple(slices)
@@ -205,10 +205,10 @@ class SliceList:
         return self._starts[-1]
 
     def select(self, start: int, length: int) -> Iterator[Slice]:
-        """Yield slices for elements [start, start + length); raise AssertionError if there are fewer elements."""
+        """Yield slices of elements [start, start + length) of the sequence. Raise AssertionError if it is shorter."""
         end = start + length
         if end > self.length:
-            raise AssertionError(f"elements up to {end} of {self.length}")
+            raise AssertionError(f"found a selection of elements up to {end} of {self.length}{PLEASE_REPORT}")
         i = bisect_right(self._starts, start) - 1
         while start < end:
             part, first = self._slices[i], self._starts[i]
@@ -237,7 +237,7 @@ class TensorSource(Protocol):
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
-        """Return every tensor by name. Deleting an entry hides the tensor."""
+        """Return a mutable dict from tensor name to spec (shape and dtype). Deleting an entry hides the tensor."""
         ...
 
     @property
@@ -251,7 +251,7 @@ class TensorSource(Protocol):
 
 
 class SliceReader:
-    """Read slices of one source. Not thread-safe."""
+    """Reader of slices of one source, used as a context manager. Not thread-safe."""
 
     def __init__(self, source: TensorSource, block_bytes: int = _BLOCK_BYTES) -> None:
         self._source = source
@@ -278,12 +278,12 @@ class SliceReader:
             os.close(self._files.popitem()[1])
 
     def read_tensor(self, name: str, dtype: str | None = None) -> Iterator[memoryview]:
-        """Yield the bytes of a full tensor as `read_blocks` does, in its own dtype by default."""
+        """Yield the bytes of a full tensor, in blocks, in `dtype` or else the tensor's dtype; see `read_blocks`."""
         spec = self._source.specs[name]
         return self.read_blocks([TensorSlice(name, 0, spec.numel)], dtype or spec.dtype)
 
     def read_elements(self, slices: Iterable[Slice], dtype: str) -> Tensor:
-        """Return the elements of some slices, concatenated and cast to a dtype, as a tensor of one dimension."""
+        """Return the elements of slices, concatenated and cast to a dtype, as a tensor of one dimension."""
         import torch
 
         slices = list(slices)
@@ -292,14 +292,16 @@ class SliceReader:
         return tensor
 
     def read_into(self, buffer: memoryview, slices: Iterable[Slice], dtype: str) -> None:
-        """Fill a buffer with the bytes of some slices, cast to a dtype."""
+        """Fill a buffer with the concatenated elements of slices, cast to a dtype, as bytes."""
         done = 0
         for block in self.read_blocks(slices, dtype):
             buffer[done : done + len(block)] = block
             done += len(block)
 
     def read_blocks(self, slices: Iterable[Slice], dtype: str) -> Iterator[memoryview]:
-        """Yield the bytes of some slices, cast to a dtype. A block is valid until the next one is requested.
+        """Yield the concatenated elements of slices, cast to a dtype, as blocks of bytes.
+
+        A block is valid until the next one is requested.
 
         Raises:
             CheckpointError: a file cannot be read or ends early, or a value is not finite or does not fit the dtype.
@@ -336,7 +338,10 @@ class SliceReader:
                     yield self._decode(spec, position, self._buffer[:used], dtype)
 
     def _decode(self, spec: TensorSpec, position: int, data: memoryview, dtype: str) -> memoryview:
-        """Check stored bytes of a tensor, from element `position` on, and return their values in a dtype."""
+        """Return the values of stored bytes in a dtype, after a check that they are finite.
+
+        `position` is the index of the first of these elements in the tensor `spec`.
+        """
         check_finite(spec, position, data)
         if spec.scales is None:
             return cast(data, spec.dtype, dtype, spec.name)
@@ -410,7 +415,6 @@ class SliceReader:
             yield cast(block, stored, dtype, part.slices[0].tensor)
 
     def _transpose(self, part: TransposedSlice, dtype: str) -> memoryview:
-        """Return the complete transposed matrix of a slice, in a dtype."""
         key = (part.slices, part.columns, dtype)
         if self._matrix is None or self._matrix[0] != key:
             import numpy as np
@@ -459,13 +463,14 @@ class SliceReader:
             if not count:
                 left = len(into) - done
                 raise CheckpointError(
-                    f"{path}, tensor {name}: ends at byte {offset + done}, expected {left} more bytes"
+                    f"{path}, tensor {name}: the file ends at byte {offset + done}, expected {left} more bytes; copy "
+                    "the file again"
                 )
             done += count
 
 
 def check_finite(spec: TensorSpec, position: int, data: memoryview) -> None:
-    """Raise CheckpointError if stored bytes of a tensor, from element `position` on, contain NaN or infinity."""
+    """Raise CheckpointError if `data`, stored bytes of a tensor from element `position` on, has NaN or infinity."""
     if (least := _NOT_FINITE.get(spec.stored_dtype)) is None:
         return
     import numpy as np
@@ -497,14 +502,17 @@ def cast(data: memoryview, source: str, target: str, name: str) -> memoryview:
     if ITEMSIZE[target] <= ITEMSIZE[source] and not before.abs().max() <= torch.finfo(after.dtype).max:
         overflown = after.isinf() & before.isfinite()
         if overflown.any():
-            raise CheckpointError(f"{name}: value {before[overflown][0].item():g} is too large for {target}")
+            value = before[overflown][0].item()
+            raise CheckpointError(
+                f"{name}: value {value:g} is too large for {target}; choose a dtype with a larger range (--torch-dtype)"
+            )
     return memoryview(after.view(torch.uint8).numpy())
 
 
 def compare_streams(left: Iterator[memoryview], right: Iterator[memoryview], dtype: str) -> tuple[int, int] | None:
     """Compare two streams of elements bit by bit.
 
-    Return how many elements differ and the index of the first one, or None if the streams are equal.
+    Return (number of elements that differ, index of the first), or None if the streams are equal.
     """
     import numpy as np
 
@@ -522,5 +530,5 @@ def compare_streams(left: Iterator[memoryview], right: Iterator[memoryview], dty
         a = a[length:] if len(a) > length else next(left, None)
         b = b[length:] if len(b) > length else next(right, None)
     if a is not None or b is not None:
-        raise AssertionError("streams of different lengths")
+        raise AssertionError(f"found streams of different lengths, expected the same{PLEASE_REPORT}")
     return (count, first) if count else None

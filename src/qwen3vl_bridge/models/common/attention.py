@@ -38,8 +38,8 @@ from torch.nn.attention.bias import causal_lower_right
 class HostPackedSeqParams(PackedSeqParams):
     """Packed-sequence parameters with the physical (padded) segment lengths on the host.
 
-    Attention that iterates over segments then needs no host-device synchronization. The first layer that needs a value
-    derived from the lengths computes it and keeps it for the other layers.
+    Attention over segments then needs no host-device synchronization. Values derived from the lengths are computed in
+    the first layer that needs them, and kept for other layers.
 
     Attributes:
         lengths: physical length of each segment.
@@ -55,15 +55,15 @@ class HostPackedSeqParams(PackedSeqParams):
     _chunk_indices: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def causal_chunks(self, cp_size: int, cp_rank: int) -> CausalChunks:
-        """Return the query and key chunks of a context-parallel rank, computed once by the function `causal_chunks`."""
+        """Return the queries and keys of a context-parallel rank, see `core.layout.causal_chunks`. Computed once."""
         if (cp_size, cp_rank) not in self._causal_chunks:
             self._causal_chunks[cp_size, cp_rank] = causal_chunks(self.layout, cp_size, cp_rank)
         return self._causal_chunks[cp_size, cp_rank]
 
     def chunk_indices(self, size: int) -> Tensor:
-        """Return [chunks, 2]: the segment of each chunk of at most `size` tokens, and its index in the segment.
+        """Return [chunks, 2], the segment of each chunk of at most `size` tokens, and its index in the segment.
 
-        Kernels of flash-linear-attention take it as the argument of this name, in the dtype of the offsets.
+        This is the argument `chunk_indices` of flash-linear-attention's kernels. Computed only once per size.
         """
         if size not in self._chunk_indices:
             offsets, chunks = physical_offsets(self), sum(-(-length // size) for length in self.lengths)
@@ -74,10 +74,13 @@ class HostPackedSeqParams(PackedSeqParams):
 def packed_seq_params(
     cu_seqlens: Tensor, lengths: tuple[int, ...], layout: SequenceLayout | None = None
 ) -> HostPackedSeqParams:
-    """Return Megatron's parameters of one packed row with physical offsets [n + 1] int32.
+    """Return Megatron's packed-sequence parameters of one row of n segments.
 
-    Physical offsets are sufficient. Attention is causal and padding is at the end of a segment, so no real token
-    attends to padding; outputs of padding are excluded from losses and from the token counts of experts.
+    Args:
+        cu_seqlens: physical (padded) offsets [n + 1] int32. Logical offsets are not needed: attention is causal and
+            padding is at the end of a segment, so no real token attends to padding.
+        lengths: physical lengths of the segments.
+        layout: see `HostPackedSeqParams`.
     """
     # With logical lengths too, Transformer Engine would see gaps between segments (`pad_between_seqs`). Its
     # FlashAttention does not support gaps; on some devices and in float32 no backend does. All four offsets are the
@@ -98,7 +101,7 @@ def packed_seq_params(
 
 
 def layout_packed_seq_params(layout: SequenceLayout) -> HostPackedSeqParams | None:
-    """Return Megatron's packed-sequence parameters of a layout, or None for padded rows."""
+    """Return Megatron's packed-sequence parameters of a batch; None if it has padded rows instead of a packed row."""
     return packed_seq_params(layout.cu_seqlens_padded, layout.padded_lengths, layout) if layout.packed else None
 
 
@@ -115,27 +118,23 @@ _HEAD_DIM_MULTIPLE = 8  # of varlen attention; scaled_dot_product_attention pads
 
 
 def supports_flash(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
-    """Return whether torch's FlashAttention supports tensors [n, heads, s, d].
+    """Return True if torch's FlashAttention supports these tensors [n, heads, s, d] and is not disabled.
 
-    The tensors must be on CUDA and in 16 bits, and the device must support the head dimension d. torch decides, and
-    respects a user who has disabled FlashAttention. Fewer key heads than query heads are supported natively.
+    Key and value may have fewer heads than the query.
     """
     grouped = query.size(1) != key.size(1)
     return query.is_cuda and can_use_flash_attention(SDPAParams(query, key, value, None, dropout, False, grouped))
 
 
 def supports_varlen(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
-    """Return whether torch's varlen attention supports a packed row [t, heads, d].
-
-    It needs FlashAttention, and no dropout.
-    """
+    """Return True if torch's varlen attention, which needs FlashAttention, supports a packed row [tokens, heads, d]."""
     if varlen_attn is None or dropout or query.size(-1) % _HEAD_DIM_MULTIPLE:
         return False
     return supports_flash(*(x.transpose(0, 1)[None] for x in (query, key, value)), dropout)
 
 
 def attend_last_tokens(query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float) -> Tensor:
-    """Compute causal attention of the last s tokens of each segment to all of its tokens.
+    """Compute causal attention of the last s tokens of each of n segments to all tokens of the segment.
 
     Args:
         query: [n, heads, s, d].
@@ -173,10 +172,11 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, *, dropout: float, **argume
 
 
 class SegmentAttention(MegatronModule):
-    """Core attention of padded rows as one batch, and of packed rows in one call or by segment.
+    """Core attention within segments, with torch's kernels. A segment is a padded row or a document of a packed row.
 
-    FlashAttention supports packed rows directly. Without it, adjacent segments of equal length are batched. Padding at
-    the end of a segment needs no mask: text attention is causal, and frames of the vision tower have no padding.
+    FlashAttention computes a packed row in one call. Without it, adjacent segments of equal length are one batch, as
+    padded rows always are. Padding at the end of a segment needs no mask: text attention is causal, and frames of the
+    vision tower have no padding.
 
     Under context parallelism each segment is divided into 2 * cp chunks, and a rank holds two of them (`token_index`).
     Keys and values are all-gathered once per layer. Each of the two chunks attends to all tokens up to its end.
@@ -213,10 +213,10 @@ class SegmentAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Return attention [s, b, heads * d] of padded rows, or [t, heads * d] of a packed row.
+        """Return attention [s, b, heads * d] of padded rows, or [tokens, heads * d] of a packed row.
 
         Args:
-            query, key, value: [s, b, heads, d], or [t, heads, d] for a packed row.
+            query, key, value: [s, b, heads, d], or [tokens, heads, d] for a packed row.
             attention_mask, attention_bias: None. Masks are causal or full within segments.
             attn_mask_type: causal, or no mask in the vision tower.
             packed_seq_params: parameters of a packed row; None for padded rows.
@@ -226,7 +226,7 @@ class SegmentAttention(MegatronModule):
         """
         if attention_mask is not None or attention_bias is not None:
             raise ValueError(
-                "attention_mask and attention_bias must be None: padding is described by the sequence layout"
+                "found an attention_mask or attention_bias, expected None: the sequence layout describes padding"
             )
         causal = attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
         if packed_seq_params is None:
@@ -249,7 +249,7 @@ class SegmentAttention(MegatronModule):
     def _attend_packed(
         self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams, lengths: tuple[int, ...], causal: bool
     ) -> Tensor:
-        """Compute attention of a packed row [t, heads, d] in one call, without a host-device synchronization."""
+        """Compute attention of a packed row [tokens, heads, d] in one call, without a host-device synchronization."""
         if self.cp_size == 1:
             offsets, longest = (physical_offsets(params),) * 2, (max(lengths),) * 2
         else:  # queries of a chunk are a segment; its keys end at the end of the chunk
@@ -290,9 +290,13 @@ class SegmentAttention(MegatronModule):
         return torch.cat(outputs, 2)
 
     def _order_chunks(self, x: Tensor) -> Tensor:
-        """Put gathered keys or values [n, cp * heads, 2 * c, d] in the token order of the segment.
+        """Put keys or values gathered from context-parallel ranks in the token order of each segment.
 
-        Return [n, heads, 2 * cp * c, d].
+        Args:
+            x: [n, cp * heads, 2 * c, d], two chunks of c tokens of each of n segments from each rank.
+
+        Returns:
+            [n, heads, 2 * cp * c, d].
         """
         # [n, cp, heads, c, d] each: rank r has chunk r, and chunk r from the end.
         first, second = x.unflatten(1, (self.cp_size, -1)).chunk(2, 3)
@@ -309,12 +313,12 @@ class SegmentAttention(MegatronModule):
 
 
 def physical_offsets(params: PackedSeqParams) -> Tensor:
-    """Return the cumulative physical segment lengths [n + 1] int32 of a packed row."""
+    """Return the cumulative physical (padded) lengths [n + 1] int32 of the n segments of a packed row."""
     return params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
 
 
 def physical_lengths(params: PackedSeqParams, tokens: int) -> tuple[int, ...]:
-    """Return the physical segment lengths of a packed row.
+    """Return the physical (padded) lengths of the segments of a packed row with `tokens` tokens.
 
     Synchronizes with the device only for parameters that another package has created.
     """
@@ -323,5 +327,7 @@ def physical_lengths(params: PackedSeqParams, tokens: int) -> tuple[int, ...]:
     else:
         lengths = tuple(physical_offsets(params).diff().tolist())
     if sum(lengths) != tokens:
-        raise ValueError(f"packed segments hold {sum(lengths)} tokens, the row has {tokens}")
+        raise ValueError(
+            f"the segments of packed_seq_params have {sum(lengths)} tokens, expected {tokens}, the tokens of the row"
+        )
     return lengths

@@ -83,14 +83,17 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
             advice = ""
             if all(name.startswith("mtp.") for name in missing):
                 advice = "; set mtp_num_layers=None to load the model without multi-token prediction"
-            raise ValueError(f"{path} lacks {len(missing)} tensors: {_list_names(missing)}{advice}")
+            raise ValueError(
+                f"{path} lacks {len(missing)} tensors, expected all that its config.json describes: "
+                f"{_list_names(missing)}{advice}"
+            )
         stored_rows = expand(rows, family(self.family).dimensions(stored_config(self.family, hf_pretrained)))
         counted = {name for row in stored_rows for name in row.hf}
         patterns = {_without_numbers(name) for name in counted}
         if uncounted := sorted(name for name in found - counted if _without_numbers(name) in patterns):
             raise ValueError(
-                f"{path} has {len(uncounted)} tensors of layers or experts that its config.json does not count: "
-                f"{_list_names(uncounted)}. Use the config.json that these weights were saved with"
+                f"{path} has {len(uncounted)} tensors of more layers or experts than its config.json counts: "
+                f"{_list_names(uncounted)}; use the config.json that these weights were saved with"
             )
         return super().load_weights_hf_to_megatron(hf_pretrained, megatron_model, *args, **kwargs)
 
@@ -140,10 +143,8 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
     def build_conversion_tasks(
         self, hf_pretrained: Any, megatron_model: list[Any], *args: Any, **kwargs: Any
     ) -> list[WeightConversionTask | None]:
-        """Return Megatron-Bridge's conversion tasks.
-
-        If ModelOpt has quantized the model, omit the entries None, which stand for scales without a Hugging Face name.
-        """
+        """Return Megatron-Bridge's conversion tasks; for a model that ModelOpt has quantized, without None."""
+        # None stands for a scale, which has no Hugging Face name.
         from modelopt.torch.quantization.utils import is_quantized
 
         tasks = super().build_conversion_tasks(hf_pretrained, megatron_model, *args, **kwargs)
@@ -154,10 +155,10 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
         return MegatronMappingRegistry(*param_mappings(family(self.family).rows(self.expert_layout())))
 
     def expert_layout(self) -> ExpertLayout:
-        """Return the format of expert weights in the checkpoint; without files or experts, in released checkpoints.
+        """Return how the checkpoint stores expert weights; without files or experts, how released checkpoints do.
 
         Raises:
-            ValueError: the format is unknown.
+            ValueError: the layout is unknown.
         """
         model_family = family(self.family)
         pretrained = getattr(self, "hf_pretrained", None)
@@ -224,15 +225,16 @@ class _Fp8WeightFiles(_WeightFiles):
         return self._files
 
     def load_tensors(self, keys_to_load: list[str]) -> dict[str, torch.Tensor]:
-        """Return the tensors with these names, by name. FP8 tensors are dequantized.
+        """Return a dict from name to tensor. FP8 tensors are dequantized.
 
-        Raises ValueError if the scales of a tensor are missing or do not fit.
+        Raises:
+            ValueError: the scales of an FP8 tensor are missing or have an unexpected shape.
         """
         loaded = self._stored.load_tensors(keys_to_load)
         for name in [name for name, tensor in loaded.items() if tensor.dtype == torch.float8_e4m3fn]:
             where = f"{self.model_name_or_path}, tensor {name}"
             if name + SCALES not in self._stored.key_to_filename_map:
-                raise ValueError(f"{where}: its scales {name}{SCALES} are missing")
+                raise ValueError(f"{where}: found no scales, expected the tensor {name}{SCALES}; copy the model again")
             scales = self._stored.load_tensors([name + SCALES])[name + SCALES]
             try:
                 loaded[name] = dequantize(loaded[name], scales, self._block, self._dtype)
@@ -250,16 +252,12 @@ def _read_fp8(hf_pretrained: Any, dtype: torch.dtype) -> None:
 
 
 def _weight_files(hf_pretrained: Any) -> SafeTensorsStateSource | None:
-    """Return the safetensors files of a Hugging Face model; None if it has none."""
     source = getattr(getattr(hf_pretrained, "state", None), "source", None)
     return source if isinstance(source, SafeTensorsStateSource) else None
 
 
 def stored_config(name: str, hf_pretrained: Any) -> Mapping[str, Any]:
-    """Return the configuration of a Hugging Face model as a dict.
-
-    Optional components that a local checkpoint lacks are removed from it.
-    """
+    """Return the contents of a model's `config.json`, without optional components that a local checkpoint lacks."""
     config, source = hf_pretrained.config.to_dict(), _weight_files(hf_pretrained)
     if source is None or not Path(source.model_name_or_path).is_dir() or not source.key_to_filename_map:
         return config
@@ -269,7 +267,7 @@ def stored_config(name: str, hf_pretrained: Any) -> Mapping[str, Any]:
 def provider_by_model_type(
     bridges: Iterable[type[FamilyBridge]], hf_config: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> Any:
-    """Return a provider for a complete `config.json`. `finalize()` has not been called.
+    """Return a provider for a complete `config.json`, not finalized.
 
     Args:
         bridges: bridges of the family; the `model_type` selects one.
@@ -288,7 +286,7 @@ def provider_by_model_type(
     config = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(dict(hf_config)))
     provider = by_type[model_type]().provider_bridge(types.SimpleNamespace(config=config))
     if unknown := settings.keys() - {field.name for field in dataclasses.fields(provider)}:
-        raise TypeError(f"{type(provider).__name__} has no {', '.join(sorted(unknown))}")
+        raise TypeError(f"{', '.join(sorted(unknown))}: expected only fields of {type(provider).__name__}")
     for name, value in settings.items():
         setattr(provider, name, value)
     return provider

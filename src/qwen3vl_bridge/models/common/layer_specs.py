@@ -31,10 +31,7 @@ from torch import Tensor, nn
 
 def _norm_class(base: type[nn.Module]) -> type[nn.Module]:
     class Norm(base):
-        """A torch norm with megatron-core's constructor arguments.
-
-        Its gradients are reduced under sequence parallelism.
-        """
+        """A torch norm with megatron-core's constructor arguments and reduced gradients under sequence parallelism."""
 
         def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
             super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -68,7 +65,7 @@ def _zero_centered_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class LocalBackend(LocalSpecProvider):
-    """Modules that do not use Transformer Engine, even if it is installed: torch norms and SegmentAttention."""
+    """Backend of layer specs without Transformer Engine: torch norms, SegmentAttention and GroupedExperts."""
 
     def __init__(self, config: TransformerConfig) -> None:
         self.config = config
@@ -89,7 +86,7 @@ class LocalBackend(LocalSpecProvider):
 
 
 def backend(config: TransformerConfig) -> BackendSpecProvider:
-    """Return the modules that `config.transformer_impl` selects.
+    """Return the backend of layer specs, a class for each module, that `config.transformer_impl` selects.
 
     Raises:
         ModuleNotFoundError: Transformer Engine is selected and not installed.
@@ -100,15 +97,14 @@ def backend(config: TransformerConfig) -> BackendSpecProvider:
     if config.transformer_impl != "transformer_engine":
         raise ValueError(f"transformer_impl is {config.transformer_impl!r}, expected 'transformer_engine' or 'local'")
     if not HAVE_TE:
-        raise ModuleNotFoundError("transformer_impl is 'transformer_engine', which is not installed; use 'local'")
+        raise ModuleNotFoundError(
+            "transformer_impl is 'transformer_engine', expected 'local': Transformer Engine is not installed"
+        )
     return TESpecProvider()
 
 
 def _adapt(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
-    """Set this package's attention and experts in a layer spec, and return it.
-
-    Without Transformer Engine, also set norms and core attention.
-    """
+    """Set this package's attention and experts in a layer spec, with local layers also norms; return the spec."""
     layer, attention = spec.submodules, spec.submodules.self_attention
     attention.module = RotarySelfAttention
     has_experts = isinstance(layer.mlp, functools.partial) and layer.mlp.func in (MoELayer, MemoryEfficientMoELayer)

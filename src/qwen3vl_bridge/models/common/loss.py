@@ -32,13 +32,13 @@ from torch.autograd.function import once_differentiable
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-    """Return losses [s, b] in float32 for labels [s, b] and logits [s, b, v / tp] of a tensor-parallel group."""
+    """Return losses [s, b] in float32 for labels [s, b] and logits [s, b, vocabulary / tp] of one TP rank."""
     first = group.rank() * logits.size(-1)
     return _CrossEntropy.apply(logits.flatten(0, 1), labels.flatten() - first, group).view(labels.shape)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Compute losses [t] from logits [t, v / tp] and labels [t].
+    """Autograd function for losses [tokens] of logits [tokens, vocabulary / tp] and labels [tokens].
 
     Labels are relative to the first vocabulary entry of this rank.
     """
@@ -60,7 +60,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return three tensors [t]: the largest logit, the sum of exponentials relative to it, and the label's logit.
+    """Return the largest logit, the sum of exp(logit - largest), and the label's logit: three tensors [tokens].
 
     The label's logit is 0 if another rank has the label.
     """
@@ -79,10 +79,11 @@ def _logits_gradient(logits: Tensor, labels: Tensor, largest: Tensor, total: Ten
 
 @dataclass(frozen=True)
 class LossHead:
-    """The output layer and the loss, which compute losses from hidden states.
+    """The output layer and the loss function, which compute losses from hidden states.
 
     Attributes:
-        output_layer: (hidden states [s / sp, b, h], weight, runtime_gather_output) -> logits [s, b, v / tp] and a bias.
+        output_layer: (hidden states [s / sp, b, h], weight, runtime_gather_output) -> logits [s, b, vocabulary / tp]
+            and a bias.
         weight: the weight of tied embeddings; None to use the output layer's own weight.
         gather: the output layer's argument `runtime_gather_output`.
         loss: (labels [b, s], logits) -> losses [b, s].
@@ -94,13 +95,16 @@ class LossHead:
     loss: Callable[[Tensor, Tensor], Tensor]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [s, b, v / tp] of hidden states [s / sp, b, h]."""
+        """Return logits [s, b, vocabulary / tp] of hidden states [s / sp, b, h]."""
         return self.output_layer(hidden, weight=self.weight, runtime_gather_output=self.gather)[0]
 
     def compute_losses(
         self, on_logits: LogitsHook | None, hidden: Tensor, labels: Tensor, *hook_inputs: Tensor
     ) -> Tensor:
-        """Return losses [b, s] of hidden states [s / sp, b, h] and labels [b, s]."""
+        """Return losses [b, s] of hidden states [s / sp, b, h] and labels [b, s].
+
+        `on_logits` is called with the logits and `hook_inputs` before the loss is computed.
+        """
         logits = self.compute_logits(hidden)
         if on_logits is not None:
             on_logits(logits.detach(), *hook_inputs)  # before the loss, which may overwrite the logits
@@ -127,7 +131,7 @@ def loss_processor(
     config: Any,
     **_: Any,
 ) -> Tensor:
-    """Return losses [b, s]. GPTModel calls it with the arguments of an `output_processor`."""
+    """Return losses [b, s], computed in chunks of `config.loss_chunk_tokens`. An `output_processor` of GPTModel."""
     head = LossHead(output_layer, output_weight, runtime_gather_output, compute_language_model_loss)
     chunk_tokens = 0 if keeps_output(output_layer) else config.loss_chunk_tokens
     return token_losses(head, hidden_states, labels, chunk_tokens)
@@ -143,13 +147,12 @@ def token_losses(
 ) -> Tensor:
     """Return losses [b, s] in float32, computed in chunks if there are more than `chunk_tokens` labels.
 
-    The sizes of chunks differ by at most one token per row and rank. A chunk has at least one token per row and rank.
-
     Args:
         head: the output layer and the loss.
         hidden: [s / sp, b, h]. Under sequence parallelism a chunk has the same positions of each rank.
         labels: [b, s].
-        chunk_tokens: the largest number of tokens in a chunk, over rows and ranks; 0 for a single chunk.
+        chunk_tokens: maximum number of tokens in a chunk, over rows and ranks, but at least one token of each row and
+            rank; 0 for a single chunk.
         on_logits: called in the forward pass with the logits of each chunk and its chunks of `hook_inputs`, in order.
         hook_inputs: tensors [b, s].
 
@@ -161,18 +164,17 @@ def token_losses(
     (length, rows, _), (label_rows, label_length) = hidden.shape, labels.shape
     if label_rows != rows or label_length % length:
         raise ValueError(
-            f"labels have shape {list(labels.shape)}, expected {[rows, length]}, or a multiple of {length} tokens "
-            "under sequence parallelism"
+            f"labels have shape {list(labels.shape)}, expected {[rows, length]} as hidden states, or a multiple of "
+            f"{length} tokens under sequence parallelism"
         )
     chunks = min(-(-labels.numel() // chunk_tokens), length)
     return _ChunkedLosses.apply(head, chunks, on_logits, hook_inputs, hidden, labels, *head.trained_weights())
 
 
 class _ChunkedLosses(torch.autograd.Function):
-    """Compute losses from hidden states in chunks.
+    """Autograd function for losses of hidden states, computed in chunks, and recomputed in the backward pass."""
 
-    The weights are arguments of `forward`, so that autograd requests their gradients.
-    """
+    # The weights are arguments of `forward`, so that autograd requests their gradients.
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cuda")  # logits are recomputed with the same autocast
@@ -230,5 +232,5 @@ def _add_gradients(sums: dict[Tensor, Tensor], weights: tuple[Tensor, ...], grad
 
 
 def _split_rows(x: Tensor, length: int, chunks: int) -> list[Tensor]:
-    """Split [b, sp * length] into chunks [b, sp * n] with the same positions of each sequence-parallel rank."""
+    """Split x [b, sp * length] into `chunks` tensors, each with the same positions of every sequence-parallel rank."""
     return [chunk.flatten(1) for chunk in x.unflatten(1, (-1, length)).tensor_split(chunks, dim=2)]

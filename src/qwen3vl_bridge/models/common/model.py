@@ -99,10 +99,10 @@ class MRopeGPTModel(OutputGPTModel):
         return super().compute_output(hidden_states, labels=labels, output_processor=output_processor, **arguments)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Return losses [b, s] of labels [b, s] and logits [s, b, padded vocabulary / tp]."""
+        """Return the loss of each token [b, s] for labels [b, s] and logits [s, b, padded vocabulary / tp]."""
         if not self.parallel_output and self.pg_collection.tp.size() > 1:
             raise ValueError(
-                f"parallel_output is False, expected True to train under tensor parallelism: {GATHERED_LOGITS}"
+                f"parallel_output is False, expected True to train with tensor parallelism: {GATHERED_LOGITS}"
             )
         if keeps_output(self.output_layer):
             logits = logits.clone()  # ModelOpt reads them after the loss, which may overwrite them
@@ -113,11 +113,11 @@ class MRopeGPTModel(OutputGPTModel):
 
     @torch.no_grad()
     def mask_vocabulary_padding(self, logits: Tensor) -> Tensor:
-        """Set logits [s, b, padded vocabulary / tp] of padding rows of the vocabulary to minus infinity, in place.
+        """Set logits [s, b, padded vocabulary / tp] of vocabulary padding to minus infinity, in place.
 
-        Padding rows are not tokens. With minus infinity their probability and the gradient of their logits are exactly
-        0. Autograd does not record the write: it would copy the full gradient to write this 0 again.
+        Their probability and the gradient of their logits are then exactly 0.
         """
+        # Autograd does not record the write: it would copy the full gradient to write this 0 again.
         vocab_size, local_size = self.config.vocab_size, logits.size(-1)
         first = self.pg_collection.tp.rank() * local_size
         if first + local_size > vocab_size:
@@ -166,7 +166,7 @@ class MRopeGPTModel(OutputGPTModel):
 class VisionLanguageModel(MegatronModule):
     """One pipeline stage of the model: the vision tower on the first stage, text layers on every stage.
 
-    A family overrides `layer_arguments`, `pack` and `unpack` if its layers have inputs besides hidden states. The
+    A family overrides `layer_arguments`, `pack` and `unpack` if its layers have inputs other than hidden states. The
     provider is also the transformer configuration of the text model. A stage with `pre_process` embeds tokens and
     images, a stage with `post_process` computes logits or the loss.
     """
@@ -213,11 +213,9 @@ class VisionLanguageModel(MegatronModule):
             super().__setattr__(name, value)
 
     def _reject_process_groups(self, groups: ProcessGroupCollection) -> NoReturn:
-        """Raise ValueError for new process groups, which Megatron-Bridge's `eval_cp_context` sets in every module.
-
-        Results would be wrong without an error: attention keeps the group it was built with, and the vision tower,
-        which is not context-parallel, would get one.
-        """
+        """Raise ValueError for new process groups, which Megatron-Bridge's `eval_cp_context` sets in every module."""
+        # Results would be wrong: attention keeps the group that it was built with, and the vision tower, which is not
+        # context-parallel, would get one.
         built, given = (torch.distributed.get_process_group_ranks(group) for group in (self.cp_group, groups.cp))
         self.config.context_parallel_size = self.cp_group.size()  # eval_cp_context has already changed it
         raise ValueError(
@@ -226,7 +224,7 @@ class VisionLanguageModel(MegatronModule):
         )
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Return the text model's losses [b, s]."""
+        """Return the loss of each token [b, s]; see `MRopeGPTModel.compute_language_model_loss`."""
         return type(self.language_model).compute_language_model_loss(self.language_model, labels, logits)
 
     # Attributes of Megatron-Bridge's own model that callers read. None of these registers a module under a second name.
@@ -302,7 +300,10 @@ class VisionLanguageModel(MegatronModule):
                 self.config, self.pg_collection, encode_vision=self.pre_process, **batch
             )
         elif given := [name for name, argument in batch.items() if argument is not None]:
-            raise ValueError(f"inputs is a complete batch, and {', '.join(given)} is given too: expected one of them")
+            raise ValueError(
+                f"found inputs, a complete batch, and also {', '.join(given)}; pass either inputs or the batch in "
+                "separate arguments"
+            )
         check_token_count(self.config, inputs.input_ids.numel())
         settings = dict(runtime_gather_output=runtime_gather_output)
         if output_processor is not None:
@@ -319,9 +320,8 @@ class VisionLanguageModel(MegatronModule):
     def check_settings(self) -> None:
         """Check settings that depend on whether the model is trained; see `config/model_validation.py`.
 
-        Settings are checked once for training, once for other forward passes, and again after a change. A provider
-        counts assignments to its fields (`changes`). Changes inside a list or a section (`vision_config`) do not count:
-        they do not affect a model that has been built.
+        Settings are checked once for training, once for other forward passes, and again after an assignment to a field
+        of the provider.
         """
         # Frameworks that build models with `provide` or Megatron-Bridge's `get_model` (miles, NeMo-RL) do not state
         # beforehand whether they will train them. A model that is only loaded or evaluated may have the schedule
@@ -335,9 +335,10 @@ class VisionLanguageModel(MegatronModule):
             reset_stale_moe_metrics(self.config)
 
     def build_schedule_plan(self, *, inputs: ModelInputs) -> ModelSchedulePlan:
-        """Return the forward pass of `inputs` as nodes of megatron-core's combined schedule.
+        """Return the forward pass of `inputs` as nodes of megatron-core's schedule that overlaps two microbatches.
 
-        Its output is the losses [b, s] or, on a pipeline stage other than the last, the result of `pack`.
+        The output of the last node is the losses [b, s] or, on a pipeline stage other than the last, the result of
+        `pack`.
         """
         self.check_settings()
         self.check_inputs(inputs)
@@ -366,7 +367,7 @@ class VisionLanguageModel(MegatronModule):
         """
 
     def encode(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """Return vision tokens [K, h] and DeepStack features [t, K, h] of this rank's tokens.
+        """Return the K vision tokens [K, h] that this rank needs, and their features [t, K, h] of t DeepStack layers.
 
         Other ranks may have encoded them. A rank without images encodes a blank image and ignores the result.
         """
@@ -376,7 +377,7 @@ class VisionLanguageModel(MegatronModule):
         return exchange_vision_tokens(*encoded, exchange.sources, exchange.sent, exchange.received, self.pg_collection)
 
     def embed(self, inputs: ModelInputs, encoded: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, dict[str, Any]]:
-        """Return tokens and images as hidden states [s / sp, b, h], and additional inputs of the decoder layers.
+        """Return hidden states [s / sp, b, h] of tokens and images, and a dict of additional inputs of decoder layers.
 
         `encoded` is the result of `encode`, for callers that use the images more than once.
         """
@@ -385,7 +386,10 @@ class VisionLanguageModel(MegatronModule):
         return hidden, self.layer_arguments(features, inputs)
 
     def embed_tokens(self, input_ids: Tensor, vision_tokens: Tensor, where: VisionRows) -> Tensor:
-        """Embed token ids [b, s] as hidden states [s / sp, b, h], with vision tokens [K, h] for placeholders."""
+        """Embed token ids [b, s] as hidden states [s / sp, b, h], in which vision tokens replace placeholders.
+
+        `where` tells which of the `vision_tokens` replaces which hidden state.
+        """
         embedded = self.language_model.embedding(input_ids, position_ids=None)
         selected = vision_tokens.index_select(0, where.sources).to(embedded.dtype)
         hidden = embedded.flatten(0, 1).index_copy(0, where.targets, selected).view_as(embedded)
@@ -396,7 +400,7 @@ class VisionLanguageModel(MegatronModule):
         return None
 
     def layer_arguments(self, features: Tensor, inputs: ModelInputs) -> dict[str, Any]:
-        """Return additional inputs of the decoder layers, made from the DeepStack features [t, K, h] of `encode`.
+        """Return additional inputs of the decoder layers, made from the DeepStack `features` that `encode` returns.
 
         There are none unless a family overrides this method.
         """
@@ -409,10 +413,7 @@ class VisionLanguageModel(MegatronModule):
         return None if tower is None else nn.ModuleList([tower.merger, tower.decoder.deepstack_merger_list])
 
     def map(self, func: Callable[..., Any], leaf_only: bool = False, **where: Any) -> nn.Module:
-        """Apply a function to all modules, as Megatron-Bridge's PEFT classes do.
-
-        Module names do not include wrappers.
-        """
+        """Apply a PEFT function to all modules, as Megatron-Bridge does, with module names that omit wrappers."""
         return map_modules(self, func, leaf_only=leaf_only)
 
     def freeze(
@@ -447,31 +448,28 @@ class VisionLanguageModel(MegatronModule):
         self.received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def receive(self, inputs: ModelInputs) -> tuple[None, dict[str, Any]]:
-        """Pass the received hidden states to the text model.
-
-        Return None and the additional inputs of the decoder layers, in the form of the results of `embed`.
-        """
+        """Pass the received hidden states to the text model. Return (None, additional inputs of the decoder layers)."""
         hidden, layer_arguments = self.unpack_received(self.take_received(), inputs)
         self.language_model.set_input_tensor(hidden)
         return None, layer_arguments
 
     def take_received(self) -> Tensor:
-        """Return the tensor received from the previous pipeline stage, and clear it.
-
-        Raises ValueError if there is none.
-        """
+        """Return the tensor received from the previous pipeline stage, and clear it. Raise ValueError if it is None."""
         if self.received is None:
-            raise ValueError("this is not the first pipeline stage: call set_input_tensor before forward")
+            raise ValueError(
+                "found no tensor from the previous pipeline stage, expected one on any stage but the first; call "
+                "set_input_tensor before forward"
+            )
         received, self.received = self.received, None
         return received
 
     def unpack_received(self, received: Tensor, inputs: ModelInputs) -> tuple[Tensor, dict[str, Any]]:
-        """Return the result of `unpack` for a received tensor and this rank's number of tokens per row."""
+        """Unpack a received tensor with `unpack`, given the number of tokens per row on this rank."""
         sp_size = self.tp_group.size() if self.config.sequence_parallel else 1
         return self.unpack(received, inputs.input_ids.size(1) // sp_size, inputs)
 
     def unpack(self, received: Tensor, length: int, inputs: ModelInputs) -> tuple[Tensor, dict[str, Any]]:
-        """Return hidden states [length, b, h] and additional layer inputs from a tensor that `pack` has made.
+        """Return hidden states [length, b, h] and a dict of additional layer inputs from a tensor that `pack` has made.
 
         Raises:
             ValueError: the tensor has the wrong size.
@@ -497,7 +495,10 @@ class VisionLanguageModel(MegatronModule):
 
 
 def check_received(received: Tensor, expected: int, described: str) -> None:
-    """Raise ValueError unless the previous pipeline stage sent the expected number of states [..., h]."""
+    """Raise ValueError unless a received tensor [..., h] has the expected number of states.
+
+    `described` says in the message what the expected states are.
+    """
     sent = received.numel() // received.size(-1)
     if sent != expected:
         raise ValueError(

@@ -42,15 +42,15 @@ class BalancedRouter(BalancingRouter):
     divided by the tokens of the global batch (`calculate_per_token_loss`), and equally if megatron-core divides by the
     number of microbatches.
 
-    megatron-core 0.19 weights the first kind by the rank's own tokens times the number of ranks. With a padding mask it
-    weights by N times the number of ranks, because it sums over ranks in place in the tensor that it then uses as the
-    rank's own (docs/upstream/router_gradient.md).
-
     Source of the loss: Fedus et al., Switch Transformers, equation 4; over all ranks, Qiu et al. (arXiv 2501.11873).
     """
 
+    # megatron-core 0.19 weights a loss divided by tokens by the rank's own tokens times the number of ranks. With a
+    # padding mask it weights by N times the number of ranks, because it sums over ranks in place in the tensor that it
+    # then uses as the rank's own (docs/upstream/router_gradient.md).
+
     def balance_microbatch(self, probs: Tensor, scores: Tensor, routing_map: Tensor) -> Tensor:
-        """Return `probs` with the balancing loss of a microbatch attached, over the ranks that share the microbatch."""
+        """Return `probs` with the balancing loss of a microbatch attached: the backward pass adds its gradient."""
         if not self.get_aux_loss_coeff("aux_loss"):
             return probs
         selected = sum_in_group(routing_map.sum(0), self.tp_cp_group)
@@ -73,10 +73,10 @@ class BalancedRouter(BalancingRouter):
 
         Args:
             kind: megatron-core's name of the loss.
-            probs: [t, E] the router's output.
-            scores: [t, E] of this rank, zero for padding.
-            selected: [E] how often real tokens of all ranks of `group` select each expert.
-            frequency: [E] the f_e of the loss.
+            probs: [tokens, experts], the router's output.
+            scores: [tokens, experts] of this rank, zero for padding.
+            selected: [experts], how often real tokens of all ranks of `group` select each expert.
+            frequency: [experts], the f_e of the loss.
             group: ranks whose tokens are balanced together.
         """
         coefficient, tokens = self.get_aux_loss_coeff(kind), (selected.sum() / self.topk).clamp(min=1)
@@ -105,10 +105,10 @@ class BalancedRouter(BalancingRouter):
         )
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Return logits [t, E] of this rank with the z loss attached. The mask [t] is True for padding.
+        """Return logits [tokens, experts] with the z loss attached. The mask [tokens] is True for padding.
 
-        If losses are divided by microbatches, the loss is the mean over all tokens of a microbatch. megatron-core would
-        use the mean of the ranks' means, which depends on where padding is.
+        Without `calculate_per_token_loss`, the loss is the mean over all real tokens of a microbatch. megatron-core
+        would use the mean of the means of ranks, which depends on where padding is.
         """
         coefficient, ranks = self.config.moe_z_loss_coeff, self.tp_cp_group.size()
         trains = coefficient is not None and self.training and torch.is_grad_enabled()
@@ -123,10 +123,7 @@ class BalancedRouter(BalancingRouter):
 
 
 def metrics_size(config: TransformerConfig) -> int:
-    """Return the number of values per loss in megatron-core's tracker of MoE metrics.
-
-    There is one for each layer, and then one for multi-token prediction.
-    """
+    """Return the number of values per loss in megatron-core's MoE metrics: one per layer, including MTP layers."""
     return config.num_layers + (config.mtp_num_layers or 0)
 
 
@@ -140,14 +137,14 @@ _tracked_config: weakref.ref[TransformerConfig] | None = None
 
 
 def reset_stale_moe_metrics(config: TransformerConfig) -> None:
-    """Empty megatron-core's tracker of MoE metrics if it has the size of another model, with another depth.
+    """Empty megatron-core's tracker of MoE metrics if it was created for a model with another number of layers.
 
-    megatron-core has one tracker per process, with the size of the first model. Layers of a second, deeper model would
-    be out of its range. Pipeline stages sum their values, so every stage needs the same size, even if it has recorded
-    nothing: every stage calls this before the routers of a microbatch. For a single model the call is one comparison. A
-    process that alternates between two models (an actor and a critic) empties the tracker at each change. Delete this
-    with docs/upstream/metrics_tracker.md.
+    A process that alternates between two such models (an actor and a critic) empties the tracker at each change.
     """
+    # megatron-core has one tracker per process, with the size of the first model. Layers of a second, deeper model
+    # would be out of its range. Pipeline stages sum their values, so every stage needs the same size, even if it has
+    # recorded nothing: every stage calls this before the routers of a microbatch. For a single model the call is one
+    # comparison. Delete this with docs/upstream/metrics_tracker.md.
     global _tracked_config
     if _tracked_config is not None and _tracked_config() is config:
         return
@@ -178,10 +175,7 @@ EXPERT_LINEARS = {"linear_fc1": ColumnParallelLinear, "linear_fc2": RowParallelL
 
 
 class _Forward:
-    """Descriptor that returns `grouped_forward` for an instance, and `SequentialMLP.forward` for the class.
-
-    ModelOpt recognizes the class of experts by its `forward`.
-    """
+    """Descriptor that returns `grouped_forward`, but for the class the `forward` by which ModelOpt recognizes it."""
 
     def __get__(self, experts: Any, _: type) -> Any:
         return SequentialMLP.forward if experts is None else experts.grouped_forward
@@ -206,9 +200,9 @@ class GroupedExperts(SequentialMLP):
                 weight.data = view
 
     def grouped_forward(self, x: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor) -> tuple[Tensor, None]:
-        """Return outputs [t, h] for tokens [t, h] sorted by expert, and None for the bias.
+        """Return the outputs [tokens, h] of experts for tokens [tokens, h] sorted by expert, and None for the bias.
 
-        Outputs are scaled by the scores [t].
+        Outputs are scaled by `permuted_probs` [tokens].
         """
         self._wait_for_weights()
         if not self._can_group(x, tokens_per_expert):
@@ -225,20 +219,15 @@ class GroupedExperts(SequentialMLP):
         return [getattr(expert, name) for expert in self.local_experts]
 
     def _wait_for_weights(self) -> None:
-        """Call the hooks of `overlap_param_gather`, from the last expert to the first.
-
-        This is the order in which weights are gathered: each hook starts the next gather.
-        """
+        """Call the hooks of `overlap_param_gather` that wait for weights, in the order in which these are gathered."""
+        # From the last expert to the first. Each hook starts the next gather.
         for expert in reversed([*self.local_experts]):
             for linear in (getattr(expert, name) for name in EXPERT_LINEARS):
                 for hook in filter(_waits_for_weights, forward_pre_hooks(linear)):
                     hook(linear, ())
 
     def _can_group(self, x: Tensor, tokens_per_expert: Tensor) -> bool:
-        """Return whether the grouped forward pass supports these tokens and these experts.
-
-        torch must have a grouped matrix product for the tokens, and each linear layer must be a plain matrix product.
-        """
+        """Return True if torch has a grouped GEMM for these tokens, and all linear layers are plain matrix products."""
         if self.num_local_experts == 1 or self.config.moe_apply_probs_on_input:
             return False
         # A dispatcher that keeps counts on the GPU may have more rows, which the product would leave uninitialized.
@@ -283,10 +272,7 @@ def _waits_for_weights(hook: Any) -> bool:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks that only a call of the module would run.
-
-    Hooks that wait for weights do not count.
-    """
+    """Return True if a module has hooks other than those that wait for weights."""
     return has_later_hooks(module) or not all(map(_waits_for_weights, forward_pre_hooks(module)))
 
 
@@ -302,15 +288,15 @@ class _GroupedLinear(nn.Module):
 
 
 class GroupedProduct(torch.autograd.Function):
-    """y_t = W_e x_t with its gradients, where e is the expert of token t.
+    """Autograd function for y_t = W_e x_t, where e is the expert of token t.
 
-    Tokens [t, k] are sorted by expert, and each weight is [n, k]. `ends` [E] int32 are the ends of experts' tokens.
-    Without tokens no kernel is launched, and the graph is the same.
+    Tokens x [tokens, k] are sorted by expert, each weight is [n, k], and `ends` [experts] int32 are the indices after
+    each expert's last token. Without tokens no kernel is launched, and the graph is the same.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
-        """Return the products [t, n] of tokens [t, k] with the weights of their experts."""
+        """Return the products [tokens, n] of tokens [tokens, k] with the weights of their experts."""
         ctx.save_for_backward(x if any(ctx.needs_input_grad[2:]) else None, ends, *weights)
         return F.grouped_mm(x, stack_weights(weights).mT, offs=ends) if len(x) else x.new_empty(0, weights[0].size(0))
 
@@ -329,7 +315,7 @@ class GroupedProduct(torch.autograd.Function):
 
 
 def stack_weights(weights: Sequence[Tensor]) -> Tensor:
-    """Return matrices [n, k] as one tensor [E, n, k]: a view if they lie in memory at equal distances, else a copy."""
+    """Return m matrices [n, k] as one tensor [m, n, k]: a view if they are equally spaced in memory, else a copy."""
     first, second = weights[0].data_ptr(), weights[1].data_ptr()
     distance, element_size = second - first, weights[0].element_size()
     in_order = distance >= weights[0].nbytes and distance % ALIGNMENT == 0

@@ -77,10 +77,8 @@ class VisionLanguageProvider(CountsOperations, fields.VisionLanguageFields):
         run_checks(model_validation.AFTER_FINALIZE, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a deep copy that shares the P2P communicator with the original.
-
-        Layers with experts copy their configuration.
-        """
+        """Return a deep copy that shares the P2P communicator with the original."""
+        # Layers with experts copy their configuration.
         if is_student(self):
             return copy.deepcopy(copy.copy(self), memo)
         if (communicator := p2p_communicator(self)) is not None:
@@ -106,17 +104,11 @@ class VisionLanguageProvider(CountsOperations, fields.VisionLanguageFields):
 
     @property
     def changes(self) -> int:
-        """Return the number of assignments to public attributes.
-
-        Models check their settings again when this number has changed.
-        """
+        """Return the number of assignments to public attributes so far. Models check settings again after a change."""
         return vars(self).get("_changes", 0)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to pickle, without process groups and hooks.
-
-        Megatron-Bridge sends them to other pipeline stages.
-        """
+        """Return the attributes to pickle, such as for other pipeline stages, without process groups and hooks."""
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     @property
@@ -130,7 +122,7 @@ class VisionLanguageProvider(CountsOperations, fields.VisionLanguageFields):
 
     @property
     def layers_in_16_bits(self) -> tuple[str, ...]:
-        """Return the names, as in the weight table, of decoder linear layers that are never computed in FP8."""
+        """Return the names in the weight table, such as "in_proj", of decoder layers that are never computed in FP8."""
         return ()
 
     def dimensions(self) -> Dimensions:
@@ -145,9 +137,12 @@ class VisionLanguageProvider(CountsOperations, fields.VisionLanguageFields):
         return model_dimensions(self.family, config, moe_layers=self.moe_layers, **widths)
 
     def provide(self, pre_process: bool | None = None, post_process: bool | None = None, vp_stage: int | None = None):
-        """Build the model of one pipeline stage, or the module of this rank under `dist_train`.
+        """Build the model of one pipeline stage, or with `dist_train` the module of this rank.
 
-        `pre_process` (the stage embeds) and `post_process` (it computes logits or losses) follow from the rank if None.
+        Args:
+            pre_process: whether the stage embeds tokens and images; None: determined by the rank.
+            post_process: whether the stage computes logits or losses; None: determined by the rank.
+            vp_stage: virtual pipeline stage.
         """
         groups = self._process_groups()
         pre_process, post_process = self._stage_ends(pre_process, post_process, vp_stage)
@@ -189,15 +184,12 @@ class VisionLanguageProvider(CountsOperations, fields.VisionLanguageFields):
 
     @property
     def vision_work(self) -> VisionWork:
-        """Return the cost of a frame in the vision tower, by which frames are assigned to ranks."""
+        """Return the cost model of the vision tower by which frames are assigned to ranks."""
         costs = model_costs(self.dimensions())
         return VisionWork(costs.patch, costs.patch_pair, self.vision_config.spatial_merge_size**2)
 
     def _process_groups(self) -> ProcessGroupCollection:
-        """Return the provider's process groups.
-
-        If a caller of `provide` has set none, set and return megatron-core's global groups.
-        """
+        """Return the provider's process groups. If there are none, set megatron-core's global groups first."""
         if (groups := provider_groups(self)) is None:
             groups = ProcessGroupCollection.use_mpu_process_groups()
             set_provider_groups(self, groups)
@@ -206,10 +198,7 @@ class VisionLanguageProvider(CountsOperations, fields.VisionLanguageFields):
     def _stage_ends(
         self, pre_process: bool | None, post_process: bool | None, vp_stage: int | None
     ) -> tuple[bool, bool]:
-        """Return `pre_process` and `post_process` of a pipeline stage.
-
-        Arguments that are None are replaced by the values for this rank.
-        """
+        """Return (`pre_process`, `post_process`) with the values for this rank in place of None."""
         groups, vp_size = self._process_groups(), self.virtual_pipeline_model_parallel_size
         if pre_process is None:
             pre_process = is_vp_first_stage(vp_stage=vp_stage, vp_size=vp_size) and is_pp_first_stage(groups.pp)
@@ -264,12 +253,12 @@ class ExpertsMixin:
 
     @property
     def moe_layers(self: Any) -> tuple[int, ...]:
-        """Return the indices of layers with experts. Raises ValueError if `moe_layer_freq` is malformed."""
+        """Return the indices of the layers with experts. Raise ValueError if `moe_layer_freq` is malformed."""
         frequency, layers = self.moe_layer_freq, self.num_layers
         if isinstance(frequency, int):
             return tuple(range(0, layers, frequency))
         if isinstance(frequency, str):
-            raise ValueError(f"moe_layer_freq is the text {frequency!r}, expected a number or a list")
+            raise ValueError(f"moe_layer_freq is the text {frequency!r}, expected a whole number or a list of 0 and 1")
         if len(frequency) != layers:
             raise ValueError(f"moe_layer_freq has {len(frequency)} entries, expected {layers}, one per layer")
         return tuple(layer for layer, has_experts in enumerate(frequency) if has_experts)
@@ -277,10 +266,8 @@ class ExpertsMixin:
 
 @functools.cache
 def _log_model_class(model_class: type[nn.Module]) -> None:
-    """Log the class of the model once, on the first rank.
-
-    A caller that has not imported this package gets Megatron-Bridge's own model without an error.
-    """
+    """Log the class of the model once, on the first rank."""
+    # A caller that has not imported this package gets Megatron-Bridge's own model without an error.
     if not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
         # RL frameworks leave Python's level at WARNING, and would hide it.
         level = logging.INFO if logger.isEnabledFor(logging.INFO) else logging.WARNING
@@ -326,15 +313,16 @@ def register_replacement(
     exclude: Collection[str] = (),
     convert: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda saved: {},
 ) -> None:
-    """Build our provider where a saved configuration names Megatron-Bridge's, and make ours its virtual subclass.
+    """Build the provider `ours` where a saved configuration names Megatron-Bridge's provider `theirs`.
 
-    The virtual subclass (`abc`) is for callers that use `isinstance`. No fields or defaults are inherited.
+    `ours` also becomes a virtual subclass (`abc`) of `theirs`, for callers that use `isinstance`. No fields or defaults
+    are inherited.
 
     Args:
         theirs: Megatron-Bridge's class.
-        ours: our class.
+        ours: class of this package.
         exclude: fields of this family that are not taken from the file, because no weight depends on them.
-        convert: (saved fields) -> fields that Megatron-Bridge's provider has under other names.
+        convert: saved fields -> values of fields that have other names in Megatron-Bridge's provider.
     """
     theirs.register(ours)  # type: ignore[attr-defined]  # its metaclass is ABCMeta
 
@@ -356,9 +344,9 @@ def register_replacement(
 
 
 def provider_builder(target: Any) -> Any:
-    """Return the function that builds a provider for the class `target` of a saved configuration.
+    """Return the function that builds a provider from the saved fields of the class `target`.
 
-    If this package has no provider for the class, return `target`.
+    Return `target` if this package has no provider for the class.
     """
     if not isinstance(target, type):
         return target

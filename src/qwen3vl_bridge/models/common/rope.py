@@ -33,11 +33,11 @@ def inverse_frequencies(dim: int, theta: float, device: torch.device) -> Tensor:
 
 
 def rotation(angles: Tensor, dtype: torch.dtype, scale: float = 1.0, *, fused: bool) -> Tensor:
-    """Return the rotary tensor of the layers from angles [s, b, r/2], which both halves of a head share.
+    """Return the rotary tensor for `rotate`, for angles [s, b, r / 2] that both halves of r rotated dimensions share.
 
     Returns:
-        Angles [t, 1, 1, r] float32 for Transformer Engine's kernel, if `fused` and without a scale, which the kernel
-        does not have. Otherwise cosines and sines [2, s, b, 1, r] times `scale` in `dtype`.
+        Angles [s * b, 1, 1, r] float32 for Transformer Engine's kernel, if `fused` and `scale` is 1. Otherwise cosines
+        and sines [2, s, b, 1, r] times `scale` in `dtype`.
     """
     angles = torch.cat((angles, angles), dim=-1)
     if fused and scale == 1.0:
@@ -55,7 +55,6 @@ def rotate(query: Tensor, key: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rotate_both(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys [t, heads, d] by cosines and sines [t, 1, r], in the dtype of the cosines."""
     return _rotate_one(query, cos, sin), _rotate_one(key, cos, sin)
 
 
@@ -68,10 +67,8 @@ def _rotate_one(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _rotate_fused(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotate x [s, b, heads, d] by angles [t, 1, 1, r] with Transformer Engine's kernel.
-
-    All tokens are passed as one row, because the kernel uses the same angles for every row.
-    """
+    """Rotate x [s, b, heads, d] by angles [s * b, 1, 1, r] with Transformer Engine's kernel."""
+    # All tokens are passed as one row, because the kernel uses the same angles for every row.
     tokens = x.flatten(0, 1)[:, None]
     max_tokens = _MAX_ELEMENTS // max(tokens.stride(0), tokens[0].numel())
     if len(tokens) <= max_tokens:  # the backward pass of a split would copy the gradient, even for a single piece
@@ -81,14 +78,15 @@ def _rotate_fused(x: Tensor, angles: Tensor) -> Tensor:
 
 
 class InterleavedMRoPE(nn.Module):
-    """Rotary embedding of the text model. Frequencies belong to the axes t, h, w, t, h, w, ..., the rest to t.
+    """Multimodal rotary embedding of the text model, with frequencies of three axes interleaved.
 
-    Source: transformers, Qwen3VLTextRotaryEmbedding.apply_interleaved_mrope.
+    Frequencies belong to the temporal, height and width axis in turn, and those beyond `mrope_section` to the temporal
+    axis. Source: transformers, Qwen3VLTextRotaryEmbedding.apply_interleaved_mrope.
 
     Args:
-        dim: rotated dimensions r of a head.
+        dim: number of rotated dimensions of a head.
         theta: RoPE base.
-        mrope_section: how many of the r/2 frequencies belong to each axis (temporal, height, width).
+        mrope_section: how many of the dim / 2 frequencies belong to each axis (temporal, height, width).
         dtype: dtype in which heads are rotated.
         scaled: transformers' `rope_parameters` of a scaled embedding; None if it is not scaled.
         fused: rotate with Transformer Engine's kernel, unless the embedding has a scale.
@@ -110,11 +108,9 @@ class InterleavedMRoPE(nn.Module):
         self._constants: dict[torch.device, tuple[Tensor, Tensor, float]] = {}
 
     def constants(self, device: torch.device) -> tuple[Tensor, Tensor, float]:
-        """Return the axis of each frequency [r/2], the frequencies [r/2], and the scale of cosines and sines.
-
-        They are kept per device. As buffers, a model on the meta device would keep them empty and a 16-bit model would
-        round them.
-        """
+        """Return the axis of each frequency, the frequencies, and the scale of cosines and sines."""
+        # Kept per device. As buffers, a model on the meta device would keep them empty and a 16-bit model would round
+        # them.
         if device not in self._constants:
             host, scale = torch.device("cpu"), 1.0
             if self.scaled is None:
@@ -133,9 +129,9 @@ class InterleavedMRoPE(nn.Module):
         return self._constants[device]
 
     def forward(self, position_ids: Tensor | None, mrope_section: object = None, cp_group: object = None) -> Tensor:
-        """Return the `rotation` of local positions [3, b, s], or of text positions [b, s] for all axes.
+        """Return the result of `rotation` for local positions [3, b, s], or for text positions [b, s] on all axes.
 
-        GPTModel passes the other arguments, which are not used.
+        The other arguments, which GPTModel passes, are not used.
 
         Raises:
             ValueError: positions have another shape, or are None.
@@ -149,7 +145,7 @@ class InterleavedMRoPE(nn.Module):
 
 
 def vision_rotary(position_ids: Tensor, dim: int, theta: float = 10000.0, *, fused: bool = False) -> Tensor:
-    """Return the `rotation` of one row of N patches at positions [N, 2] (row, column), in float32.
+    """Return the result of `rotation`, in float32, for one row of N patches at positions [N, 2] (row, column).
 
     Each of the two axes has half of the frequencies. Source: transformers, Qwen3VLVisionRotaryEmbedding and
     apply_rotary_pos_emb_vision.
@@ -160,10 +156,10 @@ def vision_rotary(position_ids: Tensor, dim: int, theta: float = 10000.0, *, fus
 
 
 class RotarySelfAttention(SelfAttention):
-    """Self attention that rotates queries and keys right after the QKV projection, for padded and packed rows.
+    """Self attention that rotates queries and keys right after the QKV projection, by angles of the local tokens.
 
-    Its angles belong to the local tokens. Megatron would rotate after removing the batch dimension of packed rows,
-    and look up positions by segment and context-parallel rank.
+    Megatron would rotate after removing the batch dimension of packed rows, and look up positions by segment and
+    context-parallel rank.
     """
 
     def forward(
@@ -191,7 +187,7 @@ class RotarySelfAttention(SelfAttention):
         return *rotate(query, key, key_value_states), *rest
 
     def fused_projection(self) -> tuple[nn.Module, list[int]]:
-        """Return `linear_qkv` and its row counts in a query group: of queries, gates if any, keys and values."""
+        """Return `linear_qkv`, and its rows per query group for queries, gates (if there are any), keys and values."""
         head_dim, heads = self.config.kv_channels, self.config.num_attention_heads // self.config.num_query_groups
         queries = [heads * head_dim] * (2 if self.config.attention_output_gate else 1)
         return self.linear_qkv, [*queries, head_dim, head_dim]

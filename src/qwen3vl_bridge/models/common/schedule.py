@@ -34,7 +34,7 @@ from torch import Tensor
 
 
 class EmbeddingNode(PreProcessNode):
-    """Embeds tokens and images for the first layer, or passes on the tensor of the previous stage."""
+    """Schedule node that embeds tokens and images, or on later pipeline stages passes on the received tensor."""
 
     def __init__(self, model: Any, *arguments: Any) -> None:
         super().__init__(model.language_model, *arguments)
@@ -43,7 +43,7 @@ class EmbeddingNode(PreProcessNode):
         self.shared: list[tuple[Tensor, Tensor]] = []  # tensors that other nodes use, with their detached copies
 
     def forward_impl(self) -> Tensor:
-        """Return hidden states [s / sp, b, h], and store the additional inputs of layers in the chunk state."""
+        """Return hidden states [s / sp, b, h], and store additional inputs of layers in the state of the nodes."""
         model, state = self.full_model, self.chunk_state
         if not model.pre_process:
             self.model.set_input_tensor(model.take_received())
@@ -63,7 +63,7 @@ class EmbeddingNode(PreProcessNode):
         return leaf
 
     def backward_impl(self, outputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Run one backward pass from this node's outputs and from the tensors that other nodes use."""
+        """Run one backward pass from the outputs of this node and from its tensors that other nodes use."""
         used = [(value, leaf.grad) for value, leaf in self.shared if leaf.grad is not None]
         gradients += tuple(gradient for _, gradient in used)
         self.shared.clear()
@@ -71,14 +71,14 @@ class EmbeddingNode(PreProcessNode):
 
 
 class LossNode(PostProcessNode):
-    """Computes losses [b, s] from hidden states after the final norm, with multi-token prediction."""
+    """Schedule node that computes losses [b, s] from hidden states, including multi-token prediction."""
 
     def __init__(self, model: Any, *arguments: Any) -> None:
         super().__init__(model.language_model, *arguments)
         self.full_model = model
 
     def forward_impl(self, hidden_states: Tensor) -> Tensor:
-        """Return losses [b, s], with the `output_processor_context` of the model."""
+        """Return losses [b, s] of hidden states after the final norm."""
         state = self.chunk_state
         state.output_processor_context = self.full_model.output_context(state.inputs, state.layer_arguments)
         return super().forward_impl(hidden_states)
@@ -88,7 +88,10 @@ class LayerPlan(LayerNodes):
     """The schedule nodes of one layer, changed for DeepStack, padding masks and pipeline stages."""
 
     def change_nodes(self, event: Any, comp_stream: Any, extra_args: dict[str, Any]) -> None:
-        """Replace nodes that do not suit this model, and add one for DeepStack features and the end of a stage."""
+        """Replace nodes for padding masks and received tensors, and add one for DeepStack features and the stage's end.
+
+        The arguments are those with which megatron-core has built the nodes.
+        """
         layer, last = self.layer, extra_args["ends_stage"]
         if isinstance(layer.mlp, MoELayer):
             self.pre_dispatch_computation.submodule = partial(attend_and_route, layer)
@@ -102,10 +105,8 @@ class LayerPlan(LayerNodes):
             )
 
     def get_low_precision_context(self) -> AbstractContextManager:
-        """Return the context of LayerNodes and, under sequence parallelism, this rank's own random numbers.
-
-        TransformerBlock does the same around all of its layers.
-        """
+        """Return a context manager for FP8 and, under sequence parallelism, the rank's own random numbers."""
+        # TransformerBlock enters both around all of its layers.
         context = ExitStack()
         if self.config.sequence_parallel:
             context.enter_context(tensor_parallel.get_cuda_rng_tracker().fork())
@@ -114,11 +115,9 @@ class LayerPlan(LayerNodes):
 
 
 def unpack_then(compute: Callable[..., Any], node: TransformerLayerNode, received: Tensor) -> Any:
-    """Run the first layer node of a later stage: unpack the tensor of the previous stage, then call `compute`.
-
-    The schedule sends the gradient of this node's input to the previous stage before the backward pass of the embedding
-    node.
-    """
+    """Unpack the tensor of the previous pipeline stage, then call `compute`, the first layer's node function."""
+    # Not in the embedding node: the schedule sends the gradient of this node's input to the previous stage before the
+    # backward pass of the embedding node.
     state = node.chunk_state
     hidden, arguments = state.model.unpack_received(received, state.inputs)
     # An empty tensor (no images, or no features for later layers) has no gradient.
@@ -188,6 +187,6 @@ class ModelSchedulePlan(ModelNodes):
         self.state.inputs = inputs
 
     def layer_node_arguments(self, index: int, layers: int) -> dict[str, Any]:
-        """Return `extra_args` for the nodes of one layer, given its index in this chunk."""
+        """Return the `extra_args` of the nodes of the layer with this index, in a chunk of `layers` layers."""
         # megatron-core would apply the final norm of its last layer before DeepStack features are added.
         return dict(is_first_layer=index == 0, is_last_layer=False, ends_stage=index == layers - 1)

@@ -66,10 +66,9 @@ def vision_transformer_config(provider: VisionLanguageFields) -> TransformerConf
 
 
 class PatchConv(nn.Conv3d):
-    """A convolution with a kernel as large as a patch, computed as a matrix product.
+    """A convolution with a kernel as large as a patch, computed as a matrix product."""
 
-    It is a module of its own because sharded training gathers the parameters of a module when it is called.
-    """
+    # A module of its own, because sharded training gathers the parameters of a module when it is called.
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """Project patches [N, channels * temporal_patch * patch * patch] to embeddings [N, h]."""
@@ -90,7 +89,7 @@ class PatchEmbed(nn.Module):
 
 
 class PatchMerger(MegatronModule):
-    """Merge merge x merge neighboring patches into one vision token with the hidden size of the text model.
+    """Module that merges neighboring patches into one vision token with the hidden size of the text model.
 
     The main merger normalizes patches, a DeepStack merger normalizes merged patches. Mergers use the exact GELU, unlike
     the layers of the tower. Source: transformers, Qwen3VLVisionPatchMerger.
@@ -120,16 +119,13 @@ class PatchMerger(MegatronModule):
         self.norm_size = norm_size
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Merge patches [N, h], given in merge order, to vision tokens [M, text hidden size]."""
+        """Merge patches [patches, h], in merge order, to vision tokens [tokens, text hidden size]."""
         tokens = self.patch_norm(hidden.view(-1, self.norm_size)).view(-1, self.merged_size)
         return self.linear_fc2(F.gelu(self.linear_fc1(tokens)[0]))[0]
 
 
 class VisionBlock(TransformerBlock):
-    """The transformer block of the vision tower.
-
-    It contains the DeepStack mergers, because checkpoints have them there.
-    """
+    """The transformer block of the vision tower, with the DeepStack mergers, because checkpoints have them there."""
 
     def __init__(
         self, config: TransformerConfig, vision: PretrainedConfig, pg_collection: ProcessGroupCollection
@@ -150,10 +146,8 @@ class VisionBlock(TransformerBlock):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
-        """Return the sharded state dict. Mergers are stacked as [mergers, ...] or stored one by one, like the layers.
-
-        TransformerBlock assumes that every rank has the full parameters of modules in a list.
-        """
+        """Return the sharded state dict. Mergers are stacked as [mergers, ...], or stored one by one as layers are."""
+        # TransformerBlock assumes that every rank has the full parameters of modules in a list.
         mergers, count = f"{prefix}deepstack_merger_list.", len(self.deepstack_merger_list)
         everything = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         state = {name: tensor for name, tensor in everything.items() if not name.startswith(mergers)}
@@ -191,16 +185,18 @@ class QwenVLVisionModel(MegatronModule):
         self.merger = PatchMerger(config, vision, pg_collection.tp, norm_after_shuffle=False)
 
     def position_embedding(self, vision: VisionInputs) -> Tensor:
-        """Return position embeddings [N, h], interpolated between the four learned positions around each patch."""
+        """Return position embeddings [patches, h], interpolated between four learned positions around each patch."""
         weights = vision.interpolation_weight.to(self.pos_embed.weight.dtype)[:, :, None]
         # Four additions round as in transformers; a sum over the first dimension would round once.
         first, *others = self.pos_embed(vision.interpolation_index).mul_(weights).unbind()
         return sum(others, start=first)
 
     def forward(self, vision: VisionInputs) -> tuple[Tensor, Tensor]:
-        """Return vision tokens [M, text hidden size] of all images and videos of a batch, and DeepStack features.
+        """Encode all images and videos of a batch.
 
-        The features are [t, M, text hidden size].
+        Returns:
+            Vision tokens [tokens, text hidden size], and DeepStack features [DeepStack layers, tokens, text hidden
+            size].
         """
         hidden = self.patch_embed(vision.pixel_values) + self.position_embedding(vision)
         encoded = self.decoder(

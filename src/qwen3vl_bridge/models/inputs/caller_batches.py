@@ -59,17 +59,17 @@ def as_model_inputs(
 ) -> tuple[ModelInputs, OutputConversion | None]:
     """Return this rank's inputs for a batch in the format of transformers or Megatron.
 
-    Lengths, positions and indices are computed on the host, which synchronizes with the device once, to read all
-    arguments except pixels; pass a `TokenBatch` to avoid this. If `input_ids` is a context-parallel slice of a flat
-    row, the full row is first gathered from all ranks, see `gather_row`, and outputs cover the slice.
+    The host synchronizes with the device once, to read all arguments except pixels; pass a `TokenBatch` to avoid this.
+    If `input_ids` is a context-parallel slice of a packed row, the full row is gathered from all ranks, see
+    `gather_row`, and outputs cover the slice.
 
     Args:
         config, groups: the provider and its process groups.
-        input_ids: as for `as_token_batch`, or a slice [1, T / cp] of a flat row.
-        labels: [B, S], already shifted, token ids where they are trained on: the model returns a loss for each, and
-            the caller masks them. With `packed_seq_params` also [1, T], in the order of the packed row. Or only this
-            context-parallel rank's tokens, [B, S / cp] or [1, T / cp]: Megatron-Bridge's `qwen3_vl_step` and verl's
-            fused kernels pass such labels with full rows of tokens. Or None for logits.
+        input_ids: as for `as_token_batch`, or a slice [1, tokens / cp] of a packed row.
+        labels: [rows, tokens], already shifted, token ids where they are trained on; None for logits. The model returns
+            a loss for each, and the caller masks them. With `packed_seq_params` also [1, tokens], in the order of the
+            packed row. Or only the tokens of this context-parallel rank, [rows, tokens / cp] or [1, tokens / cp]:
+            Megatron-Bridge's `qwen3_vl_step` and verl's fused kernels pass such labels with full rows of tokens.
         loss_mask: same shape as labels, 0 where a label is arbitrary; the caller multiplies losses by it. Under context
             parallelism, this rank's slice of a full mask is returned with the outputs. No effect without labels.
         encode_vision: whether this pipeline stage encodes images and videos; other stages need only their grids.
@@ -103,8 +103,9 @@ def as_model_inputs(
         conversion = OutputConversion.to_caller_order(caller, labels)
     if conversion.slots is not None and cp_size > 1:
         raise ValueError(
-            f"context parallelism over {cp_size} ranks gives each its share of the outputs, which cannot come back in "
-            "the caller's order: expected rows padded on the right, or labels in the packed row's order, [1, tokens]"
+            f"found rows whose tokens the model has to reorder on {cp_size} context-parallel ranks, which cannot put "
+            "their share of the outputs back in order: expected rows padded on the right, or labels [1, tokens] in the "
+            "order of the packed row"
         )
     if labels_are_local and trains_mtp:
         # The next token of a chunk's last token is on another rank.
@@ -140,14 +141,15 @@ def as_token_batch(
 
     Args:
         config: the provider.
-        input_ids: [B, S] rows, or one flat row [1, T] with `packed_seq_params`.
-        labels, loss_mask: of the full batch. Labels default to 0, the mask to every label except -100.
-        position_ids: [3, B, S] temporal, height and width position of each token; [4, B, S], where transformers puts
-            text positions first; [B, S] text positions, see `_check_position_ids`; or None to derive them.
-        attention_mask: [B, S], 1 for real tokens, with padding on either side of each row, or both; or a square mask
-            or Transformer Engine's, see `read_arguments`. For None, and for combinations with packing, see
+        input_ids: [rows, tokens], or one packed row [1, tokens] with `packed_seq_params`.
+        labels, loss_mask: of the full batch. Labels default to 0, the mask to 1 for every label except -100.
+        position_ids: [3, rows, tokens] temporal, height and width position of each token; [4, rows, tokens], where
+            transformers puts text positions first; [rows, tokens] text positions, see `_check_position_ids`; or None to
+            derive them.
+        attention_mask: [rows, tokens], 1 for real tokens, with padding on either side of each row, or both; or a square
+            mask or Transformer Engine's, see `read_arguments`. For None, and for combinations with packing, see
             `detect_layout`.
-        padding_mask: [B, S], 1 for padding: the inverse, under megatron-core's name; or [1, T] of the packed row. With
+        padding_mask: [rows, tokens], 1 for padding, as megatron-core has it; or [1, tokens] of the packed row. With
             another mask it may also have 1 for real tokens, which routers then leave out of their load balancing.
         packed_seq_params: the segments of a packed row.
         pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw: as returned by the processor.
@@ -179,7 +181,7 @@ def _build_batch(
     video_grid_thw: Tensor | None = None,
     **others: Any,
 ) -> tuple[TokenBatch, CallerLayout]:
-    """Build a batch from the results of `read_arguments`, with zeros as labels. Return it and the caller's layout."""
+    """Return a batch with zeros as labels, and the caller's layout. Arguments are the results of `read_arguments`."""
     check_unsupported(others)
     if input_ids is None or input_ids.dim() != 2 or input_ids.is_floating_point() or not input_ids.numel():
         raise ValueError(f"input_ids has shape {shape_and_dtype(input_ids)}, expected [rows, tokens] of integers")
@@ -191,8 +193,8 @@ def _build_batch(
     real = merge_masks(attention_mask, None if padding_of_packed_row else padding_mask, input_ids)
     if config.moe_layers and real is None and packed_seq_params is None and (input_ids[:, -1] == 0).any():
         _warn_once(
-            "rows end in token 0, as Megatron-Bridge's collators and steps lengthen them, and no attention_mask says "
-            "that this is padding: experts are balanced over it like over any token. Give a mask "
+            "rows end in token 0, with which Megatron-Bridge's collators and steps pad them, but there is no "
+            "attention_mask: experts are balanced over padding as over other tokens. Pass the mask "
             "(dataset.skip_getting_attention_mask_from_dataset=False), or use qwen3vl_bridge.forward_step, which reads "
             "it"
         )
@@ -209,8 +211,8 @@ def _build_batch(
         wrong = (padding & ~masked).flatten().nonzero()
         if len(wrong):
             raise ValueError(
-                f"padding_mask has 0 for token {int(wrong[0])} of the packed row, expected 1 for padding, as "
-                "packed_seq_params or attention_mask have it"
+                f"padding_mask has 0 for token {int(wrong[0])} of the packed row, expected 1, because the token is "
+                "padding by packed_seq_params or attention_mask"
             )
         excluded = masked & ~padding
     if position_ids is not None:
@@ -236,16 +238,19 @@ def _build_batch(
 def _check_position_ids(
     config: VisionLanguageFields, position_ids: Tensor, ids: Tensor, caller: CallerLayout, has_masks: bool
 ) -> Tensor | None:
-    """Return the caller's positions on three axes, [3, B, S], or None if they have to be derived.
+    """Return the caller's positions on three axes, [3, rows, tokens], or None if they have to be derived.
 
-    transformers uses [B, S] for all three axes, and [4, B, S] with text positions first. It detects the documents of a
-    packed row from text positions that do not increase by one, unless a mask is given. Positions [B, S] of a batch with
-    images or videos are text positions, which callers often pass by default. Megatron-Bridge ignores them, and so does
-    this function if they only express the order of tokens.
+    transformers uses [rows, tokens] for all three axes, and [4, rows, tokens] with text positions first. It detects the
+    documents of a packed row from text positions that do not increase by one, unless a mask is given. Positions
+    [rows, tokens] of a batch with images or videos are text positions, which callers often pass by default. Like
+    Megatron-Bridge, this function ignores them if they only express the order of tokens.
 
     Args:
-        ids: [b, s], the tokens in the layout.
-        has_masks: whether the caller has given the segments in another way.
+        config: the provider.
+        position_ids: the caller's positions.
+        ids: the tokens in the layout.
+        caller: the layout.
+        has_masks: whether the caller has given a mask or packed-sequence parameters.
     """
     rows = list(caller.shape)
     if position_ids.is_floating_point() or list(position_ids.shape) not in (rows, [3, *rows], [4, *rows]):
@@ -262,8 +267,8 @@ def _check_position_ids(
     in_order = not bool((same_segment & (text.diff() != 1)).any())  # counts up by one, from any first value
     if not has_masks and not in_order:
         raise ValueError(
-            "position_ids has text positions that don't count up by one in a row: where it packs several documents, "
-            "give packed_seq_params; where it is padded, an attention_mask"
+            "position_ids has text positions that do not increase by one in a row, expected one document in each row; "
+            "pass packed_seq_params for rows with several documents, or an attention_mask for padded rows"
         )
     if position_ids.dim() == 3:
         return position_ids[1:]
@@ -271,12 +276,12 @@ def _check_position_ids(
         return position_ids.expand(3, *rows)
     if not in_order:
         raise ValueError(
-            f"position_ids has shape {rows} in a batch with images or videos, whose tokens have three positions, and "
-            f"does not count up by one over the tokens: expected {[3, *rows]}, or None to derive them"
+            f"position_ids has shape {rows} in a batch with images or videos, and does not increase by one from token "
+            f"to token, expected {[3, *rows]} (temporal, height and width position), or None to derive them"
         )
     _warn_once(
-        "position_ids [rows, tokens] are those of text, in a batch with images or videos: they are ignored, and "
-        "positions on three axes are worked out from the tokens and grids"
+        "position_ids [rows, tokens] of a batch with images or videos are ignored: positions on three axes are derived "
+        "from the tokens and grids"
     )
     return None
 
@@ -284,7 +289,7 @@ def _check_position_ids(
 def _add_labels(
     batch: TokenBatch, caller: CallerLayout, labels: Tensor | None, loss_mask: Tensor | None, vocab_size: int
 ) -> TokenBatch:
-    """Return the batch with labels and loss mask: [B, S] in the caller's order, or [1, T] in a packed row's order.
+    """Return the batch with labels and loss mask, given in the caller's order or in the order of the packed row.
 
     Labels are `IGNORE_INDEX` where no loss is defined. Where the mask is 0, any label is accepted.
 
@@ -306,9 +311,9 @@ def _add_labels(
             values = caller.arrange(values)
         elif packed_shape == caller.shape and caller.sources is not None:
             raise ValueError(
-                f"labels or loss_mask has shape {list(packed_shape)} for a row that begins with padding and is as long "
-                "as its segment in packed_seq_params, so its order could be either's: expected a row without padding "
-                "on the left"
+                f"{name} has shape {list(packed_shape)} for a row that begins with padding and is as long as its "
+                "segment in packed_seq_params, so it may be in the order of the row or of the packed row; pass a row "
+                "without padding on the left"
             )
         batch = replace(batch, **{name: values})
     return batch
@@ -317,7 +322,8 @@ def _add_labels(
 def _check_labels(labels: Tensor, loss_mask: Tensor | None, shapes: list, vocab_size: int) -> Tensor:
     """Return labels with `IGNORE_INDEX` in place of all values that are not token ids.
 
-    Raises ValueError if such a value counts in the loss, or if labels have another shape.
+    Raises:
+        ValueError: such a value counts in the loss, or the shape of the labels is not one of `shapes`.
     """
     valid = (labels >= 0) & (labels < vocab_size)
     ignored = labels == IGNORE_INDEX if loss_mask is None else loss_mask == 0
@@ -325,8 +331,8 @@ def _check_labels(labels: Tensor, loss_mask: Tensor | None, shapes: list, vocab_
         entries = [labels.min().item(), labels.max().item()] if labels.numel() else []
         raise ValueError(
             f"labels has shape {shape_and_dtype(labels)} and entries in {entries}, expected "
-            f"{_join_shapes(shapes)} token ids below {vocab_size}, and anything else only where loss_mask is 0, or "
-            f"{IGNORE_INDEX} without one"
+            f"{_join_shapes(shapes)} of token ids below {vocab_size}; other entries are accepted only where loss_mask "
+            f"is 0, or {IGNORE_INDEX} without a loss_mask"
         )
     return torch.where(valid, labels, IGNORE_INDEX)
 
@@ -340,23 +346,24 @@ def _warn_once(message: str) -> None:
     logger.warning(message)
 
 
-_NO_CACHE = "forward keeps no cache; `qwen3vl_bridge.generate` does"
-_FROM_IDS = "it is worked out from the token ids and grids"
+_NO_CACHE = "the model's forward has no cache; use `qwen3vl_bridge.generate`, which has one"
+_FROM_IDS = "it is derived from the token ids and grids"
 
 # Arguments that transformers, Megatron-Bridge or RL frameworks may pass, and why this model accepts only None.
 UNSUPPORTED = {
     "inputs_embeds": "the model embeds input_ids itself, images and videos included",
     "past_key_values": _NO_CACHE,
     "inference_params": _NO_CACHE,
-    "cu_seqlens": "give packed_seq_params",
-    "extra_block_kwargs": "they carry DeepStack features, which the model makes itself",
-    "second_per_grid_ts": "Qwen3-VL has times in the text",
+    "cu_seqlens": "pass packed_seq_params instead",
+    "extra_block_kwargs": "they contain DeepStack features, which the model computes itself",
+    "second_per_grid_ts": "Qwen3-VL has the times of video frames in the text",
     "image_input_mask": _FROM_IDS,
     "video_input_mask": _FROM_IDS,
     "cp_img_num": _FROM_IDS,
     "images_padded": _FROM_IDS,
-    "return_logprobs_for_linear_ce_fusion": "logits are made and then a loss; NeMo-RL: use_fused_linear_logprobs=false",
-    "temperature": "give output_processor, which divides logits by itself as verl's fused kernels do",
+    "return_logprobs_for_linear_ce_fusion": "the model does not fuse logits and loss; set NeMo-RL's "
+    "use_fused_linear_logprobs=false",
+    "temperature": "pass an output_processor that divides logits by the temperature, as verl's fused kernels do",
 }
 
 # Returned by processors, and passed by NeMo-RL with another row length: redundant with the token ids.
@@ -373,9 +380,9 @@ PADDING_MASK = ("padding_mask", "1 for padding, 0 for real tokens")
 
 
 def read_arguments(arguments: dict[str, Any], cp_group: ProcessGroup | None = None) -> dict[str, Any]:
-    """Return the arguments of `as_model_inputs` with the tensors that are read on the host, copied in one sync.
+    """Copy all tensors except pixels to the host, with one synchronization. Return all arguments of `as_model_inputs`.
 
-    Three formats are converted:
+    Three formats of arguments for B rows of S tokens are converted:
 
     - One row [1, n] with `packed_seq_params` that count cp * n tokens is a context-parallel slice. Slices are replaced
       by the full row, see `gather_row`. The host then synchronizes twice more, to compare and to read.
@@ -413,14 +420,14 @@ def read_arguments(arguments: dict[str, Any], cp_group: ProcessGroup | None = No
         padding = read["attention_mask"]
         if padding.dtype != torch.bool or padding[:, :1].any():
             raise ValueError(
-                f"attention_mask has shape {list(shape)} {padding.dtype}, expected one of that shape to be Transformer "
-                "Engine's, booleans, True for padding, and a token first in each row; or [rows, tokens], 1 for real "
+                f"attention_mask has shape {list(shape)} {padding.dtype}, expected for this shape Transformer Engine's "
+                "mask, booleans that are True for padding on the right; or pass a mask [rows, tokens], 1 for real "
                 "tokens"
             )
         read["attention_mask"] = ~padding
     ids = read["input_ids"]
     if ids is None or ids.dim() != 2 or not ids.numel():
-        return read  # the caller raises
+        return read  # `_build_batch` raises
     cp_size = 1 if cp_group is None else cp_group.size()
     if cp_size > 1 and packed is not None and len(ids) == 1:
         logical, physical = read_segment_lengths(packed)
@@ -441,8 +448,9 @@ def _read_square_mask(mask: Tensor, masked_value: Tensor) -> tuple[Tensor, Tenso
     A token that does not attend to itself is padding. Runs on the mask's device, without synchronization.
 
     Args:
-        masked_value: the entry that means "masked". Megatron's booleans, transformers' inverted booleans and additive
-            masks use different ones, so it is read where the first token must not attend to the last.
+        mask: the mask of one row of S tokens.
+        masked_value: the entry that means "masked": the first token must not attend to the last. It differs between
+            Megatron's booleans, transformers' inverted booleans and additive masks.
     """
     hidden = mask.bool() == masked_value.bool()
     valid = mask.bool().to(mask.dtype) == mask
@@ -457,16 +465,18 @@ def _read_square_mask(mask: Tensor, masked_value: Tensor) -> tuple[Tensor, Tenso
 
 
 def _check_square_mask(square: Tensor, summaries: list[Tensor], rows: int, tokens: int) -> Tensor | None:
-    """Return a bool mask [B, S] of the real tokens in a square mask; None if one causal mask applies to all rows.
+    """Return a bool mask [rows, tokens] of real tokens from a square mask; None if it is one causal mask for all rows.
 
     Args:
-        summaries: for each row of the mask, its real tokens and whether an entry is wrong, [S + 1]; empty if the mask
-            has an unknown shape.
+        square: the square attention mask.
+        summaries: for each row of the mask, its real tokens and whether an entry is wrong, [tokens + 1]; empty if the
+            mask has an unknown shape.
+        rows, tokens: shape of `input_ids`.
     """
     if not summaries:
         raise ValueError(
             f"attention_mask has shape {list(square.shape)}, expected [{rows}, {tokens}], 1 for real tokens and 0 for "
-            f"padding, or what tokens see, [{rows} or 1, 1, {tokens}, {tokens}]"
+            f"padding, or a causal mask [{rows} or 1, 1, {tokens}, {tokens}]"
         )
     if tokens == 1:
         return None
@@ -477,18 +487,18 @@ def _check_square_mask(square: Tensor, summaries: list[Tensor], rows: int, token
         entries = _read_square_mask(by_row[row], by_row[0, 0, -1])[1].nonzero()
         token, other = entries[0].tolist() if len(entries) else (0, tokens - 1)
         raise ValueError(
-            f"attention_mask says what each token sees, and has {by_row[row, token, other].item()} for "
-            f"token {token} and token {other} of row {row}. Expected a causal mask that also hides padding, of "
-            "booleans, 0 and 1, or numbers to be added; or [rows, tokens] that only marks padding; several documents "
-            "in a row need packed_seq_params"
+            f"attention_mask has {by_row[row, token, other].item()} for token {token} attending to token {other} of "
+            f"row {row}, expected a causal mask that also hides padding, of booleans, 0 and 1, or numbers to be added; "
+            "or pass a mask [rows, tokens], 1 for real tokens, and packed_seq_params for rows with several documents"
         )
     return None if len(real) == 1 and real.all() else real.expand(rows, tokens)
 
 
 def merge_masks(attention_mask: Tensor | None, padding_mask: Tensor | None, ids: Tensor) -> Tensor | None:
-    """Return a bool tensor [B, S], True for real tokens according to masks [B, S] on the host; None without masks.
+    """Return a bool tensor, True for real tokens according to masks on the host, [rows, tokens]; None without masks.
 
-    Raises ValueError if both masks are given and contradict each other.
+    Raises:
+        ValueError: both masks are given and contradict each other.
     """
     real = None if attention_mask is None else check_mask(attention_mask, ids)
     if padding_mask is None:
@@ -505,7 +515,7 @@ def merge_masks(attention_mask: Tensor | None, padding_mask: Tensor | None, ids:
 def check_mask(
     mask: Tensor, ids: Tensor, name: str = "attention_mask", meaning: str = "1 for real tokens, 0 for padding"
 ) -> Tensor:
-    """Convert a mask of 0 and 1 in any dtype to bool [B, S]. Raise ValueError for another shape or value."""
+    """Return a mask of 0 and 1 in any dtype as bool. Raise ValueError for other values, or another shape than `ids`."""
     if mask.shape != ids.shape:
         raise ValueError(f"{name} has shape {list(mask.shape)}, expected {list(ids.shape)}: {meaning}")
     wrong = mask.bool().to(mask.dtype) != mask
@@ -518,7 +528,7 @@ def check_unsupported(others: Mapping[str, Any]) -> None:
     """Raise TypeError for an unknown argument, and ValueError if an argument in `UNSUPPORTED` is not None."""
     for name in others.keys() - _NOT_NEEDED:
         if name not in UNSUPPORTED:
-            raise TypeError(f"unexpected argument {name!r}; expected those of as_model_inputs")
+            raise TypeError(f"found the unknown argument {name!r}, expected only the arguments of as_model_inputs")
         if others[name] is not None:
             raise ValueError(f"{name} is given, expected None: {UNSUPPORTED[name]}")
 
@@ -531,7 +541,7 @@ def check_pixels(config: VisionLanguageFields, **given: Tensor | None) -> None:
         if pixels is not None and (pixels.dim() != 2 or pixels.shape[1] != width or not pixels.is_floating_point()):
             raise ValueError(
                 f"{name} has shape {shape_and_dtype(pixels)}, expected [patches, {width}] floating point, as the "
-                "processor gives it"
+                "processor returns it"
             )
 
 
@@ -541,9 +551,11 @@ def check_inference(context: Any, runtime_gather_output: bool | None, labels: Te
     A forward pass over full prompts is accepted.
     """
     if context is not None and getattr(context, "sequence_len_offset", None) != 0:
-        raise ValueError(f"inference_context holds tokens already, expected it to hold none: {_NO_CACHE}")
+        raise ValueError(f"inference_context already holds tokens, expected an empty context: {_NO_CACHE}")
     if runtime_gather_output and labels is not None:
-        raise ValueError("runtime_gather_output is True with labels, expected None: the loss is of logits as they lie")
+        raise ValueError(
+            "runtime_gather_output is True with labels, expected None: the loss is computed from sharded logits"
+        )
 
 
 def shape_and_dtype(values: Tensor | None) -> str:

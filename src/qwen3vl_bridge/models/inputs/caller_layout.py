@@ -25,7 +25,7 @@ OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_k
 
 @dataclass(frozen=True)
 class CallerLayout:
-    """The layout of a caller's batch, and where the layout's tokens are in the caller's rows."""
+    """The `SequenceLayout` of a caller's batch, and where the tokens of the layout are in the caller's rows."""
 
     layout: SequenceLayout
     shape: tuple[int, int]  # B and S of the caller
@@ -35,7 +35,7 @@ class CallerLayout:
     packed: bool = False  # whether the caller describes a packed row
 
     def arrange(self, values: Tensor, fill: int = 0) -> Tensor:
-        """Rearrange values [..., B, S] of the caller's tokens to the layout, [..., b, s], with `fill` for padding."""
+        """Rearrange values [..., rows, tokens] from the caller's rows to those of the layout; `fill` is for padding."""
         flat = values.flatten(-2)
         if self.sources is not None:
             flat = F.pad(flat, (0, 1), value=fill)[..., self.sources]  # index -1 reads the appended fill value
@@ -45,12 +45,12 @@ class CallerLayout:
 def detect_layout(
     ids: Tensor, attention_mask: Tensor | None, packed: PackedSeqParams | None, pad_token_id: int | None
 ) -> CallerLayout:
-    """Return the layout of ids [B, S] on the host, from masks and packed-sequence parameters.
+    """Return the layout of a batch ids [B, S] of B rows on the host, from masks and packed-sequence parameters.
 
     Without `packed`, each row is a segment. With it, the offsets decide:
 
     - As many segments as rows: segment i contains the real tokens of row i, padded or truncated to the segment's length
-      in the packed row. (A single row that is as long as its segment is a flat row, unless it begins with padding.)
+      in the packed row. (A single row that is as long as its segment is the packed row, unless it begins with padding.)
     - Otherwise the concatenated rows are the packed row, and each row begins a segment.
 
     Real tokens are determined by `attention_mask` [B, S]; without it by the lengths in `packed`; without both, all
@@ -77,22 +77,22 @@ def detect_layout(
 
 
 # Slices of context-parallel ranks have already been gathered when offsets are compared with rows, see `gather_row`.
-_SLICES = (
-    "The model's forward also takes one flat row that is a context-parallel rank's share, of offsets that count its "
-    "tokens times the ranks"
-)
+_SLICES = "`forward` also accepts a context-parallel slice of a packed row, with packed_seq_params of the full row"
 
 
 def _pack_rows(shape: tuple[int, int], keep: Tensor | None, logical: Tensor, physical: Tensor) -> CallerLayout:
-    """Return the layout of a packed row. Each segment holds the real tokens of one of the caller's rows."""
+    """Return the layout of a packed row in which each segment has the real tokens of one of the caller's rows.
+
+    `logical` and `physical` are the lengths of the segments without and with padding.
+    """
     tokens = shape[1]
     if keep is None:
         keep = torch.arange(tokens) < logical[:, None]
         if int(logical.max()) > tokens:
             row = int(logical.argmax())
             raise ValueError(
-                f"packed_seq_params has {int(logical[row])} tokens for row {row} of {tokens}; expected its real "
-                f"tokens, or an attention_mask that tells them. {_SLICES}"
+                f"packed_seq_params has {int(logical[row])} tokens for row {row}, expected at most {tokens}, the "
+                f"tokens of the row, or an attention_mask for the real ones. {_SLICES}"
             )
     first, lengths = _find_real_tokens(keep)
     _check_counts(lengths, logical, physical)
@@ -110,9 +110,9 @@ def _split_packed_row(shape: tuple[int, int], keep: Tensor | None, logical: Tens
         logical, physical = F.pad(logical, (0, 1)), F.pad(physical, (0, 1), value=rest)
     elif rest:
         raise ValueError(
-            f"packed_seq_params has {len(physical)} segments of {int(physical.sum())} tokens in all, input_ids has "
-            f"shape {list(shape)}: expected {rows * tokens} tokens, the whole batch"
-            + (", or an attention_mask that says the rest is padding" if rows == 1 and rest > 0 else "")
+            f"packed_seq_params has {len(physical)} segments of {int(physical.sum())} tokens in all for input_ids of "
+            f"shape {list(shape)}, expected {rows * tokens} tokens, the full batch"
+            + (", or an attention_mask in which the rest is padding" if rows == 1 and rest > 0 else "")
             + (f", or one segment for each of {rows} rows" if rows > 1 else "")
             + (f". {_SLICES}" if rest < 0 else "")
         )
@@ -120,8 +120,8 @@ def _split_packed_row(shape: tuple[int, int], keep: Tensor | None, logical: Tens
     inside = [row for row in range(1, rows) if row * tokens not in ends]
     if inside:
         raise ValueError(
-            f"packed_seq_params has {len(physical)} segments; row {inside[0]} of {tokens} tokens begins inside one. "
-            f"Expected one segment for each of {rows} rows, or rows that begin segments"
+            f"packed_seq_params has {len(physical)} segments, and row {inside[0]} of {tokens} tokens begins inside a "
+            f"segment; expected one segment for each of {rows} rows, or a segment that begins where each row does"
         )
     lengths = logical
     if keep is not None:
@@ -130,8 +130,8 @@ def _split_packed_row(shape: tuple[int, int], keep: Tensor | None, logical: Tens
         wrong = (keep.flatten() != (segment_offsets(physical) < lengths[segment])).nonzero()
         if len(wrong):
             raise ValueError(
-                f"attention_mask has padding before real tokens in segment {int(segment[wrong[0]])} of the packed row; "
-                "expected a segment's real tokens first and its padding after them"
+                f"attention_mask has padding before real tokens in segment {int(segment[wrong[0]])} of the packed row, "
+                "expected padding only at the end of a segment"
             )
         _check_counts(lengths, logical, physical)
     return CallerLayout(make_packed_layout(lengths, physical), shape, packed=True)
@@ -141,17 +141,18 @@ def make_packed_layout(lengths: Tensor, physical: Tensor) -> SequenceLayout:
     """Return the layout of one packed row, from the logical and physical lengths [n] of its segments."""
     if (lengths > physical).any() or not physical.any():
         raise ValueError(
-            f"packed_seq_params has segments of {lengths.tolist()} tokens in lengths of {physical.tolist()}, expected "
-            "no more tokens than their lengths, and at least one token"
+            f"packed_seq_params has segments with {lengths.tolist()} real tokens and padded lengths "
+            f"{physical.tolist()}, expected at most the padded length in each, and at least one token in all"
         )
     exists = physical > 0  # offset tables of a fixed size repeat their last entry
     return SequenceLayout.from_lengths(1, lengths[exists].tolist(), physical[exists].tolist())
 
 
 def read_segment_lengths(packed: PackedSeqParams) -> tuple[Tensor, Tensor]:
-    """Return the logical and the physical segment lengths, two tensors [n] int64, from offsets on the host.
+    """Return the segment lengths without and with padding, two tensors [segments] int64, from offsets on the host.
 
-    Raises ValueError if the offsets are malformed or contradict each other.
+    Raises:
+        ValueError: the offsets are malformed or contradict each other.
     """
     given = {name: tensor.long() for name in OFFSETS if (tensor := getattr(packed, name)) is not None}
     logical = given.get("cu_seqlens_q")
@@ -162,8 +163,8 @@ def read_segment_lengths(packed: PackedSeqParams) -> tuple[Tensor, Tensor]:
         )
     if packed.local_cp_size is not None:
         raise ValueError(
-            f"packed_seq_params has local_cp_size {packed.local_cp_size}, expected None: this model's rows are shared "
-            "by all context-parallel ranks; turn dynamic context parallelism off"
+            f"packed_seq_params has local_cp_size {packed.local_cp_size}, expected None: all context-parallel ranks "
+            "share each row of this model; turn dynamic context parallelism off"
         )
     physical = given.get("cu_seqlens_q_padded", logical)
     for name, offsets in given.items():
@@ -171,14 +172,16 @@ def read_segment_lengths(packed: PackedSeqParams) -> tuple[Tensor, Tensor]:
             raise ValueError(f"{name} is {offsets.tolist()}, expected offsets that ascend from 0")
         expected = physical if "padded" in name else logical
         if not torch.equal(offsets, expected):
-            raise ValueError(f"{name} is {offsets.tolist()}, expected {expected.tolist()} as for queries")
+            raise ValueError(f"{name} is {offsets.tolist()}, expected {expected.tolist()}, the offsets of queries")
     if logical.shape != physical.shape:
-        raise ValueError(f"cu_seqlens_q has {len(logical)} entries, cu_seqlens_q_padded {len(physical)}")
+        raise ValueError(
+            f"cu_seqlens_q has {len(logical)} entries and cu_seqlens_q_padded {len(physical)}, expected the same number"
+        )
     return logical.diff(), physical.diff()
 
 
 def _find_real_tokens(keep: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the index of the first real token and the number of real tokens of each row, two tensors [B].
+    """Return the index of the first real token and the number of real tokens of each row, two tensors [rows].
 
     Raises:
         ValueError: the real tokens of a row are not consecutive.
@@ -196,23 +199,21 @@ def _find_real_tokens(keep: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mask_trailing_padding(ids: Tensor, pad_token_id: int | None) -> Tensor:
-    """Return a bool mask [B, S] that is False for a run of `pad_token_id` at the end of a row."""
+    """Return a bool mask [rows, tokens] that is False for the `pad_token_id`s at the end of each row."""
     real = torch.ones_like(ids, dtype=torch.bool) if pad_token_id is None else ids != pad_token_id
     return real.flip(-1).cummax(-1).values.flip(-1)
 
 
 def _check_counts(lengths: Tensor, logical: Tensor, physical: Tensor) -> None:
-    """Raise ValueError if a mask has another number of real tokens than the offsets.
-
-    Offsets may include a segment's padding: RL frameworks round lengths up and keep only the rounded ones.
-    """
+    """Raise ValueError if `lengths`, the real tokens of each segment by a mask, contradict the offsets."""
+    # Offsets may include the padding of a segment: RL frameworks round lengths up and keep only the rounded ones.
     agree = (lengths == logical) | ((logical == physical) & (lengths <= logical))
     wrong = (~agree).nonzero()
     if len(wrong):
         segment = int(wrong[0])
         raise ValueError(
-            f"segment {segment}: attention_mask has {int(lengths[segment])} real tokens, packed_seq_params "
-            f"{int(logical[segment])} in a length of {int(physical[segment])}"
+            f"segment {segment}: attention_mask has {int(lengths[segment])} real tokens, expected "
+            f"{int(logical[segment])} as packed_seq_params has, in a padded length of {int(physical[segment])}"
         )
 
 
@@ -231,10 +232,10 @@ class OutputConversion(Transferable):
 
     @classmethod
     def to_caller_order(cls, caller: CallerLayout, labels: Tensor | None) -> Self:
-        """Return the conversion from the layout's token order to the order of the caller's `input_ids`, [B, S, ...].
+        """Return the conversion of outputs to the order of the caller's `input_ids`, [rows, tokens, ...].
 
-        With packed-sequence parameters only losses of labels [B, S] are converted. Logits, and losses of labels [1, T],
-        stay in the packed row that the parameters describe: Megatron-Bridge's own model returns them so, and RL
+        With packed-sequence parameters only losses of labels in this order are converted. Logits, and losses of labels
+        in the order of the packed row, stay in the packed row: Megatron-Bridge's own model returns them so, and RL
         frameworks unpack them.
         """
         (rows, tokens), layout = caller.shape, caller.layout
@@ -248,11 +249,11 @@ class OutputConversion(Transferable):
 
     @property
     def is_needed(self) -> bool:
-        """Return whether outputs have to be converted."""
+        """Return True if outputs have to be converted."""
         return any(part is not None for part in (self.slots, self.ignored_labels, self.loss_mask))
 
     def convert(self, output: Any) -> Any:
-        """Return [b, s, ...] outputs as [B, S, ...] with zeros for dropped tokens, which were padding.
+        """Return outputs of the model in the order of the caller's rows, with zeros for padding that the layout lacks.
 
         With `loss_mask`, return a tuple of the outputs and the mask.
         """
@@ -266,15 +267,15 @@ class OutputConversion(Transferable):
         return output if self.loss_mask is None else (output, self.loss_mask)
 
     def for_output_processor(self) -> Self:
-        """Return the conversion of what a caller's own `output_processor` computes from hidden states.
+        """Return the conversion for the outputs of a caller's `output_processor`.
 
         Raises:
-            ValueError: the processor would see tokens in another order than the caller's.
+            ValueError: the processor would get tokens in another order than the caller's.
         """
         if self.slots is not None:
             raise ValueError(
-                "output_processor is given for rows that reach the model in another order than the caller's, which "
-                "only the caller can undo in what it returns: expected rows padded on the right, or packed_seq_params "
-                "and labels in the packed row's order, [1, tokens]"
+                "output_processor is given with rows whose tokens the model has to reorder, and its outputs cannot be "
+                "put back in order: expected rows padded on the right, or packed_seq_params with labels [1, tokens] in "
+                "the order of the packed row"
             )
         return replace(self, ignored_labels=None)

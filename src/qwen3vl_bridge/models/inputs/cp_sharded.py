@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 
 def _gather(slices: Mapping[str, Tensor], group: ProcessGroup, device: torch.device) -> dict[str, Tensor]:
-    """Gather slices [..., n] from all ranks as [cp, ..., n], int64 or float32, on the host."""
+    """Gather named slices [..., n] of all ranks to [ranks, ..., n], int64 or float32, on the host."""
     gathered = {}
     for name, values in slices.items():
         values = copy_to_device(values, device)
@@ -34,7 +34,7 @@ def _gather(slices: Mapping[str, Tensor], group: ProcessGroup, device: torch.dev
 def gather_labels(
     labels: Tensor, loss_mask: Tensor | None, layout: SequenceLayout, group: ProcessGroup, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
-    """Return labels and loss mask [B, S] of the full batch, gathered from the slices [b, s] of all ranks.
+    """Return labels and loss mask of the full batch, gathered from the slices of all context-parallel ranks.
 
     Call `check_ranks_agree` first.
     """
@@ -47,7 +47,7 @@ def gather_labels(
 def check_ranks_agree(
     given: Mapping[str, Tensor | None], layout: SequenceLayout | None, group: ProcessGroup, device: torch.device
 ) -> None:
-    """Raise ValueError on all ranks if given arguments, their shapes or the row's layout differ between ranks.
+    """Raise ValueError on all ranks if the presence or shapes of arguments, or the layout, differ between ranks.
 
     All ranks of the group must call this together. Without the check, later collectives would hang.
     """
@@ -64,8 +64,8 @@ def check_ranks_agree(
     for rank, theirs in enumerate(others, 1):
         if theirs["packed_seq_params"] != first["packed_seq_params"]:
             raise ValueError(
-                f"packed_seq_params of context-parallel rank {rank} has other segments than that of rank 0; expected "
-                "the offsets of one full row on every rank, each with its share of it"
+                f"packed_seq_params has other segments on context-parallel rank {rank} than on rank 0, expected the "
+                "same: the offsets of the full row, of which each rank passes a slice"
             )
         for name in given:
             if theirs[name] != first[name]:
@@ -82,22 +82,19 @@ _PIXELS_AND_GRIDS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "v
 
 
 def gather_row(arguments: Mapping[str, Any], layout: SequenceLayout, group: ProcessGroup) -> dict[str, Tensor]:
-    """Return the arguments that are slices [..., n] of a row with this layout, as full rows [..., T] on the host.
+    """Gather the arguments that are context-parallel slices [..., n] of a row to full rows [..., cp * n] on the host.
 
-    The result is empty if every rank has passed the full row. Such a row can be as short as a slice, if padding rounds
-    its only segment up that far; then all ranks have the same tokens, masks and positions. If all its tokens are
-    identical, the case is ambiguous: a row with a mask is then taken as full, and a row without as a slice.
-
-    All ranks of the group must call this together, each with its slice of the same row, and with the same pixels and
-    grids, those of the full row. Names, shapes and offsets are compared first, so that all ranks raise if they differ.
-    Only the rank itself raises if its number of tokens is not T / cp, or if its offsets are inconsistent. Pixels and
-    values of grids are not compared.
+    All ranks of the group must call this together, each with its slice of the same row, and with the pixels and grids
+    of the full row. All ranks raise if names, shapes or offsets differ between them.
 
     Args:
         arguments: as for `as_model_inputs`, by name; input_ids on the device of the group's collectives. Slices:
             input_ids, labels, loss_mask and masks [1, n]; position_ids [3, 1, n], [4, 1, n] or [1, n].
         layout: layout of the full row.
         group: context-parallel ranks.
+
+    Returns:
+        The full rows by name of the argument; empty if every rank has passed the full row.
 
     Raises:
         ValueError: segments that are not divisible into 2 * cp chunks, slices with other shapes, ranks that pass
@@ -108,6 +105,9 @@ def gather_row(arguments: Mapping[str, Any], layout: SequenceLayout, group: Proc
     given = {name: values for name in _PER_TOKEN if (values := arguments.get(name)) is not None}
     slices = _gather({name: values for name, values in given.items() if values.shape[-2:] == shape}, group, device)
     ids, masks = slices["input_ids"], {"attention_mask", "padding_mask"} & given.keys()
+    # A full row can be as short as a slice, if padding rounds its only segment up that far. Then all ranks have the
+    # same tokens, masks and positions. If all tokens of the row are identical too, the case is ambiguous: a row with a
+    # mask is taken as full, and a row without as a slice.
     differs = any((slices[name] != slices[name][0]).any() for name in _OF_TOKENS if name in slices)
     if len(layout.lengths) == 1 and not differs and (masks or (ids != ids[0, 0, 0]).any()):
         return {}
@@ -115,8 +115,8 @@ def gather_row(arguments: Mapping[str, Any], layout: SequenceLayout, group: Proc
         if name not in slices:
             axes = "3, " if name == "position_ids" else ""
             raise ValueError(
-                f"{name} has shape {list(given[name].shape)}, expected [{axes}1, {shape[-1]}]: input_ids is one "
-                f"context-parallel rank's slice of a row of {layout.total} tokens, so {name} has to be its slice too"
+                f"{name} has shape {list(given[name].shape)}, expected [{axes}1, {shape[-1]}]: input_ids is the slice "
+                f"of one context-parallel rank of a row of {layout.total} tokens; pass the same slice of {name}"
             )
     index = inverse_token_index(layout, group.size())
     return {name: values.movedim(0, -2).flatten(-2)[..., index] for name, values in slices.items()}

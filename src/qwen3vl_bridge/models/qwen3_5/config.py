@@ -98,7 +98,8 @@ def layer_types_of(text: Mapping) -> tuple[str, ...]:
 def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rotary settings of a text configuration, see `rope_parameters_of`.
 
-    Also raises ValueError if `mrope_section` does not fit the rotated dimensions.
+    Raises:
+        ValueError: the settings are malformed or not supported, or `mrope_section` does not fit the rotated dimensions.
     """
     rope = hf_config.rope_parameters_of(text, _ROPE)
     rotated = int((text.get("head_dim") or HEAD_DIM) * rope["partial_rotary_factor"])
@@ -107,7 +108,7 @@ def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def dimensions_of(config: Mapping) -> Dimensions:
-    """Return the dimensions that the weight table uses, from a `config.json`. Raises KeyError for a missing field."""
+    """Return the dimensions that the weight table uses, from a `config.json`. Raise KeyError for a missing field."""
     text, layers = config["text_config"], config["text_config"]["num_hidden_layers"]
     experts = experts_of(text)
     shared = hf_config.model_dimensions(
@@ -134,7 +135,7 @@ def add_dimensions(
     shared_ffn: int | None,
     mtp: int | None,
 ) -> Dimensions:
-    """Return the dimensions of this family.
+    """Return the dimensions of a Qwen3.5-VL model.
 
     Args:
         shared: the dimensions that all families have.
@@ -188,10 +189,7 @@ def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fields_of_run(model: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that identify the model from the `model` section of a `run_config.yaml`.
-
-    The arguments are as for `identity_of_run`.
-    """
+    """Return those of the fields `config`, a result of `fields_of`, that the section `model` of a run has."""
     fields = hf_config.identity_of_run(model, config, FAMILY_NAME)
     fields |= renamed(model, {name: f"text_config.{name}" for name in LINEAR_SIZES})
     if model.get("num_moe_experts"):

@@ -65,7 +65,7 @@ def causal_conv1d(
         bias: [d].
         activation: "silu", "swish" or None.
         initial_state, output_final_state: None and False in megatron-core's calls.
-        cu_seqlens: [n + 1] offsets of the segments in a packed row; None if each row is one segment.
+        cu_seqlens: [n + 1] offsets of the n segments of a packed row; None if each row is one segment.
     """
     tokens, width = x.shape[1], weight.shape[-1]
     position = segment_offsets(_offsets(cu_seqlens, tokens, x.device).diff(), tokens)
@@ -92,9 +92,8 @@ def chunk_gated_delta_rule(
 ) -> tuple[Tensor, None]:
     """Compute the gated delta rule: S <- S exp(g_t); S <- S + k_t (beta_t (v_t - k_t S)); o_t = scale q_t S.
 
-    The rule applies to each head and segment. Tokens of a chunk are processed in parallel: their updates solve a
-    triangular system. Only the state passes from chunk to chunk. A chunk has tokens of one segment, and the first chunk
-    of a segment resets the state. Everything is computed in float32.
+    Each head and segment has its own state S, which starts at zero. Tokens of a chunk are processed in parallel: their
+    updates solve a triangular system. Everything is computed in float32.
 
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2025), section 3.3; transformers,
     modeling_qwen3_5.torch_chunk_gated_delta_rule.
@@ -107,7 +106,7 @@ def chunk_gated_delta_rule(
         scale: factor of the queries; None for 1 / sqrt(d).
         initial_state, output_final_state: None and False in megatron-core's calls; states begin at zero.
         use_qk_l2norm_in_kernel: normalize q and k with `l2norm`.
-        cu_seqlens: [n + 1] offsets of the segments in a packed row; None if each row is one segment.
+        cu_seqlens: [n + 1] offsets of the n segments of a packed row; None if each row is one segment.
 
     Returns:
         [b, s, h, e] in the dtype of v, and None for the final state.
@@ -158,7 +157,7 @@ def _offsets(cu_seqlens: Tensor | None, tokens: int, device: torch.device) -> Te
 
 
 def uses_torch_functions() -> bool:
-    """Return whether the functions of this module are used: without a GPU or without flash-linear-attention."""
+    """Return True if this module's functions are used instead of flash-linear-attention: without a GPU or package."""
     return not torch.cuda.is_available() or importlib.util.find_spec("fla") is None
 
 
@@ -166,7 +165,7 @@ def check_package() -> None:
     """Check flash-linear-attention on a machine with a GPU, and warn if it is missing.
 
     Raises:
-        ValueError: it is too old, or the installed Triton compiles its kernels wrongly for this GPU.
+        ValueError: the package is too old, or the installed Triton compiles its kernels wrongly for this GPU.
     """
     if not torch.cuda.is_available():
         return
@@ -179,14 +178,14 @@ def check_package() -> None:
     package, triton = (Version(importlib.import_module(name).__version__) for name in ("fla", "triton"))
     if package < Version(MINIMUM_VERSION):
         raise ValueError(
-            f"flash-linear-attention is {package}, expected {MINIMUM_VERSION} or newer: pip install '{_PACKAGE}'"
+            f"flash-linear-attention is {package}, expected {MINIMUM_VERSION} or newer; run pip install '{_PACKAGE}'"
         )
     is_wrong = Version("3.4") <= triton < Version("3.7.1") and importlib.util.find_spec("tilelang") is None
     if is_wrong and torch.cuda.get_device_capability()[0] == _HOPPER:
         raise ValueError(
-            f"Triton is {triton}, which compiles gradients of linear attention wrongly for a Hopper GPU "
-            "(flash-linear-attention raises an error in the first backward pass). Install Triton 3.7.1 or newer, or "
-            "tilelang, which flash-linear-attention then uses"
+            f"Triton is {triton}, expected 3.7.1 or newer, because it compiles gradients of linear attention wrongly "
+            "for a Hopper GPU (flash-linear-attention raises an error in the first backward pass). Install a newer "
+            "Triton, or tilelang, which flash-linear-attention then uses"
         )
 
 
@@ -219,7 +218,7 @@ _packed_row: ContextVar[PackedRow | None] = ContextVar("packed_row", default=Non
 
 @contextlib.contextmanager
 def packed_row(row: PackedRow | None) -> Iterator[None]:
-    """Within the context, set the packed row whose chunks kernels wrapped by `with_chunks` get."""
+    """Context manager that sets the packed row from which kernels wrapped by `with_chunks` get `chunk_indices`."""
     token = _packed_row.set(row)
     try:
         yield

@@ -38,7 +38,7 @@ from torch import Tensor
 
 
 def mtp_block_spec(config: TransformerConfig, layer: ModuleSpec) -> ModuleSpec:
-    """Return the spec of the MTP block with a single layer, which has full attention."""
+    """Return the spec of the block for multi-token prediction, with one transformer layer that has the spec `layer`."""
     find_no_inference_layers()
     modules = backend(config)
     norm = modules.layer_norm(rms_norm=True)
@@ -54,11 +54,11 @@ def mtp_block_spec(config: TransformerConfig, layer: ModuleSpec) -> ModuleSpec:
 def attach_mtp_loss(
     model: MRopeGPTModel, hidden: Tensor, embedded: Tensor, following: NextTokens, arguments: dict[str, Any]
 ) -> Tensor:
-    """Return the hidden states with the MTP loss attached: their backward pass computes its gradient too.
+    """Return `hidden` with the loss of multi-token prediction (MTP) attached: the backward pass adds its gradient.
 
-    The MTP loss of a token has the weight `mtp_loss_scaling_factor` relative to its own loss, for every packing and
-    parallel layout. megatron-core also weights a microbatch by the ratio of trained to predicted tokens, which is 1 if
-    every answer is preceded by at least two tokens.
+    The MTP loss of a token has the weight `mtp_loss_scaling_factor` relative to the token's next-token loss, for every
+    packing and parallel layout. megatron-core also weights a microbatch by the ratio of trained to predicted tokens,
+    which is 1 if every answer is preceded by at least two tokens.
 
     Args:
         model: the text model.
@@ -144,14 +144,11 @@ class Qwen35VLGPTModel(MRopeGPTModel):
         output_processor_context: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Run GPTModel. `prediction` is a pair: embedded next tokens [s / sp, b, h] and their `NextTokens`."""
+        """Run GPTModel. `prediction` is a pair: embeddings of next tokens [s / sp, b, h], and their `NextTokens`."""
         return super().forward(*args, output_processor_context=(prediction, output_processor_context), **kwargs)
 
     def compute_output(self, hidden_states: Tensor, *, output_processor_context: Any, **arguments: Any) -> Any:
-        """Return the output of MRopeGPTModel.
-
-        The MTP loss is attached to the hidden states if the batch has next tokens.
-        """
+        """Return the output of MRopeGPTModel; if the batch has next tokens, its gradient includes the MTP loss."""
         prediction, context = output_processor_context
         if prediction is not None and self.post_process:
             hidden_states = attach_mtp_loss(self, hidden_states, *prediction, arguments)
@@ -161,15 +158,15 @@ class Qwen35VLGPTModel(MRopeGPTModel):
 def check_gates(config: VisionLanguageProvider, groups: ProcessGroupCollection) -> None:
     """Raise ValueError if megatron-core would select queries and their gates by different tensor-parallel ranks.
 
-    If ranks share a query group, megatron-core 0.19 selects queries by the rank in the model's group, and gates by the
-    rank in the global group.
+    If ranks share a query group, megatron-core 0.19 selects queries by the rank in the group of the model, and gates by
+    the rank in the global group.
     """
     global_group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
     if groups.tp.size() > config.num_query_groups and global_group is not groups.tp:
         raise ValueError(
-            f"tensor_model_parallel_size is {groups.tp.size()} with {config.num_query_groups} query groups, and the "
-            "model has its own process groups: gates would belong to other heads. Use the groups of megatron-core's "
-            "parallel_state, or at most one rank per query group"
+            f"tensor_model_parallel_size is {groups.tp.size()} for a model with its own process groups, expected at "
+            f"most {config.num_query_groups}, the number of query groups: gates would belong to other heads. Or use "
+            "the process groups of megatron-core's parallel_state"
         )
 
 
@@ -179,11 +176,11 @@ class Qwen35VLModel(VisionLanguageModel):
     language_model_class = Qwen35VLGPTModel
 
     def check_inputs(self, inputs: ModelInputs) -> None:
-        """Raise ValueError if MTP is trained and the batch has no labels."""
+        """Raise ValueError if multi-token prediction is trained and the batch has no labels."""
         if self.config.trains_mtp and self.training and torch.is_grad_enabled() and inputs.next_tokens is None:
             raise ValueError(
-                "mtp_loss_scaling_factor is above 0, but the batch has no labels. Pass labels on every pipeline stage, "
-                "or set mtp_loss_scaling_factor=0, which freezes the weights of multi-token prediction"
+                "the batch has no labels, expected labels on every pipeline stage with mtp_loss_scaling_factor above "
+                "0; or set mtp_loss_scaling_factor=0, which freezes the weights of multi-token prediction"
             )
 
     def embed(self, inputs: ModelInputs, encoded: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, dict[str, Any]]:
@@ -205,10 +202,7 @@ class Qwen35VLModel(VisionLanguageModel):
     def output_context(
         self, inputs: ModelInputs, layer_arguments: dict[str, Any]
     ) -> tuple[tuple[Tensor, NextTokens] | None, None]:
-        """Return the pair (embedded next tokens, `NextTokens`), and None for a caller's context.
-
-        The pair is None if the batch has no embedded next tokens.
-        """
+        """Return ((embeddings of next tokens, `NextTokens`), None), with None as the pair for a batch without them."""
         embedded = layer_arguments.get(_NEXT)
         return None if embedded is None else (embedded, inputs.next_tokens), None
 

@@ -39,9 +39,9 @@ PROXY = Preset(
 
 
 def hub_ids(size: str) -> tuple[str, ...]:
-    """Return the Hugging Face hub ids of the models of a size, which share all shapes.
+    """Return the Hugging Face hub ids of all models of a size. Their parameters have the same shapes.
 
-    The proxy uses the processor of the largest model, and has its ids.
+    The size "proxy", a small model for tests, has the ids of the largest model.
     """
     released = "397B-A17B" if size == "proxy" else size
     return size_presets.hub_names(RELEASES, released, ("", "-Base", "-Instruct", "-Thinking"))

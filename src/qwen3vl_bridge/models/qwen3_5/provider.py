@@ -122,7 +122,7 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
 
     @property
     def layers_in_16_bits(self) -> tuple[str, ...]:
-        """Return the names, as in the weight table, of decoder linear layers that are never computed in FP8."""
+        """Return the names in the weight table, such as "in_proj", of decoder layers that are never computed in FP8."""
         return ("in_proj",) if self.linear_attention_in_proj_bf16 else ()
 
     def dimensions(self) -> Dimensions:
@@ -159,5 +159,5 @@ class Qwen35VLMoEModelProvider(ExpertsMixin, Qwen35VLModelProvider):
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """Return the indices of layers with experts: all layers have experts."""
+        """Return the indices of all layers, because every layer has experts."""
         return tuple(range(self.num_layers))

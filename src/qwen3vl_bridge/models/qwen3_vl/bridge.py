@@ -18,10 +18,7 @@ from transformers import Qwen3VLForConditionalGeneration, Qwen3VLMoeForCondition
 
 
 def _saved_rope(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `rope_parameters` from the text configuration in which Megatron-Bridge's provider saves RoPE scaling.
-
-    The result is empty if the provider has saved no text configuration.
-    """
+    """Return {"rope_parameters": value} from a text configuration saved by Megatron-Bridge, or {} if there is none."""
     text = saved.get("hf_text_config")
     if text is None:
         return {}
@@ -54,12 +51,11 @@ class Qwen3VLBridge(FamilyBridge):
 
     @classmethod
     def megatron_to_hf_config(cls, provider: Qwen3VLModelProvider) -> dict[str, Any]:
-        """Return the contents of a `config.json` for a provider's model, for `AutoBridge.from_auto_config`.
+        """Return the contents of a `config.json` for a provider's model, without the maximum row length.
 
-        Megatron-Bridge's own function does not map the sizes of a text model, and would keep those of its reference
-        configuration. Only the maximum row length is kept from the reference, because a provider has the row length of
-        a run.
+        `AutoBridge.from_auto_config` merges them into a reference configuration, which determines the row length.
         """
+        # Megatron-Bridge's own method does not map the sizes of a text model, and would keep those of the reference.
         text, vision = provider.hf_text_config.to_dict(), provider.vision_config.to_dict()
         del text["max_position_embeddings"]
         return dict(

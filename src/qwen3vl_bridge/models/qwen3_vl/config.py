@@ -41,21 +41,24 @@ def check_settings(config: Any) -> None:
             raise ValueError(f"text_config.num_experts_per_tok is {topk!r}, expected 1 to num_experts ({experts})")
         if len({text[name] for name in ("num_experts", "num_local_experts") if text.get(name)}) > 1:
             raise ValueError(
-                f"text_config.num_experts is {text['num_experts']}, but num_local_experts is "
-                f"{text['num_local_experts']}: expected the same number"
+                f"text_config.num_experts is {text['num_experts']} and num_local_experts "
+                f"{text['num_local_experts']}, expected the same number; remove one of them"
             )
         if not moe_layers_of(text):
             raise ValueError(
                 f"text_config has {experts} experts, but no layer uses them: decoder_sparse_step is "
-                f"{text.get('decoder_sparse_step', 1)} and mlp_only_layers is {text.get('mlp_only_layers')}"
+                f"{text.get('decoder_sparse_step', 1)} and mlp_only_layers is {text.get('mlp_only_layers')}; change "
+                "these, or set num_experts to 0"
             )
         if text.get("moe_intermediate_size") is None:
-            raise ValueError("text_config.moe_intermediate_size is missing, expected the width of an expert")
-    hf_config.check_model_type(config, FAMILY_NAME, len(moe_layers_of(text)), "layers have experts")
+            raise ValueError(
+                f"lacks the field text_config.moe_intermediate_size, expected a number: the model has {experts} experts"
+            )
+    hf_config.check_model_type(config, FAMILY_NAME, len(moe_layers_of(text)), "layers with experts")
 
 
 def check_deepstack(vision: Mapping[str, Any], text_layers: int) -> None:
-    """Raise ValueError if `deepstack_visual_indexes` are not vision layers, or more than there are text layers."""
+    """Raise ValueError if `deepstack_visual_indexes` are not vision layers, or more layers than the text model has."""
     indexes, depth = list(vision["deepstack_visual_indexes"]), vision["depth"]
     if indexes != sorted(set(indexes)) or (indexes and not 0 <= indexes[0] <= indexes[-1] < depth):
         raise ValueError(
@@ -63,8 +66,8 @@ def check_deepstack(vision: Mapping[str, Any], text_layers: int) -> None:
         )
     if len(indexes) > text_layers:
         raise ValueError(
-            f"deepstack_visual_indexes has {len(indexes)} layers, but there are only {text_layers} text layers "
-            "(num_layers): each DeepStack layer needs a text layer"
+            f"deepstack_visual_indexes has {len(indexes)} layers, expected at most {text_layers}, the number of text "
+            "layers (num_layers): the features of each DeepStack layer are added in a text layer"
         )
 
 
@@ -91,13 +94,13 @@ def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
     """
     defaults = {"rope_theta": None, "mrope_section": None, "partial_rotary_factor": 1.0}
     rope = hf_config.rope_parameters_of(text, defaults)
-    if rope.pop("partial_rotary_factor") != 1.0:
-        raise ValueError("partial_rotary_factor is not 1.0, the value of every released model")
+    if (factor := rope.pop("partial_rotary_factor")) != 1.0:
+        raise ValueError(f"partial_rotary_factor is {factor}, expected 1.0 as in every released model")
     return rope
 
 
 def dimensions_of(config: Mapping) -> Dimensions:
-    """Return the dimensions that the weight table uses, from a `config.json`. Raises KeyError for a missing field."""
+    """Return the dimensions that the weight table uses, from a `config.json`. Raise KeyError for a missing field."""
     text = config["text_config"]
     return hf_config.model_dimensions(
         FAMILY_NAME, config, ffn=text["intermediate_size"], head_dim=head_dim_of(text), moe_layers=moe_layers_of(text)
@@ -126,10 +129,7 @@ def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fields_of_run(model: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that identify the model from the `model` section of a `run_config.yaml`.
-
-    The arguments are as for `identity_of_run`.
-    """
+    """Return those of the fields `config`, a result of `fields_of`, that the section `model` of a run has."""
     fields = hf_config.identity_of_run(model, config, FAMILY_NAME)
     layers, frequency = model.get("num_layers"), model.get("moe_layer_freq", 1)
     moe_layers = None

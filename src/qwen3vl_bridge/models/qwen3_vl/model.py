@@ -28,7 +28,7 @@ from torch import Tensor
 
 
 class DeepStackLayer(TransformerLayer):
-    """A text layer that adds its DeepStack features to its output at vision tokens.
+    """A text layer that, if it is one of the first layers, adds features of a DeepStack layer at vision tokens.
 
     Features are the `context` that megatron-core passes to every layer, also under recomputation.
     """
@@ -36,12 +36,13 @@ class DeepStackLayer(TransformerLayer):
     def forward(
         self, *args: Any, context: Tensor | None = None, context_mask: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Run the layer, and add its features if it is one of the first layers.
+        """Run the layer, and add features if it is one of the first layers. Return hidden states and the features.
 
         Args:
             args, kwargs: the other arguments of TransformerLayer.
-            context: [t, K, h] features of the vision tokens; on a later pipeline stage, only the last t features.
-            context_mask: [K] index of each vision token in the hidden states, flattened from [s, b].
+            context: [t, K, h], features of K vision tokens from t DeepStack layers: all, or on a later pipeline stage
+                the last ones.
+            context_mask: [K], index of each vision token in the hidden states, flattened from [s, b].
         """
         hidden, _ = super().forward(*args, context=None, context_mask=None, **kwargs)
         if context is not None and self.adds_features:
@@ -79,7 +80,7 @@ class Qwen3VLGPTModel(MRopeGPTModel):
 
 @dataclass(frozen=True)
 class DeepStackStage:
-    """The DeepStack features that a pipeline stage receives and sends. These are always the last features.
+    """Numbers of DeepStack layers from which a pipeline stage receives and sends features, always the last layers.
 
     Attributes:
         received: number of features for the layers of this stage and later stages; all of them on the first stage.
@@ -91,7 +92,7 @@ class DeepStackStage:
 
     @classmethod
     def from_layers(cls, num_features: int, first_layer: int, layers: int) -> Self:
-        """Return the numbers of features for a stage with `layers` text layers, of which `first_layer` is the first."""
+        """Return the numbers for a stage with `layers` text layers from index `first_layer` on."""
         return cls(received=max(num_features - first_layer, 0), sent=max(num_features - first_layer - layers, 0))
 
     def check_variable_lengths(self, inputs: ModelInputs, config: TransformerConfig) -> None:
@@ -103,17 +104,16 @@ class DeepStackStage:
         features = self.sent * len(inputs.deepstack.targets)
         if features and not config.variable_seq_lengths:
             raise ValueError(
-                f"variable_seq_lengths is False, but this pipeline stage sends {features} DeepStack features, and "
-                "their number depends on the images of a row. Set variable_seq_lengths=True, or give this stage more "
-                "layers"
+                f"variable_seq_lengths is False, expected True: this pipeline stage sends {features} DeepStack "
+                "features, a number that depends on the images of a row. Or give this stage more layers"
             )
 
     def pack(self, hidden: Tensor, features: Tensor) -> Tensor:
         """Return the tensor for the next stage, [s * b + sent * K, 1, h].
 
         Args:
-            hidden: [s, b, h].
-            features: [received, K, h] features of this stage.
+            hidden: hidden states [s, b, h].
+            features: [received, K, h], the features of K vision tokens on this stage.
         """
         if not self.sent:  # the schedules could not free a view after sending it
             return make_viewless_tensor(hidden, requires_grad=hidden.requires_grad, keep_graph=True)
@@ -153,7 +153,12 @@ class Qwen3VLModel(VisionLanguageModel):
         self.stage.check_variable_lengths(inputs, self.config)
 
     def layer_arguments(self, features: Tensor, inputs: ModelInputs) -> dict[str, Tensor]:
-        """Return the DeepStack features [t, K, h] of this rank's vision tokens, and their indices in hidden states."""
+        """Return the DeepStack features of this rank's vision tokens, and the indices of the tokens in hidden states.
+
+        Args:
+            features: [DeepStack layers, vision tokens, h], from `encode`.
+            inputs: the inputs of this rank.
+        """
         features = sum_gradients_over_sequence(features, self.config, self.pg_collection)
         return dict(context=features.index_select(1, inputs.deepstack.sources), context_mask=inputs.deepstack.targets)
 
