@@ -138,7 +138,7 @@ def test_load_tracker_file_naming_missing_checkpoint_raises(saved, inputs, tmp_p
 @pytest.mark.parametrize(("settings", "of_hugging_face", "of_an_import"), [
     (dict(share_embeddings_and_output_weights=True), "weights is False, expected True", "unexpected: .*output_lay"),
     (dict(ffn_hidden_size=64), r"ffn_hidden_size is \d+, expected 64", r"misshapen: .*linear_fc1.weight_v"),
-    (dict(num_layers=5), r"different model(.|\n)*num_layers is 4, expected 5", r"missing: .*layers\.4\.mlp"),
+    (dict(num_layers=5), r"does not fit the model(.|\n)*num_layers is 4, expected 5", r"missing: .*layers\.4\.mlp"),
 ])  # fmt: skip
 def test_initial_weights_of_model_with_different_config_raise(inputs, settings, of_hugging_face, of_an_import):
     for folder, message in ((inputs.hf, of_hugging_face), (inputs.megatron, of_an_import)):
