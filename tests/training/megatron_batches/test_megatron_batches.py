@@ -278,7 +278,7 @@ def test_collator_faults_of_videos_rows_and_images_warn_once_each(provider, rows
     kinds = {"videos", "rows", "images"}
     said = [next(word for word in re.split(r"\W+", record.message) if word in kinds) for record in caplog.records]
     assert said == ["videos", "rows", "images"]
-    assert all("qwen3vl_bridge.Qwen3VLConversationProvider " in record.message for record in caplog.records)
+    assert all("qwen3vl_bridge.Qwen3VLConversationProvider" in record.message for record in caplog.records)
 
 
 def test_batch_with_image_tokens_cut_at_seq_length_raises(provider, rows):
