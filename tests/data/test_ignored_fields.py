@@ -192,7 +192,7 @@ def test_inline_thinking_raises_if_template_reads_it_as_text(encoder_with):
 @pytest.mark.parametrize("changed", ["m.content.split('</think>')[-1]", "m.content | upper", "m.content[:4]"])
 def test_answer_changed_by_template_raises(encoder_with, changed):
     encoder, text = encoder_with(PLAIN.replace("m.content", changed)), "<think>\nTwo.\n</think>\n\n4"
-    with pytest.raises(DataError, match=r"message 4: .*[;:] (exclude it|give the checkpoint ano)"):
+    with pytest.raises(DataError, match=r"message 4: .*[;:] (exclude it|use a checkpoint with ano)"):
         encoder(said({**ANSWER, "content": text}))
 
 

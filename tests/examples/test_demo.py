@@ -80,7 +80,7 @@ def test_demo_stopped_training_is_not_exported(untied_folder, tmp_path):
     """Stop by `train.exit_interval`; a run that gets SIGTERM ends in the same way."""
     stops = ("train.train_iters=4", "train.exit_interval=2")
     done = demo(tmp_path / "demo", "--hf-model", untied_folder, *stops)
-    assert done.returncode == 1 and "stopped after step 2 of 4: nothing is exported" in done.stderr, done.stderr
+    assert done.returncode == 1 and "stopped after step 2 of 4, so nothing is exported" in done.stderr, done.stderr
     assert (tmp_path / "demo" / "run").is_dir() and not (tmp_path / "demo" / "hf_finetuned").exists()
 
 
