@@ -36,6 +36,6 @@ def test_main_missing_script_exits_with_error(arguments, said):
     assert found.returncode != 0 and f"SCRIPT [ARGUMENT ...]: {said}, expected a Python file" in found.stderr
 
 
-def test_main_script_exit_message_is_shown(tmp_path):
+def test_main_shows_message_of_script_that_calls_sys_exit(tmp_path):
     (tmp_path / "script.py").write_text("raise SystemExit('as the script says')")
     assert "as the script says" in run(Path(tmp_path) / "script.py").stderr

@@ -293,7 +293,7 @@ def samples_of(provider, number: int = 1) -> list[list[str]]:
     return [sorted(next(stream).sample_ids) for _ in range(number)]
 
 
-def test_resume_after_download_changed_available_urls_raises(server, download, training, file, tmp_path, checkpoint):
+def test_resume_raises_if_download_changed_available_urls(server, download, training, file, tmp_path, checkpoint):
     assert download("--data", file) == 1
     stream = training(file).stream("train")
     next(stream)

@@ -174,7 +174,7 @@ def spelt(content: str | list) -> str:
 
 
 @pytest.mark.parametrize("published", FORMATS, ids=[published.name for published in FORMATS])
-def test_published_data_set_format_is_read(tmp_path, encoder, published):
+def test_named_schema_reads_published_data_set_format(tmp_path, encoder, published):
     path = written(tmp_path, published)
     sample = open_source(path, columns=Columns(**published.columns), schema_adapter=published.schema_adapter)[0]
     assert spelt(sample.messages[0]["content"]) == published.question

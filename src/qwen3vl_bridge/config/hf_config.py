@@ -424,7 +424,7 @@ def identity_of_config(
 
 
 def identity_of_run(model: Mapping[str, Any], config: Mapping[str, Any], dense: str) -> dict[str, Any]:
-    """Return those fields that identify a model that the `model` section of a `run_config.yaml` has.
+    """Return the fields that identify a model, as far as the `model` section of a `run_config.yaml` contains them.
 
     A vocabulary larger than in `config` is left out, because it may include padding.
 

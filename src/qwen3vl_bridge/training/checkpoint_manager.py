@@ -338,9 +338,12 @@ def _describe_data(cfg: ConfigContainer) -> dict[str, Any]:
 
 
 def _check_data(folder: Path, cfg: ConfigContainer, row: int) -> None:
-    """Raise ValueError if the data of a run differ from the data of its checkpoint, after `row` rows.
+    """Raise ValueError if a run's data are not those of its checkpoint.
 
-    This package's datasets only store the expected position here, and raise the error later, when they are built.
+    This package's datasets are not built yet at this time: they store `row` here, and check it when they are built.
+
+    Args:
+        row: number of rows that had been read when the checkpoint was saved.
     """
     if row and isinstance(cfg.dataset, EnergonDatasetConfig):
         # Megatron-Bridge 0.6.2 saves no state of its own energon loader, and reports nothing if it finds none.

@@ -240,7 +240,7 @@ class DcpTensors:
                 if (path, offset) in names:
                     both = f"{names[path, offset]} and of {name}"
                     raise CheckpointError(
-                        f"{path}: byte {offset} is the begin of a chunk of {both}, expected one tensor; the checkpoint "
+                        f"{path}: byte {offset} is the start of a chunk of {both}, expected one tensor; the checkpoint "
                         "is damaged"
                     )
                 names[path, offset] = name
