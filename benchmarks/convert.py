@@ -142,7 +142,7 @@ def measure_apart(step: Callable[[], object]) -> tuple[float, int]:
     child.start()
     child.join()
     if child.exitcode:
-        raise SystemExit(f"the process of a step ended with exit status {child.exitcode}; its output is above")
+        raise SystemExit(f"a step ended with {child.exitcode}")
     return receiver.recv()
 
 
@@ -195,11 +195,11 @@ def main() -> None:
     """Measure all steps, print the results and append them to the CSV file."""
     parser = measurement.parser(__doc__, "convert.csv", rounds=5)
     parser.add_argument("--family", choices=("qwen3_vl", "qwen3_5"), default="qwen3_vl", help="default: %(default)s")
-    parser.add_argument("--size", default="2B", help="released size of the family (default: %(default)s)")
-    parser.add_argument("--text-layers", type=int, help="number of text layers (default: all of the size)")
-    parser.add_argument("--vision-layers", type=int, help="number of vision layers (default: all of the size)")
-    parser.add_argument("--fp8", action="store_true", help="convert a model in FP8, and export it in FP8")
-    parser.add_argument("--folder", type=Path, help="folder for all files (default: a temporary folder)")
+    parser.add_argument("--size", default="2B", help="one that the family was released in (default: %(default)s)")
+    parser.add_argument("--text-layers", type=int, help="fewer than the size has")
+    parser.add_argument("--vision-layers", type=int, help="fewer than the size has")
+    parser.add_argument("--fp8", action="store_true", help="a model in FP8, exported to FP8")
+    parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
     options = parser.parse_args()
     config = _config(options.family, options.size, options.text_layers, options.vision_layers)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:

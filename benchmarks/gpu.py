@@ -229,12 +229,12 @@ def attention_of(step: Step) -> str:
 def main() -> None:
     """Measure all implementations, print the results and append them to the CSV file."""
     parser = measurement.parser(__doc__, "gpu.csv", rounds=7)
-    parser.add_argument("--size", default="8B", help="size of the model (default: %(default)s)")
-    parser.add_argument("--text-layers", type=int, default=4, help="number of text layers (default: %(default)s)")
-    parser.add_argument("--vision-layers", type=int, default=6, help="number of vision layers (default: %(default)s)")
-    parser.add_argument("--ways", nargs="+", metavar="WAY", help="only rows with names that begin so, such as ours")
-    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="print kernels, and write timelines to FOLDER")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model and row, for a simulation")
+    parser.add_argument("--size", default="8B", help="default: %(default)s")
+    parser.add_argument("--text-layers", type=int, default=4, help="default: %(default)s")
+    parser.add_argument("--vision-layers", type=int, default=6, help="default: %(default)s")
+    parser.add_argument("--ways", nargs="+", metavar="WAY", help="only those whose names begin so, such as ours")
+    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="print the kernels too, keep timelines there")
+    parser.add_argument("--tiny", action="store_true", help="a model and a row for a simulation")
     options = parser.parse_args()
     quiet()
     config = configuration(options.size, options.text_layers, options.vision_layers, tiny=options.tiny)

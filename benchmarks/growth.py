@@ -152,7 +152,7 @@ def in_process(function: Callable[..., Any], *arguments: Any) -> Any:
 def main() -> None:
     """Measure all series, print the results and append them to the CSV file."""
     parser = measurement.parser(__doc__, "growth.csv")
-    parser.add_argument("--only", choices=SERIES, help="measure only this series (default: all)")
+    parser.add_argument("--only", choices=SERIES, help="one series (default: all)")
     options = parser.parse_args()
     lines: list[dict[str, Any]] = []
     for series, points in SERIES.items():

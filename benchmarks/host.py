@@ -163,7 +163,7 @@ def collation(samples: list[Sample], *, pictures: bool) -> tuple[Callable[[], ob
 def main() -> None:
     """Measure all implementations, print the results and append them to the CSV file."""
     parser = measurement.parser(__doc__, "host.csv", rounds=15)
-    parser.add_argument("--samples", type=int, default=64, help="number of samples (default: %(default)s)")
+    parser.add_argument("--samples", type=int, default=64, help="default: %(default)s")
     options = parser.parse_args()
     torch.set_num_threads(1)
     samples = make_samples(options.samples)

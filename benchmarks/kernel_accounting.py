@@ -92,7 +92,7 @@ def counted(way: str, size: str) -> dict[str, Any]:
         done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:
-        raise RuntimeError(f"{way} could not be counted: exit status {done.returncode}; its output is above")
+        raise RuntimeError(f"{way} could not be counted: exit status {done.returncode}, see above")
     return json.loads(lines[0].removeprefix("RESULT "))
 
 
@@ -132,9 +132,8 @@ def row(way: str, size: str, rows: str, counts: dict[str, Any], ours: Asked | No
 def main() -> None:
     """Count all implementations, print the results and append them to the CSV file."""
     parser = measurement.parser(__doc__, "kernel_accounting.csv")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS,
-                        help="implementations to count (default: all); ratios are to the first")  # fmt: skip
-    parser.add_argument("--size", choices=SIZES, default="8B", help="size of the model (default: %(default)s)")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="default: all; ours is the measure")
+    parser.add_argument("--size", choices=SIZES, default="8B")
     parser.add_argument("--detail", action="store_true", help="print the operations of a layer of each tower too")
     options = parser.parse_args()
     if SIZES[options.size].period > 1 and importlib.util.find_spec("fla") is None:

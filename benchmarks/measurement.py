@@ -21,7 +21,7 @@ def parser(doc: str | None, results: str, *, rounds: int | None = None) -> argpa
     made = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
     made.add_argument("--csv", type=Path, default=RESULTS / results, help="file to append to (default: %(default)s)")
     if rounds is not None:
-        made.add_argument("--rounds", type=int, default=rounds, help="number of rounds (default: %(default)s)")
+        made.add_argument("--rounds", type=int, default=rounds, help="default: %(default)s")
     return made
 
 

@@ -108,7 +108,7 @@ def subjects(path: Path) -> Iterator[tuple[str, dict[str, Callable[[], object]]]
 def main() -> None:
     """Measure all kinds of conversations, print the results and append them to the CSV file."""
     parser = measurement.parser(__doc__, "measuring.csv", rounds=9)
-    parser.add_argument("--samples", type=int, default=100, help="number of samples (default: %(default)s)")
+    parser.add_argument("--samples", type=int, default=100, help="default: %(default)s")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = []

@@ -179,8 +179,8 @@ def _waiting(capacity: int, most: int, sizes: list[Size], rows: Rows) -> Iterato
 def main() -> None:
     """Pack samples into rows of several lengths, print the results and append them to the CSV file."""
     parser = measurement.parser(__doc__, "packing.csv")
-    parser.add_argument("--samples", type=int, default=50_000, help="number of samples (default: %(default)s)")
-    parser.add_argument("--rows", type=int, nargs="+", default=[8192, 16384, 32768, 131072], help="tokens in a row")
+    parser.add_argument("--samples", type=int, default=50_000, help="default: %(default)s")
+    parser.add_argument("--rows", type=int, nargs="+", default=[8192, 16384, 32768, 131072], help="tokens of a row")
     args = parser.parse_args()
     sizes = [sample.size for sample in make_samples(args.samples)]
     tokens, patches = ([getattr(size, name) for size in sizes] for name in ("tokens", "patches"))

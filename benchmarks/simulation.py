@@ -102,8 +102,8 @@ def main() -> None:
     """Simulate recipes, print the results and append them to the CSV file."""
     parser = measurement.parser(__doc__, "simulation.csv")
     names = [n for n, one in recipes().items() if one.gpus and "dist_train" not in n]
-    parser.add_argument("--recipes", nargs="+", default=names, help="recipes to simulate (default: all)")
-    parser.add_argument("--replan", action="store_true", help="only update the planned memory of all rows")
+    parser.add_argument("--recipes", nargs="+", default=names)
+    parser.add_argument("--replan", action="store_true", help="only write again what is planned, of every row")
     options = parser.parse_args()
     if options.replan:
         replan(options.csv)

@@ -171,8 +171,8 @@ def _check_travel(taps: int) -> None:
 def main() -> None:
     """Compute and measure all results, print them and append them to the CSV file."""
     parser = measurement.parser(__doc__, "vision_sharing.csv", rounds=7)
-    parser.add_argument("--samples", type=int, default=50_000, help="number of samples (default: %(default)s)")
-    parser.add_argument("--rows", type=int, nargs="+", default=[8192, 32768, 131072], help="tokens in a row")
+    parser.add_argument("--samples", type=int, default=50_000, help="default: %(default)s")
+    parser.add_argument("--rows", type=int, nargs="+", default=[8192, 32768, 131072], help="tokens of a row")
     parser.add_argument("--timed", type=int, default=3, help="rows of each length to time (default: %(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -199,7 +199,7 @@ def chosen_versions(which: list[str], *, beyond: bool = False) -> tuple[str, dic
             )
         inside = name not in ranges or ranges[name].specifier.contains(number, prereleases=True)
         if not inside and not beyond:
-            raise SystemExit(f"{one}: pyproject.toml allows {ranges[name]}; add --beyond to test this version anyway")
+            raise SystemExit(f"{one}: pyproject.toml allows {ranges[name]}; --beyond tests it all the same")
         versions[name] = number
     return "chosen", versions
 
@@ -292,11 +292,11 @@ def prepare(options: argparse.Namespace, folder: Path) -> tuple[Row, Path]:
     for one in options.source:
         package, _, repository = one.partition("=")
         if package not in PACKAGES or not repository:
-            raise SystemExit(f"--source is {one}, expected NAME=REPOSITORY, where NAME is one of {', '.join(PACKAGES)}")
+            raise SystemExit(f"--source {one}: expected NAME=REPOSITORY with a NAME of {', '.join(PACKAGES)}")
         commits[package] = export_source(repository, folder / package)
         wanted[package] = f"{package} @ file://{folder / package}"
     if name == "main" and not commits:
-        raise SystemExit("main needs --source megatron-bridge=REPOSITORY --source megatron-core=REPOSITORY")
+        raise SystemExit("main: expected --source megatron-bridge=REPOSITORY --source megatron-core=REPOSITORY")
     resolved = resolve(wanted, folder)
     laid = {one: requirement for one, requirement in resolved.items() if not is_installed(requirement)}
     python = make_environment(folder / "environment", list(laid.values()))
@@ -352,14 +352,12 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("which", nargs="+", metavar="WHICH", help=f"{', '.join(ROWS)}, or NAME==VERSION ...")
-    parser.add_argument("--source", action="append", default=[], metavar="NAME=REPOSITORY[@COMMIT]",
-                        help="build a package from a Git repository")  # fmt: skip
+    parser.add_argument("--source", action="append", default=[], metavar="NAME=REPOSITORY[@COMMIT]")
     parser.add_argument("--beyond", action="store_true", help="allow versions outside the ranges of pyproject.toml")
-    parser.add_argument("--only", action="append", choices=SELECTION, metavar="PART",
-                        help=f"run only this part: {', '.join(SELECTION)}; may be given several times")  # fmt: skip
+    parser.add_argument("--only", action="append", choices=SELECTION, metavar="PART", help=", ".join(SELECTION))
     parser.add_argument("--resume", action="store_true", help="skip parts that were finished with the same commit")
     parser.add_argument("--record", action="store_true", help=f"write a row of {TABLE.relative_to(ROOT)}")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the environment in this new folder")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="a new folder, in which the environment is left")
     return parser
 
 

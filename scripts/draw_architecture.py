@@ -294,6 +294,7 @@ def importers(module: str) -> list[str]:
 
 
 def _imports(file: Path) -> Iterator[str]:
+    """Return the dotted names that a file imports."""
     for node in ast.walk(ast.parse(file.read_text("utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
@@ -347,7 +348,7 @@ PICTURES = {
 def main() -> None:
     """Write the images."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=IMAGES, help="folder of the images")
+    parser.add_argument("--output", type=Path, default=IMAGES, help="folder of the pictures")
     output = parser.parse_args().output
     for name, draw in PICTURES.items():
         draw(output / name)

@@ -370,7 +370,7 @@ def with_figures(page: str) -> str:
     for name, (_, say) in PLOTS.items():
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
         if page.count(begin) != 1 or page.count(end) != 1:
-            raise ValueError(f"{PAGE} has the marks {begin} ... {end} {page.count(begin)} times, expected once")
+            raise ValueError(f"{PAGE} has {page.count(begin)} places {begin} ... {end}, expected one")
         before, rest = page.split(begin)
         text = f"![{name.capitalize()}](../../docs/images/bench_{name}.svg)\n\n{say()}"
         page = f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}"

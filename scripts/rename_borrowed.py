@@ -97,9 +97,9 @@ def is_noticed(mechanism: str, name: str) -> str | None:
         environment = {**os.environ, "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"}
         done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode == 0:
-        return f"tests/upstream passed, expected {tests.relative_to(ROOT)} to fail"
+        return "its contract test passed"
     if f"upstream/{mechanism}.py" not in done.stdout:
-        return f"the tests failed without naming upstream/{mechanism}.py:\n{done.stdout[-2000:]}"
+        return f"the failure does not name the mechanism:\n{done.stdout[-2000:]}"
     return None
 
 
@@ -107,8 +107,8 @@ def main() -> int:
     """Rename names and print whether tests noticed them; return 1 if a renamed name was not noticed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="names to rename, in place of random ones")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random choice of names")
-    parser.add_argument("--count", type=int, default=10, help="how many names to choose at random")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=10)
     parser.add_argument("--list", action="store_true", help="print the borrowed names and stop")
     options = parser.parse_args()
     known = borrowed_names()

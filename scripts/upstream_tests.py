@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", type=Path, help="a checkout of Megatron-Bridge")
-    parser.add_argument("--stock", action="store_true", help="replace nothing: what fails on this machine anyway")
+    parser.add_argument("--stock", action="store_true", help="without replacement: what fails on this machine anyway")
     parser.add_argument("--workers", type=int, default=0, help="processes that run tests (pytest-xdist)")
     parser.add_argument("tests", nargs="*", help=f"paths below {UNIT} instead of all")
     return parser
@@ -82,9 +82,7 @@ def read_failures() -> list[dict]:
     entries = tomllib.loads(FAILURES.read_text())["failure"]
     for entry in entries:
         if entry["kind"] not in KINDS or not entry["why"] or not entry["tests"]:
-            raise ValueError(
-                f"{FAILURES.name}: found the entry {entry}, expected kind (one of {', '.join(KINDS)}), why and tests"
-            )
+            raise ValueError(f"{entry} in {FAILURES.name}, expected kind (one of {', '.join(KINDS)}), why and tests")
     return entries
 
 
@@ -106,7 +104,7 @@ def run(source: Path, tests: list[str], stock: bool, workers: int) -> dict[str, 
         command += ["--report", str(report), *(["--stock"] if stock else []), "-n", str(workers), *tests]
         status = subprocess.run(command, cwd=source, env=environment).returncode
         if not report.exists():
-            raise SystemExit(f"pytest ended with exit status {status} before it ran the tests; see its output above")
+            raise SystemExit(f"pytest ended with {status} before it had run the tests")
         return json.loads(report.read_text())
 
 

@@ -31,23 +31,19 @@ _MADE_HERE = ".made_by_the_digits_demo"
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--family", choices=RECIPES, default="qwen3_vl", help="family of the tiny model (default: %(default)s)"
-    )
+    parser.add_argument("--family", choices=RECIPES, default="qwen3_vl", help="of the model (default: %(default)s)")
     model = parser.add_mutually_exclusive_group()
-    model.add_argument("--hf-model", type=Path, help="folder of your own checkpoint (default: a tiny random one)")
-    model.add_argument("--model-only", action="store_true", help="only make the tiny checkpoint")
-    parser.add_argument(
-        "--work-dir", type=Path, default=Path("out/digits"), help="output folder (default: %(default)s)"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="SETTING=VALUE", help="settings that override the recipe's")
+    model.add_argument("--hf-model", type=Path, help="a checkpoint of yours; default: a tiny random one")
+    model.add_argument("--model-only", action="store_true", help="make the tiny checkpoint only")
+    parser.add_argument("--work-dir", type=Path, default=Path("out/digits"), help="default: %(default)s")
+    parser.add_argument("overrides", nargs="*", metavar="SETTING=VALUE", help="settings that differ from the recipe")
     args = parser.parse_args(arguments)
     if args.hf_model is not None and not (args.hf_model / "config.json").is_file():
         parser.error(f"--hf-model is {args.hf_model}, expected a folder with a config.json")
     if args.work_dir.exists() and not args.work_dir.is_dir():
         parser.error(f"--work-dir is {args.work_dir}, a file; expected a folder, or a name for a new one")
     if args.work_dir.exists() and not (args.work_dir / _MADE_HERE).exists() and any(args.work_dir.iterdir()):
-        parser.error(f"--work-dir is {args.work_dir}, which has files that the demo did not write; give a new folder")
+        parser.error(f"--work-dir {args.work_dir} holds other things; give a new folder")
     return args
 
 
@@ -89,7 +85,7 @@ def command(script: str, *arguments: str | Path) -> None:
     print("$ python " + " ".join(words), flush=True)
     done = subprocess.run([sys.executable, str(ROOT / script), *words[1:]])
     if done.returncode != 0:
-        sys.exit(f"error: {script} ended with exit status {done.returncode}; its message is above")
+        sys.exit(f"error: {script} ended with status {done.returncode}")
 
 
 def expect_end(run: Path) -> None:
@@ -99,7 +95,7 @@ def expect_end(run: Path) -> None:
     iteration = find_iteration(run)
     step, steps = int(iteration.name.removeprefix("iter_")), read_run_config(iteration)["train"]["train_iters"]
     if step < steps:
-        sys.exit(f"training was stopped after step {step} of {steps}, so nothing is exported; run the demo again")
+        sys.exit(f"the training was stopped after step {step} of {steps}: nothing is exported; the demo starts over")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -164,7 +160,7 @@ def main(arguments: list[str] | None = None) -> None:
         ]
     )
     if accuracy < GOAL:
-        sys.exit(f"the accuracy is {accuracy:.1%}, expected at least {GOAL:.0%}")
+        sys.exit(f"the accuracy is {accuracy:.1%}, the goal {GOAL:.0%}")
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def _questions(path: Path) -> list[tuple[list[dict], Answer]]:
             part["image"] = str(path.parent / part["image"])
         if not pictures or reply["role"] != "assistant":
             raise ValueError(
-                f"{path}: found {line}, expected a question with an image and then an answer of the assistant"
+                f"{path}: {line}: expected a picture in the question, and an assistant's answer at the end"
             )
         questions.append((prompt, Answer(Path(pictures[0]["image"]), _text(reply["content"]), "")))
     return questions
@@ -96,7 +96,7 @@ def answer(
 def accuracy(answers: Sequence[Answer]) -> float:
     """Return the fraction of right answers."""
     if not answers:
-        raise ValueError("found no answers, expected at least one")
+        raise ValueError("0 answers, expected at least 1")
     return sum(one.right for one in answers) / len(answers)
 
 
@@ -160,7 +160,7 @@ def loss_curve(log: Sequence[Mapping[str, float]], path: str | Path) -> None:
     """
     train, held_out = ({e["step"]: e[key] for e in log if key in e} for key in ("loss", "valid_loss"))
     if not train:
-        raise ValueError(f"found {len(log)} log entries without a loss, expected an entry with a loss for each step")
+        raise ValueError(f"{len(log)} entries, none with a loss; expected one a step")
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
     axes.plot(*zip(*sorted(train.items()), strict=True), color=BLUE, linewidth=0.9, label="training, each step")

@@ -153,7 +153,7 @@ def peft(size: str, *, dora: bool = False, **settings: Any) -> Qwen3VLConfigCont
     cfg.peft = (Qwen3VLDoRA if dora else Qwen3VLLoRA)(dim=32, alpha=32)
     if getattr(cfg.model, "linear_attention_freq", None):  # Megatron-Bridge's default omits linear attention
         cfg.peft.target_modules = [*cfg.peft.target_modules, "in_proj", "out_proj"]
-    keep_vision_activations(cfg)  # the tower has no adapters, so it stores no activations
+    keep_vision_activations(cfg)  # the tower has no adapters, so that it stores no activations
     cfg.optimizer.lr, cfg.optimizer.min_lr, cfg.optimizer.weight_decay = 1e-4, 1e-5, 0.0
     cfg.scheduler.start_weight_decay = cfg.scheduler.end_weight_decay = 0.0
     return cfg

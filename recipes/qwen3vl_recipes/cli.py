@@ -154,7 +154,7 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
     if args.rank not in (None, "last") and not args.rank.isdecimal():
         parser.error(f"--rank is {args.rank}, expected a number or `last`")
     if args.from_scratch and args.pretrained_checkpoint is not None:
-        parser.error("--from-scratch and --pretrained-checkpoint are both given, expected only one of them")
+        parser.error("--from-scratch and --pretrained-checkpoint, expected only one of them")
     return args
 
 
@@ -237,6 +237,7 @@ def _show_recipes(*, as_json: bool) -> None:
 
 
 def _build_config(args: argparse.Namespace, chosen: Recipe) -> ConfigContainer:
+    """Return the recipe's configuration with the paths and settings of the command line."""
     from qwen3vl_bridge.checkpoint.formats.huggingface import find_model
 
     from qwen3vl_recipes import overrides
@@ -245,7 +246,7 @@ def _build_config(args: argparse.Namespace, chosen: Recipe) -> ConfigContainer:
     cfg = chosen()
     if not hasattr(cfg, "dataset"):
         raise ValueError(
-            f"{args.recipe} returned {cfg!r:.80}, expected a Qwen3VLConfigContainer, as recipes of this package return"
+            f"{args.recipe} returned {cfg!r:.80}, expected a configuration like the recipes of this package"
         )
     set_paths(
         cfg,
@@ -281,7 +282,7 @@ def _run(cfg: ConfigContainer, *, needs_weights: bool) -> None:
         else:
             from megatron.bridge.training.pretrain import pretrain as loop
     except ModuleNotFoundError as error:
-        raise ValueError(f"Megatron-Bridge's training loop needs the package {error.name}; install it") from error
+        raise ValueError(f"Megatron-Bridge's training loop needs {error.name}, which is missing") from error
     callbacks = training_callbacks(cfg)
     *_, log = callbacks
     assert isinstance(log, RunLog)
@@ -301,6 +302,7 @@ def _run(cfg: ConfigContainer, *, needs_weights: bool) -> None:
 
 
 def _describe_interruption(finished: int | None, checkpoint: Any) -> str:
+    """Return a message about where a run was interrupted and where the same command continues."""
     from qwen3vl_bridge.checkpoint.formats.megatron import TRACKER
 
     folders = [str(folder) for folder in (checkpoint.save, checkpoint.load) if folder]

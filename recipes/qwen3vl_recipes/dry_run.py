@@ -48,10 +48,7 @@ def finalize_copy(cfg: ConfigContainer, world_size: int) -> ConfigContainer:
     from megatron.bridge.training.config import runtime_config_update
 
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() != world_size:
-        raise ValueError(
-            f"torch.distributed has {torch.distributed.get_world_size()} processes, expected only this process; start "
-            "without torchrun"
-        )
+        raise ValueError(f"there are {torch.distributed.get_world_size()} processes already, expected only this one")
     cfg = copy.deepcopy(cfg)
     if all(getattr(cfg.dataset, name, "") is None for name in ("path", "train_path", "mixture")):
         cfg.dataset.path = _DATA

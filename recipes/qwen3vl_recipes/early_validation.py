@@ -177,8 +177,8 @@ def _check_continued_run(args: Namespace, config: ModelConfig) -> None:
         differences = [f"the family is {found.family}, expected {expected.family}"]
     if differences:
         raise ValueError(
-            f"--save is {args.save}, which contains a run of another model than --hf-model, {args.hf_model}: "
-            f"{'; '.join(differences)}. Give another --save folder, or the model of {folder} as --hf-model"
+            f"--save is {args.save}, which has the run of another model than {args.hf_model}: "
+            f"{'; '.join(differences)}. Give another folder, or the model of {folder}"
         )
 
 

@@ -72,10 +72,7 @@ def apply(cfg: ConfigContainer, words: Sequence[str] = (), files: Sequence[str |
     arrived = _flat(_settings(cfg)[0])
     for name, new in changed.items():
         if (found := arrived.get(name)) != new:
-            raise ValueError(
-                f"{name} cannot be set to {new!r} by an argument or YAML file, and stays {found!r}; set it in a recipe "
-                "of your own (--recipe FILE.py:FUNCTION)"
-            )
+            raise ValueError(f"{name} cannot be set to {new!r} here; it is {found!r}. Set it in your own recipe")
     _check_precision(cfg, changed)
     return cfg
 
@@ -100,8 +97,8 @@ def _check_precision(cfg: ConfigContainer, names: Iterable[str]) -> None:
         found, written = getattr(getattr(cfg, section), field), getattr(mixed, field)
         if found != written:
             raise ValueError(
-                f"{name} is {found!r}, but mixed_precision sets it to {written!r}: use this value or another "
-                "mixed_precision, or set mixed_precision=null to choose the precision of each section yourself"
+                f"{name} is {found!r}, and mixed_precision sets it to {written!r}: expected that, another "
+                "mixed_precision, or null for one, to set the precision of each section by itself"
             )
 
 

@@ -97,7 +97,7 @@ def _use_model(cfg: ConfigContainer, hf_path: str) -> None:
     if model.family != old.family or (old.num_moe_experts and not model.num_moe_experts):
         raise ValueError(
             f"the recipe is for {kinds[0]}, and {hf_path} is {kinds[1]}: use another recipe; `qwen3vl train --list` "
-            "shows all recipes"
+            "shows all"
         )
     model_fields = model_bridge(bridge).provider_fields(bridge.hf_pretrained.config).keys() - _RUN_FIELDS
     for name, value in _changed_fields(old).items():
@@ -112,8 +112,7 @@ def _use_model(cfg: ConfigContainer, hf_path: str) -> None:
     is_parallel = max(sizes) > 1 or model.dist_train.use_dist_train
     if is_parallel and (model.num_layers, model.hidden_size) != (old.num_layers, old.hidden_size):
         logger.warning(
-            "the recipe is for a model of %d layers and width %d, and %s has %d layers and width %d: check the "
-            "parallel sizes",
+            "the recipe is for a model of %d layers and width %d, and %s has %d and %d: check the parallel sizes",
             *(old.num_layers, old.hidden_size, hf_path, model.num_layers, model.hidden_size),
         )
     model.hf_model_id = hf_path

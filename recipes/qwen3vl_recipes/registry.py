@@ -74,15 +74,15 @@ def find(name: str) -> Recipe:
         except ModuleNotFoundError as error:
             wrong = "expected a module, or a file with the suffix .py"
             if not error.name or not f"{where}.".startswith(f"{error.name}."):
-                wrong = f"{where} imports this module, which is not installed or not on PYTHONPATH"
+                wrong = "it imports that, and it is not installed or not on PYTHONPATH"
             raise ValueError(f"{where}: {error}; {wrong}") from error
         found = getattr(module, function, None)
         if not callable(found):
-            raise ValueError(f"{where} has no function {function!r}, expected a function that returns a configuration")
+            raise ValueError(f"{where} has no function {function!r}")
         return found if isinstance(found, Recipe) else recipe(gpus=0)(found)
     known = recipes()
     if name.endswith(".py"):
-        raise ValueError(f"--recipe is the file {name}, expected a function in it: {name}:FUNCTION")
+        raise ValueError(f"--recipe is {name}, expected one of its functions: {name}:FUNCTION")
     if name not in known:
         import difflib
 
@@ -90,13 +90,13 @@ def find(name: str) -> Recipe:
         words = set(name.split("_"))
         more = sorted((one for one in known if words < set(one.split("_"))), key=len)
         close = (more or difflib.get_close_matches(name, known, n=3) or sorted(known))[:3]
-        raise ValueError(f"there is no recipe {name!r}; did you mean {', '.join(close)}? --list shows all recipes")
+        raise ValueError(f"there is no recipe {name!r}; did you mean {', '.join(close)}? --list shows all")
     return known[name]
 
 
 def _module_of_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise ValueError(f"{path} does not exist, expected a Python file with a recipe")
+        raise ValueError(f"{path}: found nothing, expected a Python file with a recipe")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path}: Python cannot read it as a module")

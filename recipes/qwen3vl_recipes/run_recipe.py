@@ -58,15 +58,14 @@ def _accept_peft_scheme(name: str, dora: Recipe) -> Callable[..., Any]:
 
     def recipe(*, peft_scheme: str = "dora") -> Any:
         if peft_scheme != "dora":
-            raise ValueError(
-                f"--mode is {peft_scheme} with {name}, expected dora; for others use {name.replace('_dora', '')}"
-            )
+            raise ValueError(f"--mode is {peft_scheme}, expected dora, or {name.replace('_dora', '')}")
         return dora()
 
     return recipe
 
 
 def _train(found: Callable | tuple[str, str], config: Any, forward_step_func: Callable) -> None:
+    """Call a training function of Megatron-Bridge with the callbacks of the configuration."""
     from qwen3vl_bridge.training.callbacks import training_callbacks
 
     train = found if callable(found) else getattr(importlib.import_module(found[0]), found[1])

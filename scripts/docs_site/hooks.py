@@ -68,7 +68,7 @@ def on_post_build(config: Any) -> None:
             r"<link\b(?![^>]*rel=\"canonical\")[^>]*\bhref=\"(?:https?:)?//[^\"]*",
             page.read_text(),
         ):
-            raise PluginError(f"{page} loads {found[0]!r}, expected a site that loads nothing from the network")
+            raise PluginError(f"{page} loads {found[0]!r}, expected nothing from the network")
 
 
 def api(package: str) -> str:
@@ -82,7 +82,7 @@ def public_names(file: Path) -> list[str]:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_PUBLIC":
             listed = sorted(ast.literal_eval(node.value).items())
             return [f"{module}.{name}" for name, module in listed if not _is_package(module)]
-    raise ValueError(f"{file} has no variable _PUBLIC, expected a dict from public names to their modules")
+    raise ValueError(f"{file} has no _PUBLIC, expected its public names")
 
 
 def _is_package(module: str) -> bool:

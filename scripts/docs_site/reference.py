@@ -215,7 +215,7 @@ def parser_of(target: str, prog: str) -> argparse.ArgumentParser:
             run([], prog=prog)
     except _Found:
         return made[0]
-    raise ValueError(f"{target} did not parse its arguments, expected a call of ArgumentParser.parse_args")
+    raise ValueError(f"{target} has no parser, expected one to be asked for")
 
 
 def commands() -> str:

@@ -41,7 +41,7 @@ def after_import(module: ModuleType) -> None:
         except AttributeError as error:
             function = step.func if isinstance(step, partial) else step
             raise ImportError(
-                f"{error}, which {function.__module__} replaces; install a release that docs/compatibility.md lists"
+                f"{error}, which {function.__module__} replaces: docs/compatibility.md lists the supported releases"
             ) from error
 
 

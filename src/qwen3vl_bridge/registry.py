@@ -81,7 +81,6 @@ class Family:
             config: contents of a `config.json`.
             names: Hugging Face or Megatron names of the checkpoint's tensors.
         """
-        # transformers keeps numbers such as `mtp_num_hidden_layers` when it saves a model without these layers.
         for condition, layers in self.optional.items():
             rows = (row for row in self.rows() if row.condition == condition)
             exists = any(row.megatron in names or row.hf[0] in names for row in rows)
@@ -117,10 +116,7 @@ def register_family(family: Family) -> None:
     for other in known.values():
         taken = [kind for kind in family.architectures if kind in other.architectures]
         if other != family and (taken or other.name == family.name):
-            raise ValueError(
-                f"the family {other.name!r} already has {f'the model_type {taken[0]!r}' if taken else 'this name'}; "
-                "choose another for the new family"
-            )
+            raise ValueError(f"the family {other.name!r} has {taken or 'this name'} already, expected a new one")
     known[family.name] = family
     if _MEGATRON_BRIDGE in sys.modules:
         importlib.import_module(family.bridge)

@@ -91,7 +91,6 @@ def show(text: str, *, error: bool = False) -> None:
     Raises:
         OSError: standard output cannot be written, such as on a full disk. Later output is dropped.
     """
-    # Text from untrusted files could otherwise move the cursor or set a title.
     stream = sys.stderr if error else sys.stdout
     if stream is None:  # closed from the beginning
         return
@@ -105,7 +104,6 @@ def show(text: str, *, error: bool = False) -> None:
 
 def show_error(message: str, note: str = "") -> None:
     """Print the error that ends a command, followed by `note`. Under torchrun, make torchrun repeat the message."""
-    # torchrun prints 25 lines of its own after an error. It reads the message to repeat from a file.
     show(f"error: {message}{note}", error=True)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         reply = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
@@ -115,7 +113,6 @@ def show_error(message: str, note: str = "") -> None:
 
 def flush_errors() -> None:
     """Flush standard error, or drop the buffered text if the reader has exited."""
-    # Libraries log to standard error and ignore failures. Python would end with exit code 120.
     try:
         if sys.stderr is not None:
             sys.stderr.flush()

@@ -96,7 +96,7 @@ MISTYPED = [
     ("--hf-model HF --save run dataset.train_path=x.jsonl", "dataset.train_path is x.jsonl: there is no such file"),
     ("--hf-model HF --data-path folder --save run", "folder: found swift.jsonl, a.png, b.png, c.png, d.png in the "
      "folder, expected train.jsonl, Parquet files or a data set written by save_to_disk; to use folder/swift.jsonl, "
-     "set its own path instead of the folder's"),
+     "give its own path"),
     ("--hf-model HF --save run", "dataset.path is None: give --data-path"),
     ("--hf-model HF --data-path .", "checkpoint.save is None, expected a folder used only by this run: give --save"),
     (f"{RUN} --pretrained-checkpoint none", "--pretrained-checkpoint is none, expected a folder that exists"),
@@ -109,10 +109,10 @@ MISTYPED = [
      "unexpected\n  unexpected: model.language_model.layers.3.input_layernorm.weight: found [80] float32, expected no"),
     (f"{RUN} --pretrained-checkpoint cut", "cut/model.safetensors of 1000 bytes: "),
     ("--hf-model lacking --data-path . --save run", "lacking/model-2.safetensors: found nothing, expected a file"),
-    (f"{RUN} --save other", "--save is other, which contains a run of another model than --hf-model, HF: hidden is 80, "
-     "expected 96. Give another --save folder, or the model of other"),
-    (f"{RUN} --save of_3.5", "--save is of_3.5, which contains a run of another model than --hf-model, HF: the family "
-     "is qwen3_vl, expected qwen3_5. Give another --save folder, or the model of of_3.5/iter_0000007"),
+    (f"{RUN} --save other", "--save is other, which has the run of another model than HF: hidden is 80, "
+     "expected 96. Give another folder, or the model of other"),
+    (f"{RUN} --save of_3.5", "--save is of_3.5, which has the run of another model than HF: the family "
+     "is qwen3_vl, expected qwen3_5. Give another folder, or the model of of_3.5/iter_0000007"),
 ]  # fmt: skip
 
 

@@ -125,7 +125,7 @@ def test_make_vision_inputs_matches_transformers():
         assert torch.equal(inputs.interpolation_index, index) and torch.equal(inputs.interpolation_weight, weight)
 
 
-@pytest.mark.parametrize("kind", [0, 1], ids=["images", "videos"])
+@pytest.mark.parametrize("kind", [0, 1])
 def test_make_vision_inputs_one_modality_is_kept_and_no_modality_gives_none(kind):
     arguments: list[torch.Tensor | None] = [None] * 4
     arguments[2 * kind : 2 * kind + 2] = torch.randn(8, 3), torch.tensor([[1, 2, 4]])
@@ -244,7 +244,7 @@ I, V, S, E = IMAGE, VIDEO, START, END  # noqa: E741  one letter each, so that ro
     ([S, I, E, S, I, E], [3, 3], [[1, 2, 2], [1, 2, 4]], [], "found 2 image tokens .* expected 3 for 2 images"),
     ([S, I, I, E, 1, 1], [6], [[1, 2, 4], [1, 2, 2]], [], "found 2 image tokens .* expected 3 for 2 images"),
     ([S, I, E, I, I, E], [6], [[1, 2, 6]], [], r"segment 0: .* image 0 \(1 x 1 x 3\) .* token 1 .* expected 3"),
-    ([1, 1, I, I, 1, 1], [3, 3], [[1, 2, 4]], [], "segment 0: .* image 0 .* at token 2 .* expected 2 consecutive"),
+    ([1, 1, I, I, 1, 1], [3, 3], [[1, 2, 4]], [], "segment 0: .* image 0 .* at token 2 .* expected 2 in a row"),
     ([S, V, V, E, 1, 1], [6], [], [[2, 2, 4]], "found 2 video tokens .* expected 4 for 2 video frames"),
     ([S, V, V, E, 1, 1], [6], [[1, 2, 4]], [], "found 0 image tokens .* expected 2 for 1 images"),
     ([S, I, E, 1, 1, I], [5], [[1, 2, 2]] * 2, [], "segment 1: .* image 1 .* token 5 .* before its padding"),
@@ -260,8 +260,8 @@ def test_mrope_positions_vision_tokens_not_fitting_grids_raise(ids, lengths, ima
 @pytest.mark.parametrize(("call", "message"), [
     ({"rows": torch.ones(1, 7, dtype=torch.int64)}, r"input_ids: found \[1, 7\], expected \[1, 8\]"),
     ({"rows": torch.ones(2, 4, dtype=torch.int64)}, r"input_ids: found \[2, 4\], expected \[1, 8\]"),
-    ({"grid": torch.tensor([1, 2, 2])}, r"image grids: found \[3\] torch.int64, expected \[images, 3\] integers"),
-    ({"grid": torch.ones(1, 3)}, r"image grids: found \[1, 3\] torch.float32, expected \[images, 3\] integers"),
+    ({"grid": torch.tensor([1, 2, 2])}, r"image grids: found \[3\] torch.int64, expected \[K, 3\] integers"),
+    ({"grid": torch.ones(1, 3)}, r"image grids: found \[1, 3\] torch.float32, expected \[K, 3\] integers"),
 ])  # fmt: skip
 def test_mrope_positions_mismatched_shapes_raise(call, message):
     rows = call.get("rows", torch.ones(1, 8, dtype=torch.int64))

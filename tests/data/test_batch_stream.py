@@ -64,7 +64,7 @@ def test_batch_stream_state_dict_is_json_and_independent_of_num_workers(make_row
     rows = make_rows()
     here, ahead = BatchStream(rows()), BatchStream(rows(), num_workers=2)
     assert all(map(same, take(here, 12), take(ahead, 12)))
-    # Workers have prefetched more rows, but the position is that of the yielded batches.
+    # The other workers are ahead, but the position is that of the batches given out.
     assert json.loads(json.dumps(here.state_dict())) == json.loads(json.dumps(ahead.state_dict()))
     ahead.load_state_dict(here.state_dict())
     assert all(map(same, take(here, 4), take(ahead, 4)))
@@ -271,9 +271,7 @@ raise ValueError("as in a step")
 """
 
 
-@pytest.mark.parametrize(
-    "whose", [[], pytest.param(["theirs"], marks=pytest.mark.slow)], ids=["SIGTERM ignored", "SIGTERM handled"]
-)
+@pytest.mark.parametrize("whose", [[], pytest.param(["theirs"], marks=pytest.mark.slow)], ids=["ours", "theirs"])
 def test_kill_workers_at_exit_lets_process_exit_after_uncaught_error(whose):
     done = subprocess.run([sys.executable, "-c", FAILS, *whose], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "as in a step" in done.stderr and "killed" not in done.stderr

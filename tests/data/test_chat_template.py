@@ -200,7 +200,7 @@ def test_template_without_enable_thinking_encodes_without_transformers_warning(c
     caplog.clear()
     encoder(TURNS)
     assert not caplog.records
-    # The warning of transformers, which the encoder avoids.
+    # What it would have said.
     encoder.processor.apply_chat_template([ASK], tokenize=False, enable_thinking=False)
     assert {record.name for record in caplog.records} == {"transformers.processing_utils"}
 
@@ -212,7 +212,7 @@ def test_template_whose_generation_prompt_contradicts_answer_advises_other_templ
         answers,
     )
     with pytest.raises(
-        DataError, match=r"(?s)message 4: .* in the full conversation; use a checkpoint with another chat"
+        DataError, match=r"(?s)message 4: .*on the answer: give the checkpoint another chat templ"
     ) as caught:
         encoder(TURNS)
     assert "answers=" not in str(caught.value)
@@ -222,9 +222,9 @@ def test_template_calling_raise_exception_raises_data_error_with_advice(changed)
     def raising(when: str):
         return lambda text: f"{{%- if {when} -%}}{{{{- raise_exception('no more') -}}}}{{%- endif -%}}{text}"
 
-    message = "1: the chat template fails for this sample: no more; fix the sample, set"
+    message = "1: the chat template fails: no more; fix the sample, set"
     assert_refused(changed(raising("messages | length > 3")), message, TURNS)
-    with pytest.raises(DataError, match="message 2: the chat template appends nothing to a single user message"):
+    with pytest.raises(DataError, match="message 2: add_generation_prompt does not append a prompt"):
         changed(raising("messages | length < 3"))(TURNS)
 
 
@@ -244,7 +244,7 @@ XML_CALLED = (
     "<tool_call>\n<function=look>\n<parameter=where>\nleft\n</parameter>\n<parameter=times>\n2\n</parameter>\n"
     "</function>\n</tool_call>"
 )
-# Two pairs of frames, the times of their middles, and the tokens of an image for each.
+# Two pairs of frames, the times of their middles, and a picture's tokens for each.
 FRAMES = "".join(f"<{time} seconds><|vision_start|>{'<|video_pad|>' * 4}<|vision_end|>" for time in ("0.2", "1.2"))
 TOOLS = ({"type": "function", "function": {"name": "look", "description": "Looks."}},)
 
@@ -382,14 +382,14 @@ def test_template_setting_rejected_or_ignored_by_template_raises(processor):
     with pytest.raises(ValueError, match="the chat template fails with reasoning_effort='high': No effort high"):
         Encoder(release, reasoning_effort="high")
     for name, value in (("reasoning_effort", "low"), ("preserve_thinking", False)):
-        with pytest.raises(ValueError, match=f"{name} is {value!r}, expected None: .* template ignores it"):
+        with pytest.raises(ValueError, match=f"{name} is {value!r}, but the chat template ignores it"):
             Encoder(with_template(processor, QWEN3_5), **{name: value})
         assert Encoder(release, **{name: value}).fingerprint != Encoder(release).fingerprint
 
 
 def test_template_conversation_without_user_message_raises(processor):
     encoder = Encoder(with_template(processor, QWEN3_8))
-    with pytest.raises(DataError, match=r"^x: the chat template fails for this sample: No user query found"):
+    with pytest.raises(DataError, match=r"^x: the chat template fails: No user query found"):
         encoder(Conversation("x", ({"role": "system", "content": "Be brief."}, SEVEN)))
 
 
@@ -400,19 +400,19 @@ CONVERSATION = Conversation("train.jsonl:1", (ASK, THOUGHT_SEVEN, ASK, {**THOUGH
     # Counts the letters of what is before, behind it.
     ("{%- if add_generation", "{{- messages[1].content | length -}}{%- if add_generation", "the text after the answer"),
     # Writes answers twice.
-    ("        {{- text -}}", "        {{- text + text -}}", "writes this answer 2 times, expected once"),
+    ("        {{- text -}}", "        {{- text + text -}}", "writes the answer 2 times, expected once"),
     # Shouts.
-    ("        {{- text -}}", "        {{- text | upper -}}", "writes this answer 0 times, expected once"),
+    ("        {{- text -}}", "        {{- text | upper -}}", "writes the answer 0 times, expected once"),
     ("text = written(m.content) | trim -%}\n    {%- if m.role == 'system'",
      "text = written(m.content) | trim -%}{{- text | length -}}\n    {%- if m.role == 'system'",
      "the text before the answer"),
     # Asks somebody else.
     ("{{- '<|im_start|>assistant\\n<think>\\n' -}}\n    {%- if enable",
      "{{- '<|im_start|>model\\n<think>\\n' -}}\n    {%- if enable",
-     "the generation prompt, with enable_thinking=True"),
-    ("{%- if add_generation_prompt -%}", "{%- if false -%}", "appends nothing to a single user message"),
+     "the prompt to generate it, with enable_thinking True"),
+    ("{%- if add_generation_prompt -%}", "{%- if false -%}", "add_generation_prompt does not append a prompt"),
     ("{{- called(call) -}}\n        {%- endfor -%}\n        {{- '<|im_end|>\\n' -}}",
-     "{%- endfor -%}\n        {{- '\\n' -}}", "expected a special token that ends the turn"),
+     "{%- endfor -%}\n        {{- '\\n' -}}", "expected a token that closes the turn"),
 ])  # fmt: skip
 def test_template_whose_rendered_answer_cannot_be_located_raises(thinking, old, new, message):
     assert QWEN3_5.count(old) == 1
@@ -424,7 +424,7 @@ def test_template_whose_rendered_answer_cannot_be_located_raises(thinking, old, 
 def test_template_earlier_answer_that_cannot_be_located_can_be_excluded_from_loss(thinking, settled):
     counting = "{%- if messages[1] -%}{{- messages[1].content | length -}}{%- endif -%}{%- if add_generation"
     other = with_template(thinking, QWEN3_5.replace("{%- if add_generation", counting))
-    with pytest.raises(DataError, match=r"; set dataset.answers=last to train on only the last answer, exclude"):
+    with pytest.raises(DataError, match="on the answer: train on only the last answer with answers='last', leave this"):
         Encoder(other)(CONVERSATION)
     conversation = CONVERSATION if settled else replace(CONVERSATION, losses={1: False})
     assert trained(other, Encoder(other, **settled)(conversation)) == f"A bar.\n</think>\n\nEight{END}"
@@ -432,7 +432,7 @@ def test_template_earlier_answer_that_cannot_be_located_can_be_excluded_from_los
 
 def test_empty_thinking_invalid_or_unsupported_by_template_raises(processor, thinking):
     with pytest.raises(
-        ValueError, match=r"empty_thinking is 'train', expected 'prompt': .* does not read 'reasoning_cont"
+        ValueError, match="empty_thinking is 'train', but the chat template does not read 'reasoning_cont"
     ):
         Encoder(processor, empty_thinking="train")
     with pytest.raises(ValueError, match="empty_thinking"):
@@ -453,7 +453,7 @@ def test_chat_template_kwargs_of_record_override_encoder_settings(processor):
     for own in ({"preserve_thinking": False}, {"reasoning_effort": "low"}):
         assert ids(own) == ids({}, **own) != ids({})
     assert ids({"reasoning_effort": "low"}, reasoning_effort="medium") == ids({}, reasoning_effort="low")
-    with pytest.raises(DataError, match=r"^x: the chat template fails for this sample: No effort high"):
+    with pytest.raises(DataError, match=r"^x: the chat template fails: No effort high"):
         ids({"reasoning_effort": "high"})
 
 

@@ -67,7 +67,7 @@ def test_collator_pixels_have_requested_dtype(samples, collator):
 
 def test_collator_too_long_samples_raise(samples, collator):
     long = max(samples, key=len)
-    with pytest.raises(ValueError, match=r"1 segments take \d+ tokens, padded to multiples of 1, expected at most 8"):
+    with pytest.raises(ValueError, match=r"1 segments take \d+ tokens, padded to multiples of 1: expected at most 8"):
         replace(collator, seq_length=8).collate_packed([long])
     with pytest.raises(ValueError, match=rf"segment 0: {len(long)} tokens do not fit a padded length of 8"):
         replace(collator, seq_length=8).collate_padded([long])
@@ -102,11 +102,11 @@ def test_read_vision_settings_matches_config_and_processor(processor, checkpoint
 
 
 @pytest.mark.parametrize(("part", "name", "message"), [
-    (None, "image_token_id", r"found the image_token_id \d+ in the processor and 7 in the config"),
-    (None, "video_token_id", r"found the video_token_id \d+ in the processor and 7 in the config"),
-    ("vision_config", "spatial_merge_size", "found the merge size 2 in the processor and 7 in the config"),
-    ("vision_config", "patch_size", "found the patch size 16 in the processor and 7 in the config"),
-    ("vision_config", "temporal_patch_size", "found the temporal patch size 2 in the processor and 7 in the config"),
+    (None, "image_token_id", r"the processor has the image_token_id \d+, but the config 7"),
+    (None, "video_token_id", r"the processor has the video_token_id \d+, but the config 7"),
+    ("vision_config", "spatial_merge_size", "the processor has the merge size 2, but the config 7"),
+    ("vision_config", "patch_size", "the processor has the patch size 16, but the config 7"),
+    ("vision_config", "temporal_patch_size", "the processor has the temporal patch size 2, but the config 7"),
 ])  # fmt: skip
 def test_read_vision_settings_config_disagreeing_with_processor_raises(processor, checkpoint, part, name, message):
     config, folder = checkpoint
@@ -120,5 +120,5 @@ def test_read_vision_settings_missing_or_text_only_config_raises(processor, chec
     with pytest.raises(DataError, match="nowhere: found no config"):
         read_vision_settings(tmp_path / "nowhere", processor)
     checkpoint[0].text_config.save_pretrained(tmp_path / "text")
-    with pytest.raises(DataError, match="text: found a config of the model type 'qwen3_vl_text', expected a Qwen3-VL"):
+    with pytest.raises(DataError, match="text: found the config of a 'qwen3_vl_text', expected one of Qwen3-VL"):
         read_vision_settings(tmp_path / "text", processor)

@@ -59,9 +59,9 @@ def user(*parts) -> dict:
     (b"{", r"found no valid JSON \(.*\), expected one conversation"),
     (b"[" * 100_000, r"found no valid JSON \(.*more than 50 deep"),
     (b'{"messages": "\xff"}', r"found bytes that are not valid UTF-8"),
-    ([], r"found \[\], expected an object with a non-empty list"), (7, "found 7, expected an object"),
-    ({}, "found None under 'messages', expected an object with a non-empty list"),
-    ({"messages": []}, r"found \[\] under 'messages'"), ({"messages": "hi"}, "'messages' that is not valid JSON"),
+    ([], r"found \[\], expected an object with a list of messages"), (7, "found 7, expected an object"),
+    ({}, "found None under 'messages', expected an object with a list"),
+    ({"messages": []}, r"found \[\] under 'messages'"), ({"messages": "hi"}, "found a value that does not decode"),
     ({"messages": [ASK, ANSWER], "tools": {"a": 1}}, "found {'a': 1} under 'tools', expected a list of objects"),
     ({"messages": [ASK, "hi"]}, "message 2: found 'hi', expected an object with role and content"),
     ({"messages": [{"role": "user"}]}, "message 1: found the keys role, expected role and content"),
@@ -69,24 +69,24 @@ def user(*parts) -> dict:
     ({"messages": [ASK, {**ANSWER, "reasoning_content": ["a"]}]}, r"found \['a'\] under 'reasoning_content', ex"),
     ({"messages": [ASK, {**ANSWER, "tool_calls": "[]"}]}, r"found '\[\]' under 'tool_calls', expected a list"),
     ({"messages": [ASK, {**ANSWER, "tool_calls": ["look"]}]}, "tool call 1: found 'look', expected an object"),
-    ({"messages": [{**ASK, "reasoning_content": "a"}]}, "'reasoning_content' in a message with the role 'user'"),
-    ({"messages": [{**ASK, "tool_calls": [{}]}]}, "found 'tool_calls' in a message with the role 'user'"),
+    ({"messages": [{**ASK, "reasoning_content": "a"}]}, "'reasoning_content' on a message of the role 'user'"),
+    ({"messages": [{**ASK, "tool_calls": [{}]}]}, "found 'tool_calls' on a message of the role 'user'"),
     (user({"type": "text", "text": "a", "image": "a.png"}), "found the keys type, text, image, expected 'type'"),
     (user({"type": "image", "image": ["a.png"]}), r"found \['a.png'\] under 'image', expected a path"),
     ({"messages": [{"role": "robot", "content": ""}]}, "message 1: found the role 'robot', expected one of system"),
     ({"messages": [{"role": ["user"], "content": ""}]}, r"found the role \['user'\], expected one of system"),
-    ({"messages": [ASK]}, "found the roles user, expected a first message of another role than 'assistant'"),
-    ({"messages": [ANSWER, ASK]}, "found the roles assistant, user, expected a first message of another role"),
+    ({"messages": [ASK]}, "found the roles user, expected an assistant's message after another one"),
+    ({"messages": [ANSWER, ASK]}, "found the roles assistant, user, expected an assistant's message"),
     ({"messages": [{"role": "user", "content": None}]}, "message 1: found the keys role, expected role and content"),
     ({"messages": [{"role": "user", "content": []}]}, r"message 1: found \[\] as content"),
     ({"messages": [{"role": "user", "content": {"a": 1}}]}, "message 1: found {'a': 1} as content"),
-    (user("hi"), "message 1, part 1: found 'hi', expected an object with the type 'text', 'image' or 'video'"),
-    (user({"type": "sound", "sound": "x"}), "part 1: found a part with the type 'sound', expected"),
+    (user("hi"), "message 1, part 1: found 'hi', expected an object of type 'text', 'image' or 'video'"),
+    (user({"type": "sound", "sound": "x"}), "part 1: found a part of type 'sound', expected"),
     (user({"type": "text"}), "part 1: found None under 'text', expected a string"),
     (user({"type": "text", "text": 7}), "part 1: found 7 under 'text', expected a string"),
     (user({"type": "image", "image": ""}), "part 1: found '' under 'image', expected a path or bytes"),
     (user({"type": "image", "image": {"path": None}}), "part 1: found {} under 'image', expected a path or"),
-    (user({"type": "image", "image": "x", "detail": 1}), "found 1 under 'detail', expected 'auto' or 'high'"),
+    (user({"type": "image", "image": "x", "detail": 1}), "found the detail 1, expected 'auto' or 'high'"),
     (user({"type": "image", "image": "x", "size": 1}), "found the keys type, image, size, expected 'type' and"),
     (user({"type": "image", "image": "https://a.b/c.png"}), "the URL 'https://a.b/c.png', and no download"),
     (user({"type": "image", "image": "data:image/png,AA"}), "found 'data:image/png,AA', expected 'data:...;base64"),
@@ -162,7 +162,7 @@ def test_convert_record_with_turns_under_two_keys_raises(first, second):
         assert told(GIVES_TURNS[first]) == [ASK, ANSWER]
         return
     record = {**GIVES_TURNS[first], **GIVES_TURNS[second]}
-    which = r"^x.jsonl:1: found both '.*', expected one of them, because .*columns.ignore=\["
+    which = r"^x.jsonl:1: found both '.*', which each give the turns, .*columns.ignore=\["
     with pytest.raises(DataError, match=which) as caught:
         told(record)
     left_out = re.search(r"ignore=\[(.*)\]", str(caught.value))[1]
@@ -173,14 +173,14 @@ def test_convert_record_with_turns_under_two_keys_raises(first, second):
 def test_convert_record_history_or_input_next_to_format_without_it_raises(key):
     history, record = [["a", "b"]], GIVES_TURNS[key]
     if key in ("messages", "conversations", "texts"):
-        with pytest.raises(DataError, match=rf"found 'history' in a record with '{key}', .*columns.ignore=\[history"):
+        with pytest.raises(DataError, match=rf"found 'history' next to '{key}', where .*columns.ignore=\[history"):
             told({**record, "history": history})
     else:
         assert len(told({**record, "history": history})) == 4
     if key == "instruction":
         assert told({**record, "input": "a"})[0]["content"] == "Which?\na"
     else:
-        with pytest.raises(DataError, match=rf"found 'input' in a record with '{key}', .*columns.ignore=\[input\]"):
+        with pytest.raises(DataError, match=rf"found 'input' next to '{key}', where .*columns.ignore=\[input\]"):
             told({**record, "input": "a"})
     assert told({**record, "history": [], "input": ""}) == told({**record, "history": None, "input": None})
 
@@ -224,7 +224,7 @@ def test_placeholders_without_number_take_images_in_order_in_any_spelling(place)
 def test_placeholders_with_number_take_image_of_that_number_in_any_spelling(form):
     one, two, three = (form.format(number) for number in (1, 2, 3))
     assert spelt(asked(f"{two} beside {one}?", images=["a", "b"])) == "[b] beside [a]?"
-    # An image that is named twice is shown twice.
+    # A picture that is named twice is shown twice.
     assert spelt(asked(f"{one}: is {one} or {two} it?", images=["a", "b"])) == "[a]: is [a] or [b] it?"
     for words, most, numbers in ((f"{one} {three}", 2, "1, 3"), (f"{one} {one}", 2, "1"), (form.format(0), 1, "0")):
         with pytest.raises(DataError, match=f"numbers {numbers}, expected each number from 1 to {most}"):
@@ -243,7 +243,7 @@ def test_placeholders_img_tag_with_path_takes_image_at_that_path():
 
 @pytest.mark.parametrize("words", ["<image><img>", "<img><ImageHere>", "<image><image 1>", "<img>1.png</img><image>"])
 def test_placeholders_of_two_spellings_in_one_record_raise(words):
-    with pytest.raises(DataError, match=r"found both '<.*>' and '<.*>', expected only one format of place.*; .*list"):
+    with pytest.raises(DataError, match=r"found both '<.*>' and '<.*>', expected placeholders of one format; .*list"):
         asked(words, images=["a", "b"])
     part = [{"role": "user", "content": [{"type": "image"}]}, ANSWER, {"role": "user", "content": "<img>"}, ANSWER]
     with pytest.raises(DataError, match="found both '<image>' and '<img>', expected"):
@@ -253,7 +253,7 @@ def test_placeholders_of_two_spellings_in_one_record_raise(words):
 @pytest.mark.parametrize("place", ["<img>", "<image 1>", "<ImageHere>", "<img>1.png</img>"])
 def test_placeholder_such_as_img_tag_in_answer_raises_unless_literal(place):
     for beside in ({"image": "1"}, {}):
-        with pytest.raises(DataError, match=rf"message 2: found '{place}' in an answer, expected .* if it is a place"):
+        with pytest.raises(DataError, match=rf"message 2: found '{place}' in an answer, which may be a placeholder"):
             asked("Which tag?", f"It is {place}.", **beside)
     text = {"question": "Which tag?", "answer": f"It is {place}.", "image": "1"}
     own = convert_record(text, "x", placeholders="text")["messages"]
@@ -304,11 +304,11 @@ def test_base64_image_or_video_under_unknown_key_raises(value):
     for content in (value, [value, value], {"bytes": value, "path": None}):
         with pytest.raises(DataError, match=r"found 'payload', which looks like images .*columns.image=payload"):
             asked("Which?", payload=content)
-        with pytest.raises(DataError, match=r"found 1 placeholders .* payload, id. If one .* set columns.image=KEY;"):
+        with pytest.raises(DataError, match=r"found 1 placeholders .* payload, id. If one .* \(columns.image=KEY\)"):
             asked("<image>Which?", image_source="web", payload=content)
 
 
-# Whatever someone may have meant as a place for an image; not the code's own pattern.
+# Whatever someone may have meant as a place for a picture; not the code's own pattern.
 LETTERS = re.compile(r"<\|?(image|img|Image)[ _-]?(\d|Here|placeholder)*\|?>")
 PLACES = {
     "next": lambda n: "<image>", "img": lambda n: "<img>", "here": lambda n: "<ImageHere>",
@@ -316,7 +316,7 @@ PLACES = {
     "barred": lambda n: f"<|image_{n}|>", "path": lambda n: f"<img>{n}.png</img>", "part": None, "none": None,
 }  # fmt: skip
 TURNS = ("messages", "conversations", "texts", "question", "query", "prompt", "instruction", "history")
-# What people call images; the last ones are of no name that anybody could guess.
+# What people call pictures; the last ones are of no name that anybody could guess.
 KEYS = ("img", "image_path", "Images", "image_name", "image_list", "pictures", "payload", "x")
 
 
@@ -417,7 +417,7 @@ def test_random_record_is_read_with_all_its_images_and_text_or_raises(encoder, r
         event("refused")
         assert str(error).startswith("here: ")
         return
-    event(f"read, {len(conversation.images)} images")
+    event(f"read, {len(conversation.images)} pictures")
     processor = encoder.processor
     words = processor.tokenizer.decode(sample.input_ids)
     starts = int((sample.input_ids == processor.vision_start_token_id).sum())
@@ -425,7 +425,7 @@ def test_random_record_is_read_with_all_its_images_and_text_or_raises(encoder, r
     grids = [] if sample.image_grid_thw is None else sample.image_grid_thw.prod(-1).tolist()
     assert starts == len(conversation.images) == len(grids) and tokens == sum(grids) // 4
     assert not LETTERS.search(words), words
-    # Of a record that was not refused, no image is left unread.
+    # Of a record that was not refused, nothing that is a picture is left unread.
     read = {value if isinstance(value, bytes) else value.name for value in conversation.images}
     for key in ("image", "images", *KEYS[:-1]):
         given = record.get(key)
@@ -443,6 +443,6 @@ def test_json_lines_truncated_line_raises(tmp_path, text):
     path = tmp_path / "train.jsonl"
     path.write_text(f"{text}\n")
     with pytest.raises(
-        DataError, match=r"^train.jsonl:1: found no valid JSON .*; this conversation is truncated, or on several lines"
+        DataError, match=r"^train.jsonl:1: found no valid JSON .*: this one is truncated, or on several lines"
     ):
         JsonLines(path)[0]

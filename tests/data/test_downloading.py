@@ -117,7 +117,7 @@ def test_download_lists_failed_urls_in_manifest_and_retries_temporary_ones(serve
     status, report = run(records)
     assert status == 1 and report["downloaded"] == 1 and report["unread"][0].startswith("train.jsonl:7: found")
     problems = {failure["address"]: failure["problem"] for failure in report["failures"]}
-    assert problems[far].endswith(f"with {server.url}/; to download it, add its beginning to --allowed-urls")
+    assert problems[far].endswith(f"expected one that begins with {server.url}/ (--allowed-urls)")
     failed = {"gone.png": True, "page.png": True, "": True, "busy.png": False, "1.png": False}
     assert manifest(tmp_path) == failed
 
@@ -359,20 +359,20 @@ def test_training_raises_if_cache_was_changed_by_download_for_other_data(server,
     download("--data", file)
     before = samples_of(training(file), 4)
 
-    # A URL that failed for these data is downloaded later for other data.
+    # One that is tried anew for others is there by now.
     server.answers["/2.png"] = png()
     other = write(tmp_path / "other/train.jsonl", [asking(f"{server.url}/2.png"), asking(f"{server.url}/x.png")])
     download("--data", other, "--retry")
-    with pytest.raises(DataUnavailable, match=r"2.png', whose file exists now, although its download failed .* again$"):
+    with pytest.raises(DataUnavailable, match=r"2.png', which exists now, but its download failed .* again$"):
         samples_of(training(file), 4)
     (found,) = (path for path in (tmp_path / "cache").rglob("*2.png") if path.is_file())
     found.unlink()
     assert samples_of(training(file), 4) == before
 
-    # A URL that failed permanently, but only in the record of other data.
+    # One that is gone, and given up for others alone.
     third = write(tmp_path / "third/train.jsonl", [asking(f"{server.url}/x.png"), asking(f"{server.url}/0.png")])
     with pytest.raises(
-        DataUnavailable, match=r"x.png', which could not be downloaded \(.*404.*\) for other data; these"
+        DataUnavailable, match=r"x.png', which could not be downloaded \(.*404.*\), and no record of that"
     ):
         samples_of(training(third))
     assert download("--data", third) == 1

@@ -71,14 +71,14 @@ def test_check_fields_field_not_rendered_by_template_raises(encoder_with, templa
 
 def test_check_fields_error_raised_by_template_is_shown(encoder_with):
     picky = PLAIN.replace(TURN, "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + TURN)
-    with pytest.raises(DataError, match="the chat template fails for this sample: no tools"):
+    with pytest.raises(DataError, match="the chat template fails: no tools"):
         encoder_with(picky)(having("a tool's answer"))
 
 
 def test_check_fields_ignoring_tools_as_error_advises_resolves_it(tmp_path, encoder_with):
     path = write(tmp_path / "train.jsonl", [{"messages": [ASK, ANSWER], "tools": [TOOL]}])
     encoder = encoder_with(PLAIN)
-    with pytest.raises(DataError, match=r"found tools, .* set columns.ignore=\[tools\] to train without tools, or use"):
+    with pytest.raises(DataError, match=r"found tools, .* leave them out \(columns.ignore=\[tools\]\), or give the"):
         encoder(open_source(path)[0])
     assert encoder(open_source(path, columns=Columns(ignore=("tools",)))[0]).loss_mask.any()
 
@@ -192,7 +192,7 @@ def test_inline_thinking_raises_if_template_reads_it_as_text(encoder_with):
 @pytest.mark.parametrize("changed", ["m.content.split('</think>')[-1]", "m.content | upper", "m.content[:4]"])
 def test_answer_changed_by_template_raises(encoder_with, changed):
     encoder, text = encoder_with(PLAIN.replace("m.content", changed)), "<think>\nTwo.\n</think>\n\n4"
-    with pytest.raises(DataError, match=r"message 4: .*[;:] (exclude it|use a checkpoint with ano)"):
+    with pytest.raises(DataError, match=r"message 4: .*[;:] (exclude it|give the checkpoint ano)"):
         encoder(said({**ANSWER, "content": text}))
 
 

@@ -99,9 +99,9 @@ def test_assign_rows_has_shorter_waits_than_rows_in_order():
 
 
 def test_assign_rows_count_not_divisible_by_ranks_raises(make_rows):
-    with pytest.raises(ValueError, match="found 7 rows for 2 ranks"):
+    with pytest.raises(ValueError, match="found 7 rows to assign to 2 ranks"):
         assign_rows([1.0] * 7, 2)
-    with pytest.raises(ValueError, match="balance_over is 4, expected a multiple of 3, the number of data-parallel"):
+    with pytest.raises(ValueError, match="4 rows are assigned to 3 data-parallel ranks, expected a multiple"):
         make_rows(balance=Balance(4, COSTS))(ranks=3)
 
 
@@ -141,7 +141,7 @@ def test_balanced_stream_resumes_inside_global_batch_only_with_same_dp_size(make
     again.load_state_dict(state)
     assert [batch.sample_ids for batch in islice(again, 9)] == expected[3:]
     with pytest.raises(
-        ValueError, match=r"row 6, .* 4 rows that were assigned to 2 data-parallel ranks, but this run assigns 4 rows"
+        ValueError, match=r"row 6, .* 4 rows that were assigned to 2 ranks, but this run assigns 4 rows to 4"
     ):
         streams(make_rows, 4)[0].load_state_dict(state)
 

@@ -314,7 +314,7 @@ def broken(kind: str, file: Path) -> None:
 @pytest.mark.parametrize(("kind", "limit", "message"), [
     ("", None, "does not decode as an image"), ("no picture at all", None, "does not decode as an image"),
     ("cut", None, "x.png does not decode as an image: "),
-    ("16 bits", None, "has pixels of the kind 'I.*'; convert it to 8 bits per color"),
+    ("16 bits", None, "has pixels of the kind 'I.*', expected 8 bits per color"),
     # Pillow itself only warns of up to twice its limit.
     *(("large", n, f"x.png is too large: .* pixels.* expected at most {n:,} pixels") for n in (1000, 3000)),
 ])  # fmt: skip

@@ -168,7 +168,7 @@ def test_mixture_data_set_without_name_is_named_after_its_path(path, name):
     ([{"path": "a", "weight": 1, "epochs": 1}], "has weight 1 and epochs 1, expected one of them"),
     ([{"path": "a", "weight": 1}, {"path": "b"}], "has weights, but none for b; expected `weight` for all data sets"),
     ([{"path": "a", "ratio": 1}], r"has 'ratio', which is not a setting of a data set; expected any of path"),
-    ([{"path": "/x/a"}, {"path": "/y/a"}], "has 2 data sets named 'a'; set another `name`"),
+    ([{"path": "/x/a"}, {"path": "/y/a"}], "has 2 data sets named 'a'; give each a `name`"),
     ([{"weight": 1}], "expected a `path`"), ([{"path": "a", "schema_adapter": "cord"}], "cord"),
     ([], r"has \[\], expected a list of data sets"),
     ("/nowhere/mix.yaml", "is '/nowhere/mix.yaml', which cannot be read .* expected a YAML file"),
@@ -182,7 +182,7 @@ def test_mixture_invalid_settings_raise(make, mixture, message):
     ({"path": "x"}, "found data for train in 'x' by dataset.path and .* by dataset.mixture, expected one of these"),
     ({"train_path": "x"}, "found data for train in 'x' by dataset.train_path and .*talk'.* by dataset.mixture"),
     ({"valid_path": "x"}, "found data for valid in 'x' by dataset.valid_path and .*talk'.* by dataset.mixture"),
-    ({"streaming": True}, "mixture is .*, but streaming is on, and it needs a data set with random access"),
+    ({"streaming": True}, "mixture is .*, but streaming is on; it needs a data set with random access"),
 ])  # fmt: skip
 def test_mixture_together_with_data_path_or_streaming_raises(make, sets, changes, message):
     with pytest.raises(ValueError, match=message):

@@ -24,7 +24,7 @@ from tests.data.conftest import picture, write
 from tests.data.test_videos import clip
 from tests.helpers.receipts import receipt, write_receipts
 
-IMAGE = object()  # an image, as the file holds it
+IMAGE = object()  # a picture, as the file holds it
 
 
 class Published(NamedTuple):
@@ -104,7 +104,7 @@ FORMATS = [
         {"id": "2440175990", "conversations": turns("<image>\nWhat is shown?", "A dog."),
          "data_source": "0_30_s_nextqa", "video": "NextQA/0/2440175990.mkv"},
         "[video]What is shown?", "A dog.", schema_adapter="llava_video_178k"),
-    # parts say by their index which image they are
+    # parts say by their index which picture they are
     Published("HuggingFaceH4/llava-instruct-mix-vsft", "parquet",
         {"messages": [
             {"role": "user", "content": [
@@ -124,7 +124,7 @@ FORMATS = [
         {"image_url": "data:image/png;base64,", "caption": "A house.", "transcripts": ["Well, a house."]},
         "[image]Describe this image.", "A house.",
         {"image": "image_url", "question": "text:Describe this image.", "answer": "caption"}),
-    # images in numbered columns, named by number in the question and the options; the options are a Python list as text
+    # pictures in columns of their own, named by their numbers, in the options too; those are Python's text
     Published("MMMU/MMMU", "parquet",
         {"id": "validation_Art_1", "question": "Which of <image 1> is missing?",
          "options": "['<image 2>', '<image 3>', 'It\\'s \\\\frac']", "explanation": "", "image_1": IMAGE,
@@ -328,7 +328,7 @@ def video_turns(*changes) -> dict:
     ("raven", {"texts": [{"user": "a"}]}, "which schema raven cannot read"),
     ("llava_video_178k", {"video": ""}, "message 1, part 1: found '' under 'video', expected a path"),
     ("llava_video_178k", {"conversations": "a"}, "found 'a' under 'conversations', expected a non-empty list"),
-    ("llava_video_178k", video_turns(7), "turn 2: found 7, expected an object with 'from' "),
+    ("llava_video_178k", video_turns(7), "turn 2: found 7, expected an object with 'from', human or gpt"),
     ("llava_video_178k", video_turns({"from": "system", "value": "a"}), "turn 2: found {'from': 'system'.*, exp"),
     ("llava_video_178k", video_turns({"from": "gpt", "value": ""}), "turn 2: found {'from': 'gpt', 'value': ''}"),
     ("squad", {"answers": ["Tea"]}, r"found \['Tea'\] under 'answers', expected a non-empty object"),

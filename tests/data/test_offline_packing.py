@@ -89,14 +89,14 @@ def test_offline_packed_rows_are_shuffled_each_epoch_and_resume(packed, make_row
 
 def test_offline_packed_rows_with_different_settings_or_data_raise(packed, make_rows, train_file, tmp_path):
     for settings, message in (
-        ({"seq_length": 512}, r"seq_length 512 \(packed with 256\). Pack again with this"),
+        ({"seq_length": 512}, r"seq_length 512 \(packed with 256\). Pack again$"),
         ({"multiple": 8}, r" 8 \(packed with 1\). Pack again with --pad-to-multiple-of 8"),
-        ({"most_patches": 900}, r"most_patches 900 \(packed with None\). Pack again with this"),
+        ({"most_patches": 900}, r"most_patches 900 \(packed with None\). Pack again$"),
     ):
         with pytest.raises(ValueError, match=f"was packed for another run: .*{message}"):
             make_rows(packed=packed, **settings)()
     other = write(tmp_path / "train.jsonl", [json.loads(line) for line in train_file.read_text().splitlines()[1:]])
-    with pytest.raises(ValueError, match=r"samples 39 \(packed with 40\), data .*\. Pack again with this"):
+    with pytest.raises(ValueError, match=r"samples 39 \(packed with 40\), data .*\. Pack again$"):
         make_rows(packed=packed, path=other)()
     with pytest.raises(ValueError, match="the rows are packed already"):
         pack(make_rows(packed=packed)(), tmp_path / "again")
@@ -276,7 +276,7 @@ def test_pack_command_writes_rows_for_training(command, checkpoint, tmp_path, ca
         provider.check_samples(cp_size=2)
     for changes, message in (
         ({"pack": False, "train_packing": None}, "balance_over is 2, but pack is off"),
-        ({"window_size": 8}, "window_size is 8, but train_packing is set"),
+        ({"window_size": 8}, "window_size is 8, but train_packing sets the rows"),
     ):
         with pytest.raises(ValueError, match=message):
             replace(provider, **changes).finalize()
@@ -285,11 +285,11 @@ def test_pack_command_writes_rows_for_training(command, checkpoint, tmp_path, ca
 def test_pack_command_invalid_options_exit_2_and_keep_other_files(command, tmp_path, capsys):
     output = ["--output", str(tmp_path / "out")]
     assert main([*command, *output, "--image-min-pixels", "900000", "--image-max-pixels", "100"]) == 2
-    assert "image_min_pixels is 900000, expected at most image_max_pixels, 100" in capsys.readouterr().err
+    assert "expected image_min_pixels up to image_max_pixels" in capsys.readouterr().err
     assert main([*command, *output, "--pad-to-multiple-of", "7"]) == 2
     assert "seq_length is 256, expected a multiple of 7" in capsys.readouterr().err
     assert main([*command, *output, "--no-preserve-thinking"]) == 2
-    assert "preserve_thinking is False, expected None: the checkpoint's chat template" in capsys.readouterr().err
+    assert "preserve_thinking is False, but the chat template ignores it" in capsys.readouterr().err
     assert main([*command, *output, "--seed", str(2**70)]) == 0  # as good as any
     shutil.rmtree(tmp_path / "out")
     (tmp_path / "out").mkdir()

@@ -153,7 +153,7 @@ def test_provider_folder_without_train_file_raises_before_training(make, tmp_pat
     (tmp_path / "images").mkdir()
     (tmp_path / "llava.json").write_text("[]")
     for changes in ({"train_path": str(tmp_path)}, {"train_path": None, "mixture": [{"path": str(tmp_path)}]}):
-        with pytest.raises(DataError, match=r"found llava.json, images in the folder.*set its own path"):
+        with pytest.raises(DataError, match=r"found llava.json, images in the folder.*give its own path"):
             check_data(run_of(make(**changes)))
 
 
@@ -183,14 +183,14 @@ def test_provider_padding_dtype_and_length_settings_are_applied_to_batches(make)
         next(make(seq_length=32).stream("train"))
     assert next(make(seq_length=80, on_long="drop").stream("train")).input_ids.shape == (1, 80)
     for name, value in (("reasoning_effort", "low"), ("preserve_thinking", False)):
-        with pytest.raises(ValueError, match=f"{name} is {value!r}, expected None: .* template ignores it"):
+        with pytest.raises(ValueError, match=f"{name} is {value!r}, but the chat template ignores it"):
             make(**{name: value}).stream("train")
 
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"pack": False, "pad_to_multiple_of": 8}, "pad_to_multiple_of is 8, but pack is off"),
     ({"media_root": [7]}, "media_root has 7, expected a folder, or a list of folders"),
-    ({"drop_last": False}, "drop_last is False, expected its default, True: .* does not use this"),
+    ({"drop_last": False}, "drop_last is False, expected True: .* ignores this setting"),
     ({"num_workers": -1}, "num_workers is -1, expected at least 0"), ({"max_patches": 0}, "max_patches is 0, expected"),
     ({"schema_adapter": "cord"}, "schema_adapter is 'cord', expected one of cord_v2, rdr, .*, or none"),
     ({"dataloader_type": "cyclic"}, "dataloader_type is 'cyclic', expected 'single'"),
@@ -203,7 +203,7 @@ def test_provider_invalid_settings_raise(make, changes, message):
 
 
 def test_provider_missing_split_or_processor_raises(make, tmp_path):
-    with pytest.raises(ValueError, match=r"the split 'test' has no test_path, expected .* Splits are train, valid"):
+    with pytest.raises(ValueError, match="the split 'test' has no test_path; splits are train, valid, test"):
         make().stream("test")
     with pytest.raises(DataError, match="nowhere: found no processor"):
         make(hf_processor_path=str(tmp_path / "nowhere")).stream("train")

@@ -113,7 +113,7 @@ def test_trl_prompt_and_completion_lists_train_only_on_completion():
     nulls = [prompt[0], {**prompt[1], "loss": None, "weight": None}, prompt[2]]  # of a table
     assert convert_record({**record, "prompt": nulls}, "x")["messages"][1]["loss"] is False
     for wrong in ({"prompt": [7]}, {"completion": "d"}, {"prompt": prompt[1:2]}, {"prompt": []}):
-        with pytest.raises(DataError, match="expected two strings, or two lists of messages, with a message of the"):
+        with pytest.raises(DataError, match="expected two texts, or two lists of messages with role and content"):
             convert_record({**record, **wrong}, "x")
 
 
@@ -132,12 +132,12 @@ def test_image_parts_with_index_take_image_of_that_index():
 
 
 @pytest.mark.parametrize(("record", "message"), [
-    ({"conversations": []}, r"found \[\] under 'messages', expected an object with a non-empty list"),
+    ({"conversations": []}, r"found \[\] under 'messages', expected an object with a list"),
     ({"texts": [{"user": "a", "answer": "b"}]}, "found .* under 'texts', expected a list of objects with user"),
     ({"texts": [{"user": "a", "assistant": "b", "c": 1}]}, "under 'texts', expected a list of objects with user"),
     ({"texts": "a"}, "found 'a' under 'texts', expected a list"),
     ({"query": "a", "response": 7}, r"'response': found 7, expected a string; .* columns.answer='{response\[0\]}'"),
-    ({"query": "a", "label": "b"}, "found the keys query, label, expected 'messages', .* other names, set columns"),
+    ({"query": "a", "label": "b"}, "found the keys query, label, expected 'messages' or .* the setting columns"),
     ({"query": "a", "response": "b", "history": [["c"]]}, r"found \[\['c'\]\] under 'history', expected a list"),
     ({"query": "a", "response": "b", "history": [["c", 7]]}, "message 2: found 7 as content, expected a string"),
     ({"conversations": ["hi"]}, "message 1: found 'hi', expected an object with role and content"),
@@ -146,19 +146,19 @@ def test_image_parts_with_index_take_image_of_that_index():
     ({"conversations": [{"from": ["gpt"], "value": ""}]}, r"found the role \['gpt'\], expected one of"),
     ({"conversations": [{"from": "human", "value": None}]}, "message 1: found the keys role, expected role and cont"),
     ({"conversations": [HUMAN], "system": 7}, "found 7 under 'system', expected a string"),
-    ({"conversations": [{"from": "system", "value": ""}], "system": "x"}, "found both the key 'system' and a message"),
-    ({"messages": [{"role": "system", "content": ""}], "system": "x"}, "found both the key 'system' and a message"),
+    ({"conversations": [{"from": "system", "value": ""}], "system": "x"}, "found both 'system' and a turn of it"),
+    ({"messages": [{"role": "system", "content": ""}], "system": "x"}, "found both 'system' and a turn of it"),
     ({"messages": [ASK], "tools": "{"}, r"'tools': found a string that is not valid JSON \(.*\), expected"),
     ({"messages": [ASK], "tools": "[" * 100_000}, "'tools': found a string that is not valid JSON .*more than 50"),
     ({"messages": [{"role": "user", "content": "<image>Find <ref-object>"}, {"role": "assistant", "content": "<bbox>"}],
       "images": ["1"], "objects": {"ref": ["the circle"], "bbox": [[20, 15, 60, 55]]}},
-     "found <ref-object> and <bbox> in a text next to the key 'objects'; .* from 0 to 1000 of the"),
+     "found <ref-object> and <bbox> in a text next to 'objects', expected texts without: .* from 0 to 1000 of the"),
     ({"messages": [ASK], "image": "1", "images": ["1"]}, "found both 'image' and 'images', expected one"),
     ({"question": "a", "answer": "b", "images": [b"1", 7]}, "part 2: found 7 under 'image', expected a path or"),
     ({"question": "a", "answer": "b", "image": {"url": "1"}}, "part 1: found {'url': '1'} under 'image', exp"),
     ({"question": "a", "answer": "b", "video": [[b"1", None]], "sample_fps": 1},
      "part 1, frame 1: found None under 'video', expected"),
-    # LLaVA's collator would put the image first; a guess.
+    # LLaVA's collator would put the picture first; a guess.
     ({"conversations": [HUMAN, GPT], "image": "1"}, "found 0 placeholders for images .* expected 1, the number of"),
     ({"conversations": [HUMAN, GPT], "videos": ["1"]}, r"0 placeholders for videos \('<video>' .* expected 1,"),
     ({"messages": [{"role": "user", "content": "<image><image>"}], "image": "1"}, "2 placeholders .* expected 1,"),
@@ -295,8 +295,8 @@ def test_part_types_of_openai_and_transformers_become_image_and_video_parts():
     ({"type": "image_url", "image_url": {"uri": "1"}}, "found {'uri': '1'} under 'image', expected a path or bytes"),
     ({"type": "image_url", "image_url": {"url": "1", "crop": 7}}, "found the keys type, image, crop, expected 'type'"),
     ({"type": "image", "image": "1", "url": "2"}, "found the keys type, image, url, expected 'type' and 'image'"),
-    ({"type": "image_url", "image_url": {"url": "1", "detail": "low"}}, "found 'low' under 'detail', expected 'auto'"),
-    ({"type": "input_image", "image_url": "1", "detail": "low"}, "found 'low' under 'detail', expected 'auto'"),
+    ({"type": "image_url", "image_url": {"url": "1", "detail": "low"}}, "found the detail 'low', expected 'auto'"),
+    ({"type": "input_image", "image_url": "1", "detail": "low"}, "found the detail 'low', expected 'auto'"),
     ({"type": "image", "image": "file://host/a.png"}, "'file://host/a.png', a file of 'host', expected file:///"),
     ({"type": "image", "image": "file:///a%FF.png"}, r"'file:///a%FF.png', expected file:///PATH \(.*decode"),
     ({"type": "image", "image": "file:///a?b.png"}, r"expected '\?' and '#' in a path as %3F and %23"),
@@ -405,7 +405,7 @@ def test_keys_with_null_count_as_missing_in_texts_and_images():
 ])  # fmt: skip
 def test_misspelled_or_misplaced_record_key_raises(read, key, value, expected):
     record = {"messages": [ASK, ANSWER], key: value}
-    with pytest.raises(DataError, match=f"found the unknown key '{key}', expected {expected}"):
+    with pytest.raises(DataError, match=f"found '{key}', which is ignored here, expected {expected}"):
         read(record)
     assert read({**record, key: None}).messages == read(record | {key: None, "source": "web"}).messages
 
@@ -449,13 +449,13 @@ def test_rejected_answers_of_preference_data_raise(read, key):
 
 @pytest.mark.parametrize("key", ["loss_mask", "loss_scale", "completion_mask", "assistant_masks"])
 def test_loss_masks_next_to_turns_raise(read, key):
-    with pytest.raises(DataError, match=f"found the unknown key '{key}', expected 'loss' in a message"):
+    with pytest.raises(DataError, match=f"found '{key}', which is ignored here, expected 'loss' in a message"):
         read({"messages": [ASK, ANSWER], key: [0, 1]})
 
 
 @pytest.mark.parametrize("key", ["audio", "audios", "audio_path"])
 def test_audio_key_raises_error_that_audio_is_not_supported(read, key):
-    with pytest.raises(DataError, match=rf"found '{key}', but audio is not supported; .*ignore=\[{key}\]") as e:
+    with pytest.raises(DataError, match=rf"found '{key}': audio is not supported; .*ignore=\[{key}\]") as e:
         read({"messages": [ASK, ANSWER], key: ["a.wav"]})
     assert "columns.image" not in str(e.value)
 
@@ -463,7 +463,7 @@ def test_audio_key_raises_error_that_audio_is_not_supported(read, key):
 @pytest.mark.parametrize("text", ["<audio>", "<|audio|>", "Hear <audio_1>."])
 def test_audio_placeholder_raises_unless_in_text_part(read, text):
     ask = {"role": "user", "content": text}
-    with pytest.raises(DataError, match=r"message 1: found '<.*audio.*>' in a text, but audio is not supported"):
+    with pytest.raises(DataError, match=r"message 1: found '<.*audio.*>' in a text: audio is not supported"):
         read([ask, ANSWER])
     part = {"role": "user", "content": [{"type": "text", "text": text}]}
     assert read([part, ANSWER]).messages[0]["content"] == part["content"]

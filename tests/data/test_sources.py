@@ -85,7 +85,7 @@ LIST = "expected objects with commas between them"
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    (b"[]", "train.json: found an empty list, expected at least one conversation"),
+    (b"[]", "train.json: found an empty list, expected conversations"),
     (b"[{}", "train.json: found 'the end of the file' inside the list, expected a complete list"),
     (b'[{"a": "b]', "found 'the end of the file' inside the list"),
     (b"[{}, ", "found 'the end of the file' inside the list"), (b"[{} {}]", rf"found '{{' after 1 records, {LIST}"),
@@ -151,12 +151,12 @@ def test_json_list_finds_begin_and_end_of_every_record(tmp_path_factory, records
 @pytest.mark.parametrize(("path", "message"), [
     ("no.jsonl", "no.jsonl: the file does not exist, expected JSON lines"),
     ("no.json", "no.json: the file does not exist, expected JSON lines"),
-    ("no.parquet", "no.parquet: there is no such Parquet file, expected the path of a file, or"),
+    ("no.parquet", "no.parquet: there is no such Parquet file, expected one, or a folder with some"),
     ("no-*.parquet", "there is no such Parquet file"),
     ("empty", "empty: found nothing in the folder, expected train.jsonl, Parquet files or a data set"),
-    (".", r"found empty.json, empty, train.csv in the folder, expected .*to use /.*/empty.json, set its own"),
+    (".", r"found empty.json, empty, train.csv in the folder, expected .*to use /.*/empty.json, give its own"),
     ("empty.json", "empty.json: found no lines"),
-    ("train.csv", "train.csv: found neither a folder nor a file, expected a folder, or a file name in .jsonl,"),
+    ("train.csv", "train.csv: found no folder and none of the endings .jsonl, .json and .parquet, expected one"),
 ])  # fmt: skip
 def test_open_source_invalid_path_raises(tmp_path, path, message):
     (tmp_path / "empty").mkdir()
@@ -251,7 +251,7 @@ def test_training_inspection_and_packing_read_same_samples_in_every_layout(
     if provider.path_of("valid") is None:
         assert shape in ("file", "parts", "saved", "hub")
         assert main(["inspect", *command, "--split", "valid"]) == 2
-        assert "found only the splits train, expected valid too; set a folder" in capsys.readouterr().err
+        assert "found train and no valid split, expected a folder that has one" in capsys.readouterr().err
     else:
         capsys.readouterr()
         assert main(["inspect", *command, "--split", "valid"]) == 0

@@ -31,10 +31,10 @@ def test_load_processor_folder_without_processor_or_chat_template_raises(process
 def test_check_processor_wrong_image_token_id_or_class_raises(processor):
     other = copy.copy(processor)
     other.image_token_id = None
-    with pytest.raises(DataError, match=r"here: found the id None for image_token '<\|image_pad\|>', expected the id"):
+    with pytest.raises(DataError, match=r"here: image_token '<\|image_pad\|>' has the id None, expected one"):
         check_processor(other, "here")
     other.image_token_id = processor.video_token_id
-    with pytest.raises(DataError, match="found the id"):
+    with pytest.raises(DataError, match="has the id"):
         check_processor(other, "here")
     with pytest.raises(DataError, match="here: found Qwen2Tokenizer, expected a Qwen3VLProcessor with a fast"):
         check_processor(processor.tokenizer, "here")

@@ -19,7 +19,7 @@ from tests.parity.topologies import Topology
 
 SIZES, RANKS = (1, 4), 4
 # Equal lengths without padding, lengths as they come, and documents of one to three tokens (most ranks hold padding).
-LENGTHS = ("equal", "unequal", "short")
+LENGTHS = ("equal", "other", "short")
 MULTIPLE = 2 * max(SIZES)  # for every size, so that both see the same rows
 
 
@@ -30,7 +30,7 @@ def documents(config, lengths: str) -> list[Sample]:
         ids = torch.randint(0, config.image_token_id - 16, (11,), generator=rng)
         return [Sample(one, torch.ones(len(one)), {}) for one in ids.split([2, 1, 3, 1, 2, 2])]
     samples = make_samples("image and video", config, seed=21) + make_samples("mixed", config, seed=22)
-    if lengths == "unequal":
+    if lengths == "other":
         return samples
     length = -(-max(len(sample.ids) for sample in samples) // MULTIPLE) * MULTIPLE
     longer = []

@@ -27,7 +27,7 @@ from tests.helpers.noise import check, limits, relative
 from tests.helpers.ranks import of_all_ranks
 from tests.parity.conftest import Pair, make_pair
 
-# What each rank sees; a rank without images must not keep the other waiting.
+# What each rank sees; a rank without pictures must not keep the other waiting.
 CONTENTS = [("one image", "text only"), ("video", "many images"), ("text only", "text only"), ("mixed", "video")]
 ROWS = ("padded", "packed")
 # The case whose gradients are averaged too: which folder, content and rows.

@@ -71,7 +71,7 @@ def test_skyrl_log_probs_match_transformers(worker, truth):
 def test_skyrl_transformer_engine_mask_inverted_or_float_raises(worker, truth):
     call = call_of(truth)
     for other in (~call["attention_mask"], call["attention_mask"].float()):
-        with pytest.raises(ValueError, match=r"expected for this shape Transformer Engine's mask, booleans"):
+        with pytest.raises(ValueError, match=r"expected one of that shape to be Transformer Engine's, booleans, True"):
             worker.model(**call | dict(attention_mask=other))
 
 

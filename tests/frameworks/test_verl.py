@@ -212,13 +212,13 @@ def test_verl_output_processor_accepts_right_padding_and_raises_for_left(engine,
     assert (found[real] - plain[real]).abs().max() <= support.LOG_PROBS
     for name in ("input_ids", "attention_mask", "labels"):  # padding on the left
         call[name] = torch.stack([one.roll(-n) for one, n in zip(call[name], truth.lengths, strict=True)])
-    with pytest.raises(ValueError, match="expected rows padded on the right, or packed_seq_params with labels"):
+    with pytest.raises(ValueError, match="expected rows padded on the right, or packed_seq_params and labels"):
         engine.model(**call, **hook)
 
 
 @pytest.mark.parametrize(("argument", "advice"), [
-    (dict(temperature=1.0), "pass an output_processor that divides logits"),  # verl's patch of forward
-    (dict(return_logprobs_for_linear_ce_fusion=True), "set NeMo-RL's use_fused_linear_logprobs=false"),
+    (dict(temperature=1.0), "give output_processor, which divides logits by itself"),  # verl's patch of forward
+    (dict(return_logprobs_for_linear_ce_fusion=True), "NeMo-RL: use_fused_linear_logprobs=false"),
 ])  # fmt: skip
 def test_verl_unsupported_argument_raises_with_advice(engine, truth, argument, advice):
     with pytest.raises(ValueError, match=f"is given, expected None: .*{advice}"):

@@ -221,7 +221,7 @@ def test_generate_accepts_ddp_wrapped_model_and_list_of_models(one):
 @pytest.mark.parametrize(("arguments", "message"), [
     (dict(max_new_tokens=0), "max_new_tokens is 0, expected 1 or more"),
     (dict(attention_mask=torch.ones(2, 5)), r"input_ids has shape \[2, 6\] and attention_mask \[2, 5\]"),
-    (dict(attention_mask=torch.tensor([[1] * 6, [0] * 6])), r"found 2 prompts, of which \[1\] have no tokens"),
+    (dict(attention_mask=torch.tensor([[1] * 6, [0] * 6])), r"found 2 prompts, and prompts \[1\] have no tokens"),
     (dict(image_grid_thw=torch.tensor([[1, 2, 2]]), pixel_values=torch.zeros(4, 1536)), "image"),
 ])  # fmt: skip
 def test_generate_invalid_arguments_raise(one, arguments, message):
@@ -238,8 +238,8 @@ def test_generate_with_pipeline_or_context_parallelism_raises(one, monkeypatch):
         generate([one.megatron] * 2, ids, max_new_tokens=1)
     alone, two = (types.SimpleNamespace(size=lambda n=n: n, rank=lambda: 0) for n in (1, 2))
     for groups, message in (
-        (types.SimpleNamespace(pp=two, cp=alone, tp=alone), "pipeline_model_parallel_size is 2, expected 1"),
-        (types.SimpleNamespace(pp=alone, cp=two, tp=alone), "context_parallel_size is 2, expected 1"),
+        (types.SimpleNamespace(pp=two, cp=alone, tp=alone), "pipeline-parallel size is 2, expected 1"),
+        (types.SimpleNamespace(pp=alone, cp=two, tp=alone), "context-parallel size is 2, expected 1"),
     ):
         monkeypatch.setitem(vars(one.megatron), "pg_collection", groups)
         with pytest.raises(ValueError, match=message):

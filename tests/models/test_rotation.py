@@ -89,7 +89,7 @@ def test_model_with_fused_rope_matches_transformers(untied_folder, kernel):
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
-@pytest.mark.parametrize("settings", [{}, FULL | of_vision(FULL)], ids=["no recompute", "recompute"])
+@pytest.mark.parametrize("settings", [{}, FULL | of_vision(FULL)], ids=["plain", "recompute"])
 def test_fused_rope_of_qwen3_5_matches_unfused_rope(tmp_path, kernel, packed, settings):
     """Qwen3.5 rotates a quarter of each head in the text model, and full heads in the tower."""
     folder = make_checkpoint(tmp_path / "model")

@@ -211,5 +211,5 @@ def test_import_of_unknown_model_type_raises_with_registered_families(folder, tm
 
 
 def test_register_family_with_taken_model_type_raises():
-    with pytest.raises(ValueError, match=r"'toy_vl' already has the model_type 'toy_vl'"):
+    with pytest.raises(ValueError, match=r"'toy_vl' has \['toy_vl'\] already"):
         registry.register_family(dataclasses.replace(toy_family.FAMILY, name="another", bridge="os"))

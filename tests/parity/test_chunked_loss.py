@@ -110,7 +110,7 @@ def test_chunked_loss_in_bfloat16_is_as_accurate_as_full_row(fusion, untied_fold
     assert errors[CHUNK] <= 1.05 * errors[0]
 
 
-@pytest.mark.parametrize("predicts", [False, True], ids=["next token alone", "multi-token prediction"])
+@pytest.mark.parametrize("predicts", [False, True], ids=["", "multi-token prediction"])
 def test_chunked_loss_memory_depends_on_chunk_not_on_row_length(untied_folder, tmp_path, monkeypatch, predicts):
     """Without chunks the memory of logits grows with the row; with chunks it does not."""
     # As it is before a schedule sets it: an earlier test has set one on the host.
@@ -200,7 +200,7 @@ def test_mask_vocabulary_padding_is_not_recorded_by_autograd(untied_folder):
 def test_chunked_loss_labels_of_wrong_length_raise(untied_folder):
     pair = make_pair(untied_folder, loss_chunk_tokens=CHUNK)
     text = pair.megatron.language_model
-    with pytest.raises(ValueError, match=r"labels have shape \[1, 41\], expected \[1, 40\] .*, or a multiple of 40"):
+    with pytest.raises(ValueError, match=r"labels have shape \[1, 41\], expected \[1, 40\], or a multiple of 40"):
         text._postprocess(
             torch.zeros(40, 1, pair.config.text_config.hidden_size), input_ids=None, position_ids=None,
             labels=torch.zeros(1, 41, dtype=torch.long), rotary_pos_emb=None, rotary_pos_cos=None, rotary_pos_sin=None,

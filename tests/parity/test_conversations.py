@@ -14,7 +14,7 @@ from tests.helpers.noise import check, limits
 from tests.parity.conftest import Pair, Results
 from tests.parity.test_parity import run_megatron
 
-# Numbers of (images, videos) in each conversation's question.
+# (pictures, videos) of each conversation's question.
 CONTENTS = [(1, 0), (0, 1), (2, 1), (0, 0)]
 
 
@@ -22,9 +22,9 @@ CONTENTS = [(1, 0), (0, 1), (2, 1), (0, 0)]
 def path(tmp_path_factory):
     """Write conversations of every content with answers of different lengths."""
     folder, records = tmp_path_factory.mktemp("conversations"), []
-    for number, (images, videos) in enumerate(CONTENTS):
+    for number, (pictures, videos) in enumerate(CONTENTS):
         parts = []
-        for i in range(images):
+        for i in range(pictures):
             picture(folder / f"{number}-{i}.png", 64 + 32 * i, 96, seed=number)
             parts.append({"type": "image", "image": f"{number}-{i}.png"})
         for i in range(videos):

@@ -46,7 +46,7 @@ def folder_and_plain(request):
 def test_gradients_with_recomputation_equal_those_without(folder_and_plain, case):
     folder, plain = folder_and_plain
     if case == "experts" and not any("experts" in name for name in plain):
-        with pytest.raises(ValueError, match=r"recompute_modules has \['moe'\], expected modules that this model has"):
+        with pytest.raises(ValueError, match=r"recompute_modules has \['moe'\], which this model does not have"):
             gradients(folder, **CASES[case])
         return
     recomputed = gradients(folder, **CASES[case])

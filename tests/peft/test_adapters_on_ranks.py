@@ -215,13 +215,13 @@ def test_adapter_settings_are_read_from_run_config_yaml(tmp_path):
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("peft: null\n", "was saved by a run without adapters"), ("- 1\n", "holds a list, expected the sections"),
+    ("peft: null\n", "was saved by a run without adapters"), ("- 1\n", "holds a list, expected sections"),
     ("a: [\n", "run_config.yaml: while parsing"),
     ("peft: !!python/object/apply:os.system [false]\n", "could not determine a constructor"),
     (LORA.replace("Qwen3VLLoRA", "Other"), "peft is 'qwen3vl_bridge.peft.Other', expected"),
     (LORA.replace("dim: 4", "dim: many"), "peft has dim 'many', alpha 8, .*expected a whole number"),
     (LORA.replace("[linear_qkv]", "linear_qkv"), "target_modules 'linear_qkv' .* lists of names"),
-    (LORA.replace("dim: 4, ", ""), "found no 'dim' in the section peft"), ("[" * 50_000, "more than 50 deep"),
+    (LORA.replace("dim: 4, ", ""), "peft lacks 'dim'"), ("[" * 50_000, "more than 50 deep"),
     (LORA.replace("dim: 4", "dim: .inf"), "peft.dim is inf, expected a finite number"),
     (LORA.replace("alpha: 8", "alpha: .nan"), "peft.alpha is nan, expected a finite number"),
     ("model: [1]", r"model is \[1\], expected a section of settings"),

@@ -43,7 +43,7 @@ class TestWhatIsTrained:
     def test_freeze_flags_of_provider_and_adapters_determine_trained_parameters(
         self, untied_folder, provider_rests, rests
     ):
-        # Over the eight cases each component has adapters in some, and none in others.
+        # Each part meets adapters and none over the eight cases.
         adapts = (rests[1], rests[2], rests[0]) if any(rests) else (True, True, True)
         peft = Qwen3VLLoRA(dim=2, **chosen("freeze", rests), **chosen("adapt", adapts))
         adapted = adapt(untied_folder, peft, content="one image", **chosen("freeze", provider_rests))
@@ -135,7 +135,7 @@ class TestWhatIsTrained:
         assert kinds == {".adapter.", "merger"}
         assert all(p.requires_grad for name, p in model.named_parameters() if "merger" in name)
         frozen = model_of(untied_folder)
-        frozen.config.freeze_vision_projection = True  # the provider's flag freezes it too
+        frozen.config.freeze_vision_projection = True  # the provider's word holds
         VLMLoRA(**fields)([frozen])
         assert not any(p.requires_grad for name, p in frozen.named_parameters() if "merger" in name)
 
@@ -164,8 +164,8 @@ class TestRefusals:
         (dict(target_modules=["all-linear"]), r"match no linear layer .*; all are "
          r"\[linear_qkv,linear_proj,linear_fc1,linear_fc2\], and in_proj,out_proj of linear attention"),
         (dict(exclude_modules=["*.layers.0.*"]), r"set target_modules to \[\]"),
-        (dict(adapt_language_model=False), "no layer would get an adapter"),
-        (dict(adapt_language_model=False, target_modules=[]), "no layer would get an adapter"),
+        (dict(adapt_language_model=False), "nothing would be adapted"),
+        (dict(adapt_language_model=False, target_modules=[]), "nothing would be adapted"),
         (dict(canonical_mapping={"linear_qkv": {"linear_q"}}), "canonical_mapping"),
         (dict(lora_dtype=torch.float32), "lora_dtype"),
         (dict(normalize_moe_lora=True), "normalize_moe_lora is True, expected False"),
@@ -184,8 +184,8 @@ class TestRefusals:
         (dict(target_modules=["*.local_experts.3.*"]), "adapted layers belongs to experts"),
         (dict(normalize_moe_lora=True), "normalize_moe_lora is True, expected False"),
         (dict(experts_shared_outer_loras=True), "experts_shared_outer_loras is True, expected False"),
-        (dict(adapt_experts=False, share_expert_adapters=False), "expected True unless adapt_experts"),
-        (dict(adapt_experts=False, target_modules=["*.experts.*"]), r"layers of experts need adapt_experts"),
+        (dict(adapt_experts=False, share_expert_adapters=False), "expected adapt_experts=True with it"),
+        (dict(adapt_experts=False, target_modules=["*.experts.*"]), r"experts' need adapt_experts=True"),
     ])  # fmt: skip
     def test_lora_invalid_expert_settings_raise_and_leave_model_unchanged(self, moe_folder, fields, message):
         model = model_of(moe_folder)
@@ -194,11 +194,11 @@ class TestRefusals:
         assert all(p.requires_grad for p in model.parameters())
 
     @pytest.mark.parametrize(("model", "peft", "message"), [
-        ("untied", lambda: Qwen3VLDoRA(dropout=0.1), "dropout is 0.1, expected 0: DoRA is supported only without"),
-        ("untied", lambda: DoRA(dropout=0.1), "dropout is 0.1, expected 0: DoRA is supported only without dropout"),
+        ("untied", lambda: Qwen3VLDoRA(dropout=0.1), "dropout is 0.1, expected 0: DoRA does not support dropout"),
+        ("untied", lambda: DoRA(dropout=0.1), "dropout is 0.1, expected 0: DoRA does not support dropout here"),
         ("untied", lambda: Qwen3VLDoRA(target_modules=["linear_q"]), "target_modules"),
-        ("untied", lambda: CanonicalLoRA(target_modules=["linear_q"]), "add linear_k, linear_v to target_modules"),
-        ("untied", lambda: CanonicalLoRA(target_modules=[f"{TEXT}linear_fc1_up"]), r"only some sections of lang"),
+        ("untied", lambda: CanonicalLoRA(target_modules=["linear_q"]), "expected target_modules with linear_k"),
+        ("untied", lambda: CanonicalLoRA(target_modules=[f"{TEXT}linear_fc1_up"]), r"a part of language_model"),
         ("untied", lambda: VLMLoRA(freeze_vision_model=False), "freeze_vision_model is False, and vision_"),
         ("untied", lambda: VLMLoRA(freeze_language_model=False), "freeze_language_model is False, and language_"),
         ("untied", lambda: LoRA(target_modules=["q_proj", "linear_fc1", "*.v_proj"]),
@@ -207,8 +207,8 @@ class TestRefusals:
         # NeMo-RL's settings adapt it; merged weights, which its generation runs on, would lack that adapter.
         ("tied", lambda: LoRA(target_modules=[], exclude_modules=[]), r"adapts language_model\.output_layer"),
         ("moe", lambda: Qwen3VLDoRA(adapt_experts=True), "adapt_experts is True, expected False for DoRA"),
-        ("moe", DoRA, r"DoRA adapts .*experts.*, but .* peft does not support DoRA .* qwen3vl_bridge\.Qwen3VLDoRA"),
-        ("moe", lambda: LoRA(experts_shared_outer_loras=True), "experts_shared_outer_loras is True, expected F"),
+        ("moe", DoRA, r"DoRA adapts .*experts.*, and .* peft does not support DoRA .* qwen3vl_bridge\.Qwen3VLDoRA"),
+        ("moe", lambda: LoRA(experts_shared_outer_loras=True), "experts_shared_outer_loras is True, .* expected"),
     ])  # fmt: skip
     def test_adapter_classes_with_unsupported_settings_raise(self, request, model, peft, message):
         with pytest.raises(ValueError, match=message):
@@ -234,14 +234,14 @@ class TestRefusals:
     def test_adapt_experts_with_grouped_gemm_raises(self, moe_folder):
         model = model_of(moe_folder)
         model.config.moe_grouped_gemm = True
-        with pytest.raises(ValueError, match=r"moe_grouped_gemm is .*experts\.linear_fc1 would hold all experts of a"):
+        with pytest.raises(ValueError, match=r"moe_grouped_gemm is .*experts\.linear_fc1 holds all experts of a rank"):
             Qwen3VLLoRA(adapt_experts=True)(model)
 
     @pytest.mark.parametrize("peft", [lambda: Qwen3VLLoRA(adapt_experts=True), LoRA, CanonicalLoRA])
     def test_adapt_experts_with_expert_tensor_parallelism_raises(self, moe_folder, peft):
         model = model_of(moe_folder)
         model.config.expert_tensor_parallel_size = 2
-        with pytest.raises(ValueError, match="expert_tensor_parallel_size is 2, expected 1 if experts have"):
+        with pytest.raises(ValueError, match="expert_tensor_parallel_size is 2, expected 1 where experts have"):
             peft()([model])
 
     def test_adapters_applied_twice_raise(self, untied_folder):

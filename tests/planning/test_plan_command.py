@@ -155,7 +155,7 @@ INVALID_OPTIONS = {
     "--recompute full": "--propose chooses recomputation",
     "--no-sequence-parallel": "--propose chooses recomputation and sequence parallelism",
     "--propose --ep 2": "no parallel layout of 16 GPUs is possible: ep is 2 and etp None",
-    "--propose --vpp 2": "does not try --vpp",
+    "--propose --vpp 2": "does not try vpp",
     "--vision-gpus 4 --fsdp --tp 2": "sharding is optim_grads_params, expected the distributed optimizer",
     "--vision-gpus 8 --cp 2": "cp is 2 and vpp is None with separate vision ranks",
     "--vision-gpus 8 --pp 2 --vpp 2": "cp is 1 and vpp is 2 with separate vision ranks",
@@ -284,9 +284,8 @@ def test_plan_where_no_layout_fits_says_what_to_change(capsys):
     assert main(["--model", "235B-A22B", "--gpus", "2"]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert re.fullmatch(
-        r"no parallel layout fits into 75.1 of 79.1 GiB \(5 % left free\); TP 2, SP, EP 2 \(.*\) needs least, "
-        r"[\d.]+ GiB. To reduce memory: use more GPUs, --fsdp \(Megatron-FSDP\), --kind peft \(LoRA\), a smaller "
-        r"--seq-length, or --max-patches",
+        r"nothing fits into 75.1 of 79.1 GiB \(5 % left free\); TP 2, SP, EP 2 \(.*\) needs least, [\d.]+ GiB: "
+        r"use more GPUs, --fsdp \(Megatron-FSDP\), --kind peft \(LoRA\), shorter rows, or --max-patches",
         said,
     ), said
 
@@ -396,7 +395,7 @@ def test_propose_with_separate_vision_ranks_returns_layouts_that_fit(name, gpus,
         assert proposal.peak.total <= 0.95 * H100.memory_bytes
     ranks = [proposal.layout.tp * proposal.layout.pp for proposal in proposals]
     assert ranks == sorted(ranks)
-    with pytest.raises(ValueError, match=f"{gpus} vision ranks, expected fewer than the number of GPUs"):
+    with pytest.raises(ValueError, match=f"{gpus} vision ranks, expected fewer than all GPUs"):
         propose(dimensions_of(config), gpus, H100, ROWS, vision_layout=ParallelLayout(gpus))
 
 
@@ -548,10 +547,10 @@ def test_estimate_run_reads_dist_train_settings_and_checks_rank_count(cfg, untie
     proposals = propose_for_run(cfg, plan, GPUS["H100"])
     assert proposals == propose(dimensions_of(config), 8, H100, training, vision_layout=ParallelLayout(4, tp=2))[0]
     cfg.model.dist_train.vision_world_size = None
-    with pytest.raises(ValueError, match="vision_world_size None and language_world_size 4, expected a sum of 8"):
+    with pytest.raises(ValueError, match="None vision and 4 language ranks, expected a total of 8"):
         estimate_run(cfg, 8)
     cfg.model.dist_train.vision_world_size = 4
-    with pytest.raises(ValueError, match="vision_world_size 4 and language_world_size 4, expected a sum of 16"):
+    with pytest.raises(ValueError, match="4 vision and 4 language ranks, expected a total of 16"):
         estimate_run(cfg, 16)
 
 

@@ -29,10 +29,10 @@ RECIPE = ["--recipe", "qwen3_vl_2b_sft_config"]
     (["--recipe", "qwen3_vl_30b_sft_config"], "there is no recipe .*; did you mean qwen3_vl_30b_a3b_sft_config"),
     ([*RECIPE, "--save", "run", "train.gbs=4"], "no setting train.gbs; did you mean train.global_batch_size"),
     (["--recipe", "no.such:function"], "no.such: No module named 'no'; expected a module, or a file"),
-    (["--recipe", "wanting.py:make"], "wanting.py: No module named 'absent'; wanting.py imports this module, which is"),
-    (["--recipe", "mine.py"], "--recipe is the file mine.py, expected a function in it: mine.py:FUNCTION"),
+    (["--recipe", "wanting.py:make"], "wanting.py: No module named 'absent'; it imports that, and it is not installed"),
+    (["--recipe", "mine.py"], "--recipe is mine.py, expected one of its functions: mine.py:FUNCTION"),
     (["--recipe", "mine.py:made"], "mine.py has no function 'made'"),
-    (["--recipe", "mine.py:make"], "mine.py:make returned 3, expected a Qwen3VLConfigContainer"),
+    (["--recipe", "mine.py:make"], "mine.py:make returned 3, expected a configuration"),
     (RECIPE, "checkpoint.save is None, expected a folder used only by this run"),
     ([*RECIPE, "--simulate-gpu", "--rank", "8"], "--rank is 8, expected 0 to 7 of 8 GPUs"),
     ([*RECIPE, "--simulate-gpu", "--rank", "2", "--gpus", "2"], "--rank is 2, expected 0 to 1 of 2 GPUs"),
@@ -315,7 +315,7 @@ def test_dry_run_with_dist_train_shows_vision_and_language_ranks(capsys):
     (dict(train__train_iters=40), "lr_warmup_iters is 50 with train.train_iters 40: .*such as .*lr_warmup_iters=2"),
     (dict(scheduler__lr_decay_iters=50), "lr_warmup_iters is 50 with scheduler.lr_decay_iters 50"),
     (dict(train__global_batch_size=30), "train.global_batch_size is 30, expected a multiple of 8"),
-    (dict(dataset__balance_over=512), r"balance_over is 512 with .* 32, .*set dataset.balance_over=32 and"),
+    (dict(dataset__balance_over=512), r"balance_over is 512 with .* 32, .*set dataset.balance_over=32 too"),
 ])  # fmt: skip
 def test_finalize_copy_invalid_or_contradicting_settings_raise(settings, message):
     cfg = qwen3_vl_2b_sft_config()

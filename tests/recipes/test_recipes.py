@@ -173,7 +173,7 @@ def test_find_loads_recipe_function_from_user_file(tmp_path):
         assert find(f"{file}:{name}")().train.train_iters == 3
     with pytest.raises(ValueError, match="has no function 'yours'"):
         find(f"{file}:yours")
-    with pytest.raises(ValueError, match="does not exist, expected a Python file"):
+    with pytest.raises(ValueError, match="found nothing, expected a Python file"):
         find(f"{tmp_path}/nothing.py:mine")
 
 

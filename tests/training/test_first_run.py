@@ -69,7 +69,7 @@ def test_unknown_setting_in_megatron_bridge_config_container_raises():
 
 
 @pytest.mark.parametrize(("path", "message"), [
-    (None, "dataset.path is None, .*; set one of them, or call set_paths of qwen3vl"),
+    (None, "dataset.path is None, .*; set_paths of qwen3vl_recipes.paths sets all"),
     ("nothere", r"dataset.path \(--data-path\) is nothere: there is no such file or folder"),
 ])  # fmt: skip
 def test_training_callbacks_with_missing_data_path_raise(inputs, path, message):
@@ -82,7 +82,7 @@ def test_hub_processor_with_local_weights_warns_or_raises_if_hub_is_unreachable(
     monkeypatch.setattr(run_validation, "exists_on_hub", lambda name: reached and name == "Qwen/Qwen3-VL-2B-Instruct")
     cfg = qwen3vl_recipes.qwen3_vl_2b_sft_config()
     cfg.dataset.path, cfg.checkpoint.pretrained_checkpoint = str(inputs.data), str(inputs.hf)
-    message = f"is Qwen/Qwen3-VL-2B-Instruct, of the hub, but .* is {inputs.hf}, which has a processor"
+    message = f"of the hub, Qwen/Qwen3-VL-2B-Instruct, and .* is {inputs.hf}, which has its own: expected "
     with messages("qwen3vl_bridge") as said:
         if reached:
             qwen3vl_bridge.training_callbacks(cfg)
@@ -111,7 +111,7 @@ def test_hub_processor_with_weights_of_hub_cache_does_not_warn(inputs, monkeypat
         assert not said
         cfg.checkpoint.pretrained_checkpoint = str(inputs.hf)
         qwen3vl_bridge.training_callbacks(cfg)
-    assert "which has a processor" in said[0]
+    assert "which has its own" in said[0]
 
 
 def test_exists_on_hub_without_connection_is_false(monkeypatch):
@@ -208,7 +208,7 @@ def test_num_epochs_sets_number_of_steps(inputs, tmp_path, pack):
 
 
 @pytest.mark.parametrize(("settings", "message"), [
-    (dict(), "is 2 with train.train_iters 6, expected a number above 0, and None for train.train_iters"),
+    (dict(), "is 2 with train.train_iters 6, expected a number above 0, and None for train_iters"),
     (dict(train__num_epochs=0, train__train_iters=None), "is 0, expected a number above 0"),
     (dict(train__train_iters=None, scheduler__lr_warmup_iters=50), "lr_warmup_iters is 50 with train.train_iters 1:"),
     (dict(train__train_iters=None, dataset__streaming=True, dataset__path="hf://a/b#train"), "streaming is on"),
@@ -317,7 +317,7 @@ def test_too_little_disk_space_for_checkpoints_warns(inputs, tmp_path):
     with messages("qwen3vl_bridge") as said:
         finalize_copy(cfg, 512)
     (message,) = [message for message in said if "B free" in message]
-    assert f"{tmp_path}/later/run, and its disk has" in message and re.search(
-        r"free, expected about [\d.]+ GB: 3 checkpoints of (329|330)\d\.\d\d GB", message
+    assert f"{tmp_path}/later/run, whose disk has" in message and re.search(
+        r"free, expected about [\d.]+ GB: for 3 checkpoints of (329|330)\d\.\d\d GB", message
     )
     assert not (tmp_path / "later").exists()

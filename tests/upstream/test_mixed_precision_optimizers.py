@@ -40,7 +40,7 @@ HALVES, FULL = torch.bfloat16, torch.float32
 
 @pytest.mark.parametrize(
     "groups", [[[HALVES]], [[HALVES, FULL]], [[HALVES], [FULL]], [[FULL], [HALVES]], [[FULL]]],
-    ids=["bfloat16", "one group of both", "two groups", "two groups reversed", "float32"],
+    ids=["one", "both", "apart", "apart reversed", "float32"],
 )  # fmt: skip
 def test_float16_optimizer_with_float32_parameters_saves_state_of_all_parameters(groups):
     from megatron.core.dist_checkpointing import ShardedTensor

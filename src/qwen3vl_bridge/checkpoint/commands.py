@@ -104,7 +104,7 @@ class MegatronTarget:
             raise CheckpointError(f"ckpt_format is {self.ckpt_format!r}, expected {' or '.join(megatron.FORMATS)}")
         if divisor is not None and not 1 <= divisor <= vocabulary:
             raise CheckpointError(
-                f"--make-vocab-size-divisible-by is {divisor}, expected 1 to {vocabulary}, the size of the vocabulary"
+                f"--make-vocab-size-divisible-by is {divisor}, expected 1 to {vocabulary}, the vocabulary"
             )
         if divisor is not None:
             step = divisor * self.topology.tp
@@ -180,10 +180,7 @@ class MegatronTarget:
         """
         metadata = read_metadata(megatron.iteration_folder(root, 0))
         if set(metadata.byte_items) != set(self.dcp.byte_items):
-            raise CheckpointError(
-                f"{metadata.folder}: .metadata lists other items than this conversion has written; check the file "
-                "system, and convert again"
-            )
+            raise CheckpointError(f"{metadata.folder}: the metadata differs from what was to be written")
         return DcpTensors(metadata, megatron.model_keys(metadata, self.ckpt_format))
 
 

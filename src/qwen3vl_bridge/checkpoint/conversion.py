@@ -105,7 +105,6 @@ class Conversion:
         """Write the manifest to the folder `result`: the result of `digest`, and SHA-256 `checksums` by tensor name."""
         plan, output = self.plan, self.output
         files: dict[Path, FileDigests] = {}
-        # The journal has the digests of files with tensors.
         for part, part_digest in output_files.read_journal(result, split_files(output.files)).items():
             files.setdefault(Path(output.inner) / part.path, []).append((part.end, part_digest))
         for path in list_files(result):
@@ -250,7 +249,7 @@ def run_conversion(make_conversion: Callable[[], Conversion], options: Conversio
     digests = ranks.all_gather(lambda: conversion.digest())
     if len(set(digests)) > 1:
         raise CheckpointError(
-            f"{conversion.origin}: the {ranks.size} processes found different files, expected the same; use a file "
+            f"{conversion.origin} differs between the {ranks.size} processes, expected one file "
             "system that all of them share"
         )
     with contextlib.ExitStack() as stack:
@@ -265,9 +264,7 @@ def run_conversion(make_conversion: Callable[[], Conversion], options: Conversio
                 raise CheckpointError(f"{error}; if it fails again, run without --resume to start over") from error
             raise
         if ranks.run_on_rank0(lambda: conversion.digest()) != digests[0]:
-            raise CheckpointError(
-                f"{conversion.origin} changed while it was being read, so {work} is unusable; convert it again"
-            )
+            raise CheckpointError(f"{conversion.origin} changed while it was being read; {work} is unusable")
         move_into_place = stack.pop_all()
     ranks.run_on_rank0(move_into_place.close)
     notes = tuple(ranks.run_on_rank0(lambda: conversion.notes))
@@ -286,9 +283,7 @@ def _stage(
     def can_resume(folder: Path) -> bool:
         # Process 0 holds the lock of the target. If it died, the other processes may still be alive.
         if output_files.has_live_writer(folder):
-            raise CheckpointError(
-                f"{conversion.target} is being written by another process, in {folder}; wait until it has ended"
-            )
+            raise CheckpointError(f"{conversion.target} is being written by another process, in {folder}")
         found = output_files.read_plan_digest(folder) if options.resume else ""
         if len(found) == len(digest) and found != digest:
             raise CheckpointError(
@@ -362,18 +357,13 @@ def _finish_and_check(conversion: Conversion, options: ConversionOptions, work: 
     def check() -> dict[str, str]:
         written = output.open(work)
         if written.specs != conversion.plan.specs:
-            raise CheckpointError(
-                f"{work}: found tensors with other names, shapes or dtypes than this conversion has written; check the "
-                "file system, and convert again"
-            )
+            raise CheckpointError(f"{work}: the folder's contents differ from what was to be written")
         for task in tasks:  # finding the byte ranges checks that items are what the metadata says
             deque(written.byte_ranges(TensorSlice(task.target.name, 0, task.target.numel)), maxlen=0)
         if options.verify:
             with options.start_progress("verify", nbytes) as meter:
                 for found in compare_tensors(tasks, conversion.source, written, meter):
-                    raise CheckpointError(
-                        f"{work} was not written correctly: {found}; check the file system, and convert again"
-                    )
+                    raise CheckpointError(f"{work}: was not written correctly: {found}")
         if not options.checksums:
             return {}
         with options.start_progress("checksums", nbytes) as meter:
@@ -388,7 +378,6 @@ def _estimate_seconds(conversion: Conversion, options: ConversionOptions) -> flo
 
     Processes are assumed to share reading and computing, and to write to the same disk.
     """
-    # The sample is random: data that an earlier estimate has left in the page cache would be read too fast.
     plan = conversion.plan
     if not plan.nbytes:
         return 0.0
@@ -438,16 +427,15 @@ class EarlierResult:
         # Training writes a manifest too, without a format.
         if manifest.get("tool") != TOOL or manifest.get("format") not in self._formats:
             raise CheckpointError(
-                f"{root} was not written by a conversion to {' or '.join(self._formats)}: found no {self._manifest} "
-                "of one, so --overwrite does not replace the folder; remove it yourself"
+                f"{root} was not written by a conversion of this kind: it has no such {self._manifest}, so it is not "
+                "replaced; remove it yourself"
             )
         try:
             files = manifest["files"].items()
             written = {name: [(int(end), str(digest)) for end, digest in digests] for name, digests in files}
         except (AttributeError, KeyError, TypeError, ValueError):
             raise CheckpointError(
-                f"{root / self._manifest} has no digests of the files, expected them to check that {root} is "
-                "unchanged; it is not replaced, remove it yourself"
+                f"{root / self._manifest} has no digests of the files, so {root} is not replaced; remove it yourself"
             ) from None
         check_only_own_files(root, {self._manifest, *written}, "checkpoint")
         present = {name: written[name] for name in found if name in written}

@@ -21,7 +21,7 @@ from qwen3vl_bridge.checkpoint.formats.tensors import (
     ZeroSlice,
     merge_adjacent,
 )
-from qwen3vl_bridge.core.files import PLEASE_REPORT, CheckpointError
+from qwen3vl_bridge.core.files import CheckpointError
 from qwen3vl_bridge.weights.rows import TensorSlice, WeightRow, local_name
 
 # Number of tensors of each kind that an error lists.
@@ -164,9 +164,7 @@ def _map_slices(
                 parts = _transpose(parts, wanted.columns)
             if wanted.plus:
                 if not all(isinstance(part, TensorSlice) for part in parts):
-                    raise AssertionError(
-                        f"{wanted.tensor}: a number can be added only to slices of stored tensors{PLEASE_REPORT}"
-                    )
+                    raise AssertionError("a number can be added only to slices of stored tensors")
                 parts = tuple(part._replace(plus=part.plus + wanted.plus) for part in _stored_slices(parts))
             if available < wanted.length:
                 parts += (ZeroSlice(wanted.length - available),)
@@ -184,7 +182,7 @@ def _map_slices(
 def _read_slice(part: TensorSlice) -> Slice:
     """Return a slice that reads the elements of `part`, a layout's slice, in the order of the Megatron parameter."""
     if part.stride > 1:
-        raise AssertionError(f"{part.tensor}: found stride {part.stride} in a source, expected 1{PLEASE_REPORT}")
+        raise AssertionError(f"{part.tensor}: every {part.stride}th element cannot be read, only written")
     stored = TensorSlice(part.tensor, part.start, part.length, plus=-part.plus)
     if not part.columns:
         return stored
@@ -204,7 +202,7 @@ def _transpose(slices: tuple[Slice, ...], columns: int) -> tuple[Slice, ...]:
         return first.slices  # both sides store the matrix in this order
     stored = tuple(part for part in slices if isinstance(part, TensorSlice))
     if len(stored) != len(slices):
-        raise AssertionError(f"found {slices} to be transposed, expected slices of stored tensors{PLEASE_REPORT}")
+        raise AssertionError("a matrix to be transposed is transposed already, or is padded")
     return (TransposedSlice(stored, columns, 0, sum(part.length for part in stored)),)
 
 
@@ -221,8 +219,8 @@ def check_tensors(
     """
     if any("_quantizer." in name for name in found):
         raise CheckpointError(
-            f"{problem}: ModelOpt has quantized the model, and a conversion would lose its scales. Train the model "
-            "with model.restore_modelopt_state=True, or export it with ModelOpt (docs/modelopt.md)"
+            f"{problem}: ModelOpt quantized it, and its scales would be lost. Train it with "
+            "model.restore_modelopt_state=True, or write it with ModelOpt (docs/modelopt.md)"
         )
     unexpected = [spec for name, spec in found.items() if name not in expected]
     kinds: dict[str, list[str]] = {"missing": [], "unexpected": [], "misshapen": []}
@@ -247,6 +245,7 @@ def check_tensors(
 
 
 def _choose_dtype(name: str, sources: Sequence[TensorSpec], dtype: str | None, where: str) -> str:
+    """Return the dtype of a target tensor: `dtype` if it is set, otherwise the dtype of the source tensors."""
     for source in sources:
         if source.dtype not in WEIGHT_DTYPES:
             raise CheckpointError(
@@ -286,8 +285,7 @@ def prove(
     produced: set[str] = set()
     for target, slices in tasks:
         if target.name in produced or target.shape != targets[target.name]:
-            expected = targets[target.name]
-            raise AssertionError(f"{target.name}: planned twice, or in another shape than {expected}{PLEASE_REPORT}")
+            raise AssertionError(f"{target.name} is planned twice or in another shape than {targets[target.name]}")
         produced.add(target.name)
         planned = 0
         for part in slices:
@@ -298,21 +296,20 @@ def prove(
                 matrix = part._replace(start=0, length=part.numel)
                 matrices.setdefault(matrix, []).append((part.start, part.start + part.length))
             elif target.name not in padded:
-                raise AssertionError(f"{target.name}: zeros are planned, expected source elements{PLEASE_REPORT}")
+                raise AssertionError(f"{target.name}: zeros are planned for it")
         if planned != target.numel:
-            raise AssertionError(f"{target.name}: {planned} elements planned, expected {target.numel}{PLEASE_REPORT}")
+            raise AssertionError(f"{target.name}: {planned} elements planned of {target.numel}")
     if produced != set(targets):
-        raise AssertionError(f"nothing planned for the tensors {sorted(set(targets) - produced)}{PLEASE_REPORT}")
+        raise AssertionError(f"nothing planned for {sorted(set(targets) - produced)}")
     for matrix, ranges in matrices.items():
         if _count_read_once(ranges, matrix.slices[0].tensor) != matrix.numel or matrix.numel % matrix.columns:
-            name = matrix.slices[0].tensor
-            raise AssertionError(f"{name}: a matrix to be transposed is not read completely{PLEASE_REPORT}")
+            raise AssertionError(f"{matrix.slices[0].tensor}: a matrix is not read completely")
         for part in matrix.slices:
             read[part.tensor].append((part.start, part.start + part.length))
     for name, ranges in read.items():
         count = _count_read_once(ranges, name)
         if count != sources[name].numel and not (name in padded and count < sources[name].numel):
-            raise AssertionError(f"{name}: {count} elements read, expected {sources[name].numel}{PLEASE_REPORT}")
+            raise AssertionError(f"{name}: {count} elements read of {sources[name].numel}")
 
 
 def _count_read_once(ranges: list[tuple[int, int]], name: str) -> int:
@@ -320,7 +317,7 @@ def _count_read_once(ranges: list[tuple[int, int]], name: str) -> int:
     position = 0
     for start, end in sorted(ranges):
         if start != position:
-            raise AssertionError(f"{name}: element {min(start, position)} is not read exactly once{PLEASE_REPORT}")
+            raise AssertionError(f"{name}: element {min(start, position)} read not exactly once")
         position = end
     return position
 

@@ -192,6 +192,7 @@ def check_model_of_run(config: ModelConfig, run: Mapping[str, Any], path: Path) 
 def _compare_fields(
     config: ModelConfig, found: Mapping[str, Any], expected: Mapping[str, Any], names: Iterable[str], path: Path
 ) -> None:
+    """Raise CheckpointError if one of the fields in `names` differs between two configurations."""
     names = [name for name in names if found.get(name) != expected.get(name)]
     if names:
         lines = [f"{name} is {found.get(name)!r}, expected {expected.get(name)!r}" for name in names]
@@ -240,7 +241,7 @@ class StoredModel:
         """Return the `make_vocab_size_divisible_by` that the checkpoint was converted with; None for no padding."""
         found = self.manifest.get("vocab_divisor")
         if found is not None and type(found) is not int:
-            raise CheckpointError(f"{self.folder / MANIFEST}: vocab_divisor is {found!r}, expected a whole number")
+            raise CheckpointError(f"{self.folder / MANIFEST}: vocab_divisor is {found!r}, expected a number")
         return found
 
     def check(self) -> None:
@@ -253,7 +254,6 @@ class StoredModel:
 
     def with_padding(self) -> StoredModel:
         """Return a copy whose `config` counts the padding rows of the vocabulary as tokens."""
-        # If vocabulary tensors have different numbers of rows, planning a conversion raises an error.
         names = [row.megatron for row in self.config.family.rows() if row.is_vocabulary]
         shapes = [self.tensors.specs[name].shape for name in names if name in self.tensors.specs]
         rows = max((shape[0] for shape in shapes if shape), default=0)
@@ -308,6 +308,7 @@ def open_model(hf_model: str | Path, *, strict: bool = True, trust_remote_code: 
 
 
 def _check_copy(weights: HFWeights, folder: Path, name: str, original: str) -> None:
+    """Raise CheckpointError if tensor `name` is not an exact copy of tensor `original`."""
     spec, other = weights.specs[name], weights.specs[original]
     if spec.describe() != other.describe():
         found = f"{spec.describe()}, not {other.describe()}"
@@ -317,8 +318,8 @@ def _check_copy(weights: HFWeights, folder: Path, name: str, original: str) -> N
         found = different and f"{different[0]} of {spec.numel} elements differ, the first is number {different[1]}"
     if found is not None:
         raise CheckpointError(
-            f"{folder}: config.json has tie_word_embeddings true, but {name} is not equal to {original}: {found}; "
-            f"set tie_word_embeddings to false, or remove {name}"
+            f"{folder}: config.json has tie_word_embeddings true, but {name} is not {original}: {found}; "
+            f"expected the same bytes, or no {name}, or tie_word_embeddings false"
         )
 
 

@@ -208,8 +208,8 @@ def verify_checksums(
     if not isinstance(expected, dict) or expected.keys() != specs.keys():
         found = "no checksums" if not expected else "checksums of other tensors"
         raise CheckpointError(
-            f"{stored.folder / MANIFEST} holds {found}, expected checksums of all {len(specs)} tensors, which a "
-            "conversion with --checksums writes; give --hf-model to compare the checkpoint with its source instead"
+            f"{stored.folder / MANIFEST} holds {found}, expected checksums of all {len(specs)} tensors, as a "
+            "conversion with --checksums writes them; or give --hf-model to compare the checkpoint with its source"
         )
     mine = ranks.assign(list(specs), [spec.nbytes for spec in specs.values()])
 

@@ -248,6 +248,7 @@ def _flags(parser: argparse.ArgumentParser, *names: str) -> None:
 
 
 def _megatron_options(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+    """Add the options that describe a Megatron checkpoint to write."""
     text = "format to write" if required else "format to write (default: %(default)s)"
     parser.add_argument("--ckpt-format", choices=FORMATS, required=required, default=FORMATS[0], help=text)
     parser.add_argument("--layer-spec", choices=(TRANSFORMER_ENGINE, LOCAL), default=TRANSFORMER_ENGINE, dest="naming",
@@ -266,6 +267,7 @@ def _megatron_options(parser: argparse.ArgumentParser, *, required: bool = False
 
 
 def _writing_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that all commands that write a checkpoint have."""
     parser.add_argument(
         "--torch-dtype",
         choices=WEIGHT_DTYPES,
@@ -309,15 +311,14 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
+    """Compare two checkpoints, print the differences, and return the exit status."""
     from qwen3vl_bridge.checkpoint.verification import verify_checkpoint, verify_checksums, verify_reformatted
 
     how: dict[str, Any] = {name: getattr(options, name) for name in ("iteration", "ranks", "progress")}
     if options.new_path is not None or options.hf_model is not None:
         how["drop_vocab_padding"] = options.drop_vocab_padding
     elif options.drop_vocab_padding:
-        raise CheckpointError(
-            "--drop-vocab-padding needs --hf-model or --new-path: checksums cover all rows of the vocabulary"
-        )
+        raise CheckpointError("--drop-vocab-padding: checksums cover all rows, expected --hf-model or --new-path")
     if options.new_path is not None:
         report = verify_reformatted(options.megatron_path, options.new_path, hf_model=options.hf_model, **how)
     elif options.hf_model is not None:
@@ -342,6 +343,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
+    """Print the contents of a checkpoint, and return the exit status."""
     from qwen3vl_bridge.checkpoint.verification import inspect_checkpoint, inspect_model
 
     if options.hf_model is not None:

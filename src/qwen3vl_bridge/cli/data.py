@@ -22,7 +22,7 @@ _BAD_SAMPLES = _FAILURES = 1
 _MOST_SHOWN = 10  # kinds of failed downloads, and unreadable samples
 # The fields of `VisionLimits`, which is in a module that needs torch.
 _LIMITS = {
-    "image_min_pixels": (int, "pixels to which a smaller image is enlarged (default of all limits: the model's)"),
+    "image_min_pixels": (int, "pixels to which a smaller image is enlarged (default of all these: the model's)"),
     "image_max_pixels": (int, "pixels to which a larger image is reduced"),
     "video_min_pixels": (int, "pixels to which a smaller video is enlarged, over all its frames together"),
     "video_max_pixels": (int, "pixels to which a larger video is reduced, over all its frames together"),
@@ -66,7 +66,7 @@ def _records(parser: argparse.ArgumentParser, split: bool = True) -> None:
     add("--schema-adapter", metavar="NAME",
         help="format of the records, such as cord_v2 (default: conversations)")  # fmt: skip
     add("--columns", nargs="+", default=[], metavar="KEY=COLUMN",
-        help="names of the records' columns, such as image=img 'answer={answers[0]}'")  # fmt: skip
+        help="names of the records' columns: image=img 'answer={answers[0]}'")  # fmt: skip
     add("--media-root", action="append", metavar="FOLDER",
         help="folder of images and videos (default: the folder of --data); may be given several times: "
         "paths are looked up in each folder, and links may lead from one to another")  # fmt: skip
@@ -79,6 +79,7 @@ def _records(parser: argparse.ArgumentParser, split: bool = True) -> None:
 
 
 def _encoding(parser: argparse.ArgumentParser) -> None:
+    """Add the options for encoding samples: the model, the answers, the row length, and the limits of images."""
     add = parser.add_argument
     add("--hf-model", required=True, metavar="MODEL",
         help="the model to train, a folder or hub id: its processor and template")  # fmt: skip
@@ -174,7 +175,7 @@ def _download(parser: argparse.ArgumentParser) -> None:
 def _run_inspect(options: argparse.Namespace) -> int:
     if output := options.output:  # check before any work is done
         if output.exists() and (not options.overwrite or not output.is_file()):
-            raise DataError(str(output), "the path exists already, expected a new file; --overwrite replaces a file")
+            raise DataError(str(output), "the path exists already; --overwrite replaces a file")
         if not output.parent.is_dir():
             raise DataError(str(output.parent), "the folder for the report does not exist; create it")
     source = _opened(options)  # before torch, so that a mistyped name is reported at once
@@ -289,7 +290,7 @@ def _run_download(options: argparse.Namespace) -> int:
         lines.append("training drops records with these URLs if dataset.on_bad=drop, and stops at them otherwise")
     if final < len(report.failures):
         lines.append(
-            "run this again to retry downloads that did not fail permanently; if they are more than "
+            "run this again to retry those that did not fail permanently; if they are more than "
             f"{MOST_RETRYABLE:.0%} of the URLs of a data set, training stops, unless --give-up is given here"
         )
     print(json.dumps(asdict(report), indent=2) if options.json else "\n".join(lines))

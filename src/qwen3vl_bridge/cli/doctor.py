@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> 
     )
     parser.add_argument("--path", type=Path, default=Path(), metavar="FOLDER",
                         help="report the free space of this folder's disk (default: the current folder)")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
+    parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
     options = parser.parse_args(arguments)
     # PackageNotFoundError: this package is on the search path, but not installed.
     return run(lambda: _examine_and_show(options), OSError, importlib.metadata.PackageNotFoundError)
@@ -90,7 +90,7 @@ def examine(folder: Path, tell: Callable[[str], None]) -> dict[str, Any]:
     show("\nimporting Megatron-Bridge, as a run does ...", error=True)
     broken = {work: import_error(*modules) for work, modules in _MODULES.items()}
     missing = list_missing(machine, own["Requires-Python"])
-    advice = "see the message; `pip check` lists packages with conflicting versions"
+    advice = "see the message; `pip check` names packages that disagree"
     for work, why in broken.items():
         if why is not None:
             missing.append({"what": f"{work} cannot be imported: {why}", "get": advice, "fatal": True})
@@ -219,6 +219,7 @@ def list_missing(machine: dict[str, Any], pythons: str) -> list[dict[str, Any]]:
 
 
 def _used(machine: dict[str, Any]) -> dict[str, str]:
+    """Return the device, layer spec, kernels and collectives that training will use."""
     from qwen3vl_bridge.config.fields import default_transformer_impl
 
     import torch
@@ -236,6 +237,7 @@ def _used(machine: dict[str, Any]) -> dict[str, str]:
 
 
 def _replaced() -> list[dict[str, str]]:
+    """Return the functions of other libraries that this package replaces in a process, and under which condition."""
     from qwen3vl_bridge.upstream.replacements import replaced
 
     return [{"name": one.name, "when": one.when} for one in sorted(replaced(), key=lambda one: (one.when, one.name))]

@@ -41,7 +41,7 @@ def _parse(prog: str | None, arguments: Sequence[str] | None) -> argparse.Namesp
         "transformers' generate(do_sample=False) on the export.",
     )
     add = parser.add_argument
-    add("question", help="the question, after the images")
+    add("question")
     add("--hf-model", required=True, metavar="MODEL", help="Hugging Face folder or hub id with "
     "configuration and processor, and the weights unless --megatron-path is given")  # fmt: skip
     add(

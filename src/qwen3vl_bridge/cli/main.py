@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         show(version("qwen3vl-bridge"))
         return 0
     if options.command is None:
-        parser.error(f"COMMAND is missing, expected one of {', '.join(COMMANDS)}")
+        parser.error("COMMAND is missing")
     module, _, function = COMMANDS[options.command][0].partition(":")
     try:
         run = getattr(importlib.import_module(module), function)

@@ -62,13 +62,13 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--gpu", default="H100", metavar="NAME", help=f"{', '.join(GPUS)} (default: %(default)s)")
     add("--gpu-memory", type=float, metavar="GIB", help="memory of one GPU, if it differs from the table")
     add("--seq-length", type=_POSITIVE, default=4096, metavar="N", help="tokens in a row (default: %(default)s)")
-    add("--max-patches", type=int, metavar="N", help="image patches in a row (default: as many as its tokens allow)")
+    add("--max-patches", type=int, metavar="N", help="patches in a row (default: as many as its tokens allow)")
     add("--micro-batch-size", type=_POSITIVE, default=1, metavar="N", help="rows in a microbatch (default: 1)")
     add("--global-batch-size", type=_POSITIVE, metavar="N",
         help="rows in a step (default: enough to keep the pipeline stages busy)")  # fmt: skip
     add("--kind", choices=("sft", "pretrain", "peft"), default="sft",
         help="sft and pretrain train everything not frozen, peft only LoRA (default: %(default)s)")  # fmt: skip
-    add("--lora-rank", type=_POSITIVE, default=32, metavar="N", help="rank, with --kind peft (default: %(default)s)")
+    add("--lora-rank", type=_POSITIVE, default=32, metavar="N", help="with --kind peft (default: %(default)s)")
     add("--freeze", nargs="+", default=[], choices=[component.value for component in Component], metavar="COMPONENT",
         help=f"components that are not trained: {', '.join(component.value for component in Component)}")  # fmt: skip
     add("--mtp", action="store_true", help="train multi-token prediction, as with mtp_loss_scaling_factor above 0")
@@ -76,17 +76,16 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         help="bf16 is mixed precision, fp8_cs and fp8_mx the same in 8 bits (default: %(default)s)")  # fmt: skip
     for name, words in _SIZES.items():
         add(f"--{name}", type=_POSITIVE, metavar="N", help=words)
-    add("--sequence-parallel", action=argparse.BooleanOptionalAction,
-        help="sequence parallelism (default: on with --tp above 1)")  # fmt: skip
+    add("--sequence-parallel", action=argparse.BooleanOptionalAction, help="(default: with --tp above 1)")
     add("--fsdp", action="store_true", help="Megatron-FSDP (optim_grads_params) instead of the distributed optimizer")
-    add("--no-distributed-optimizer", action="store_true", help="keep the complete optimizer state on every rank")
+    add("--no-distributed-optimizer", action="store_true", help="the complete optimizer state on every rank")
     for prefix, modules in (("", TEXT_RECOMPUTE_MODULES), ("vision-", VISION_RECOMPUTE_MODULES)):
         add(f"--{prefix}recompute", choices=("none", "selective", "full"), default="none",
             help=f"recompute_granularity of the {'tower' if prefix else 'language model'} (default: none)")  # fmt: skip
         add(f"--{prefix}recompute-modules", nargs="+", choices=sorted(modules), metavar="NAME",
             help=f"with selective: {', '.join(sorted(modules))} (default: core_attn)")  # fmt: skip
-        add(f"--{prefix}recompute-method", choices=("uniform", "block"), help="method, with full (default: uniform)")
-        add(f"--{prefix}recompute-num-layers", type=_POSITIVE, metavar="N", help="layers, with full (default: 1)")
+        add(f"--{prefix}recompute-method", choices=("uniform", "block"), help="with full (default: uniform)")
+        add(f"--{prefix}recompute-num-layers", type=_POSITIVE, metavar="N", help="with full (default: 1)")
     add("--no-fused-activation", action="store_true", help="model.bias_activation_fusion=False")
     add("--expert-load", type=float, default=1.0, metavar="X",
         help="most tokens on a rank, divided by the mean over expert-parallel ranks (default: 1)")  # fmt: skip
@@ -94,7 +93,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         help="number of GPUs, out of --gpus, that hold only the vision tower (dist-train)")  # fmt: skip
     add("--vision-tp", type=_POSITIVE, metavar="N", help="with --vision-gpus: the tower's tensor parallelism")
     add("--propose", action="store_true", help="propose parallel layouts; sizes that are given are kept")
-    add("--json", action="store_true", help="print JSON, with sizes in bytes")
+    add("--json", action="store_true", help="print JSON, in bytes")
     return parser
 
 
@@ -117,11 +116,10 @@ def _plan(options: argparse.Namespace) -> int:
         recomputed = training.recompute.granularity or training.vision_recompute.granularity
         if recomputed or options.sequence_parallel is False:
             raise ValueError(
-                "--propose chooses recomputation and sequence parallelism, and is on without parallel sizes; omit the "
-                "options for both, or give parallel sizes without --propose"
+                "--propose chooses recomputation and sequence parallelism; omit these options, or --propose"
             )
         if wrong := sizes.keys() & {"vpp", "etp"}:
-            raise ValueError(f"--propose does not try {' and '.join(f'--{name}' for name in sorted(wrong))}; omit it")
+            raise ValueError(f"--propose does not try {', '.join(sorted(wrong))}; leave it out")
         proposals, least = propose(dims, options.gpus, gpu, training, fixed=sizes, vision_layout=vision_layout)
         if options.json:
             print(json.dumps([plan_reports.dump_estimate(proposal, memory) for proposal in proposals], indent=2))

@@ -253,7 +253,7 @@ def check_provider_names(provider: Any) -> None:
         target = (target_setting(name) or "").rpartition(".")[2]
         meant = [target] if target in fields else difflib.get_close_matches(name, fields, n=1, cutoff=_MISSPELLED)
         if meant := meant or (_FREEZE if name.startswith("freeze_") else ()):
-            raise ValueError(f"{name} is set, but {kind} has no such setting; did you mean {', '.join(meant)}?")
+            raise ValueError(f"{name} is set, but {kind} has no such setting: expected {', '.join(meant)}")
         logger.warning("%s is set, but %s has no such setting: it has no effect", name, kind)
 
 

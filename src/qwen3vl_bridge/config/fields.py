@@ -237,7 +237,7 @@ def vision_activation(name: str) -> Activation:
     if not isinstance(activation, nn.Module):
         return activation
     if any(True for _ in activation.parameters()):
-        raise ValueError(f"vision_config.hidden_act is {name!r}, expected an activation without parameters")
+        raise ValueError(f"vision_config.hidden_act is {name!r}, which has parameters: expected one without")
     return activation.forward  # not a module, which an MLP would register
 
 
@@ -294,10 +294,7 @@ def complete_rope(provider: VisionLanguageFields) -> None:
         if not values["mscale_all_dim"] and values["mscale"] in (None, 1.0):  # the default value is 1
             values["mscale"] = values["mscale_all_dim"] = None
         if bool(values["mscale"]) != bool(values["mscale_all_dim"]):
-            raise ValueError(
-                f"yarn_mscale is {values['mscale']} and yarn_mscale_all_dim {values['mscale_all_dim']}, expected both "
-                "above 0, or neither"
-            )
+            raise ValueError("expected yarn_mscale and yarn_mscale_all_dim both above 0, or neither")
         given = {name: value for name, value in values.items() if value is not None}
         provider.rope_parameters = {"rope_type": "yarn"} | given | (provider.rope_parameters or {})
         provider.position_embedding_type = "mrope"
@@ -311,8 +308,7 @@ def complete_rope(provider: VisionLanguageFields) -> None:
     for name, value in other.items():
         if rope[name] != value:
             raise ValueError(
-                f"rope_parameters has {name} {rope[name]}, expected {value}, as another field of the provider has it; "
-                f"change that field, or leave {name} out of rope_parameters"
+                f"rope_parameters has {name} {rope[name]}, and another field of the provider {value}: expected the same"
             )
     provider.rope_parameters = None if rope["rope_type"] == "default" else rope
 
@@ -491,9 +487,7 @@ def complete_groups(provider: VisionLanguageFields, groups: ProcessGroupCollecti
     if not provider.dist_train.use_dist_train:
         return
     if groups is None:
-        raise ValueError(
-            "pg_collection is None with dist_train.use_dist_train, expected the process groups of this rank's module"
-        )
+        raise ValueError("pg_collection is None with dist_train.use_dist_train, expected the groups of this module")
     # For the gradient norms of experts megatron-core interprets None as all ranks: language ranks would wait for a sum
     # that vision ranks mistake for another. For metrics of experts it uses its global groups, which do not exist here.
     for name, same in _SAME_GROUPS.items():

@@ -207,8 +207,8 @@ def rope_parameters_of(text: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
     inner, outer = given.get("partial_rotary_factor"), text.get("partial_rotary_factor")
     if None not in (inner, outer) and inner != outer:  # which of them transformers uses depends on the type
         raise ValueError(
-            f"partial_rotary_factor is {inner} in the rotary embedding's parameters and {outer} in text_config, "
-            "expected the same number; remove one of them"
+            f"partial_rotary_factor is {inner} in the rotary embedding's parameters and {outer} in text_config: "
+            "expected the same number"
         )
     for name, default in defaults.items():
         rope[name] = next((value for value in (given.get(name), text.get(name)) if value is not None), default)
@@ -220,7 +220,7 @@ def rope_parameters_of(text: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
         rope[name] = text.get(name) or rope.get(name) or text.get("max_position_embeddings")
     for name, value in rope.items():
         if value is None:
-            raise ValueError(f"{name} is missing, expected it in text_config.rope_parameters or in text_config")
+            raise ValueError(f"text_config has no {name}, neither in rope_parameters nor in text_config itself")
     return rope | {"mrope_section": list(rope["mrope_section"])}
 
 
@@ -264,7 +264,7 @@ def check_tower_size(vision: Mapping[str, Any], text_width: int) -> None:
     """
     width = vision.get("out_hidden_size", _OUT_HIDDEN_SIZE)
     if width != text_width:
-        raise ValueError(f"vision_config.out_hidden_size is {width}, expected hidden_size {text_width} of the text")
+        raise ValueError(f"vision_config.out_hidden_size is {width}, expected hidden_size {text_width}")
     positions = vision["num_position_embeddings"]
     if math.isqrt(positions) ** 2 != positions:
         raise ValueError(f"vision_config.num_position_embeddings is {positions}, expected the square of a whole number")
@@ -274,8 +274,8 @@ def check_mrope_section(section: Sequence[int], rotated: int) -> None:
     """Raise ValueError unless the sum of `mrope_section` is half of `rotated`, the rotated dimensions of a head."""
     if 2 * sum(section) != rotated:
         raise ValueError(
-            f"mrope_section is {list(section)} with the sum {sum(section)}, expected the sum {rotated / 2:g}, half of "
-            f"the {rotated} rotated dimensions of a head"
+            f"mrope_section is {list(section)} with the sum {sum(section)}, expected half of the {rotated} dimensions "
+            "of a head that are rotated"
         )
 
 
@@ -290,8 +290,7 @@ def check_model_type(config: Mapping[str, Any], dense: str, experts: int, what: 
     """
     kind = config.get("model_type")
     if kind in (dense, f"{dense}_moe") and bool(experts) != (kind != dense):
-        expected = f"{dense}_moe" if experts else dense
-        raise ValueError(f"model_type is {kind!r}, expected {expected!r} for a model with {experts} {what}")
+        raise ValueError(f"{experts} {what}, which model_type {kind} does not allow")
 
 
 def experts_of(text: Mapping[str, Any]) -> int:
@@ -364,9 +363,9 @@ def fp8_block(quantization: Any) -> tuple[int, int] | None:
     ):  # fmt: skip
         if (value := given.get(name) or default) != expected:
             raise ValueError(
-                f"quantization_config.{name} is {value!r}, expected {expected!r}: FP8 (e4m3, with scales named "
-                "weight_scale_inv) is the only quantization that can be read; use the bfloat16 release of the model, "
-                "or dequantize it with the library that quantized it"
+                f"quantization_config.{name} is {value!r}, expected {expected!r}: of quantized weights only those in "
+                "FP8 (e4m3, with a scale for each block as weight_scale_inv) can be read; use the model's bfloat16 "
+                "release, or dequantize it with the library that made it"
             )
     modules = given.get("modules_to_not_convert") or []
     if not isinstance(modules, list | tuple) or not all(isinstance(name, str) for name in modules):

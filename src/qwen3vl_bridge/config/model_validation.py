@@ -193,7 +193,7 @@ def _check_recomputed_modules(provider: VisionLanguageFields) -> None:
     }
     absent = [name for name in provider.recompute_modules or () if not present.get(name, True)]
     if provider.recompute_granularity == "selective" and absent:
-        raise ValueError(f"recompute_modules has {absent}, expected modules that this model has; remove {absent}")
+        raise ValueError(f"recompute_modules has {absent}, which this model does not have: remove them")
 
 
 def _check_offloaded_modules(provider: VisionLanguageFields) -> None:
@@ -206,8 +206,8 @@ def _check_offloaded_modules(provider: VisionLanguageFields) -> None:
         present |= {"mlp_norm", "expert_fc1", "moe_act"}
     if provider.fine_grained_activation_offloading and (absent := set(provider.offload_modules or ()) - present):
         raise ValueError(
-            f"offload_modules has {sorted(absent)}, expected some of {sorted(present)}: this model has no activations "
-            f"of other modules to offload; remove {sorted(absent)}"
+            f"offload_modules has {sorted(absent)}, for which this model has no activations to offload: expected some "
+            f"of {sorted(present)}"
         )
 
 
@@ -221,8 +221,8 @@ def _check_recomputed_deepstack(provider: VisionLanguageFields) -> None:
     chunk = provider.vision_recompute_num_layers
     if lost := [layer for layer in provider.deepstack_layers if (layer + 1) % chunk]:
         raise ValueError(
-            f"vision_recompute_num_layers is {chunk}, expected 1: the DeepStack layers {lost} are not the last of a "
-            f"chunk of {chunk} layers, and their features would be lost"
+            f"vision_recompute_num_layers is {chunk}: the DeepStack layers {lost} are not the last of a chunk of "
+            f"{chunk} layers, and their features would be lost; set it to 1"
         )
 
 
@@ -456,8 +456,7 @@ def _check_replicas(provider: VisionLanguageFields) -> None:
         raise ValueError(
             f"dist_train.vision_to_llm_dp_ratio is {ratio}, expected None"
             + (f" or {replicas.ratio}" if replicas.ratio else "")
-            + f": there are {replicas.vision} data-parallel replicas of the vision tower and {replicas.language} of "
-            "the language model"
+            + f": there are {replicas.vision} replicas of the tower and {replicas.language} of the language model"
         )
 
 
@@ -477,7 +476,7 @@ def _check_pipeline_chunks(provider: VisionLanguageFields) -> None:
     if 0 in layers:
         raise ValueError(
             f"the pipeline chunks have {layers} layers with overlap_moe_expert_parallel_comm, expected at least one "
-            "layer in each; change pipeline_model_parallel_layout, or turn the overlap off"
+            "in each"
         )
 
 
@@ -556,13 +555,12 @@ def _check_float32(provider: VisionLanguageFields) -> None:
     Fused kernels support only 16 and 8 bits. Unfused attention stores all attention scores, supports packed rows from
     release `PACKED_UNFUSED` on, and does not support context parallelism.
     """
-    # Checked before a forward pass, because models that are only loaded, exported or saved need no attention.
     supported = provider.context_parallel_size == 1 and is_te_min_version(PACKED_UNFUSED)
     if fields.uses_unfused_attention(provider) and not supported:
         raise ValueError(
             "params_dtype is torch.float32 with transformer_impl 'transformer_engine', expected transformer_impl="
-            f"'local' or a 16-bit params_dtype: Transformer Engine {get_te_version()} has no attention in float32 for "
-            f"packed rows on {provider.context_parallel_size} context-parallel ranks"
+            f"'local' or 16 bits: Transformer Engine {get_te_version()} has no attention in float32 for packed rows on "
+            f"{provider.context_parallel_size} context-parallel ranks"
         )
 
 
@@ -598,7 +596,7 @@ def _check_student(provider: VisionLanguageFields) -> None:
     if provider.padded_vocab_size != provider.vocab_size:
         raise ValueError(
             f"should_pad_vocab pads the vocabulary of {provider.vocab_size} to {provider.padded_vocab_size}, expected "
-            "should_pad_vocab=False with a teacher: padding would get a share of the teacher's probability"
+            "no padding with a teacher: padding would get a share of its probability"
         )
     if provider.pipeline_model_parallel_size > 1 and provider.variable_seq_lengths:
         raise ValueError(

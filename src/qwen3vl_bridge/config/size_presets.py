@@ -60,7 +60,7 @@ def preset_of(name: str, presets: Mapping[str, Preset], hub_ids: Callable[[str],
         if name.lower() in {known.lower() for known in (size, *hub_ids(size))}:
             return preset
     known, (example, *_) = ", ".join(presets), hub_ids(next(iter(presets)))
-    raise ValueError(f"unknown model {name!r}, expected one of {known}, or a hub id such as {example}")
+    raise ValueError(f"unknown model {name!r}, expected one of {known} or {example} or the like")
 
 
 def preset_config(

@@ -62,10 +62,7 @@ def atomic_directory(
             parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(_lock(target))
             if _restore(target, notify) and check_replaceable is None:
-                raise CheckpointError(
-                    f"{target} exists, expected a new or empty folder: it was restored just now, because an "
-                    "interrupted run had moved it away; --overwrite replaces it"
-                )
+                raise CheckpointError(f"{target} exists, restored just now; --overwrite replaces it")
             folder = _find_resumable(target, notify, can_resume)
             if folder is None:
                 folder = _new_hidden(target, "partial")
@@ -140,12 +137,12 @@ def _clean_up(target: Path, folder: Path, replaced: Snapshot | None, notify: Cal
         kept = folder.with_name(_new_hidden(target, "replaced").name[1:])
         os.rename(folder, kept)
         notify(
-            f"{in_place}, but another process has written to the folder that it replaced, which stays in {kept}; "
-            "remove that folder yourself"
+            f"{in_place}, but the folder it replaced was written to meanwhile; that folder stays in {kept}: remove it "
+            "yourself"
         )
     except OSError as error:
-        reason = f"the folder that it replaced stays in {folder} ({error.strerror or error})"
-        notify(f"{in_place}, but {reason}; remove that folder yourself")
+        reason = f"what it replaced stays in {folder} ({error.strerror or error})"
+        notify(f"{in_place}, but {reason}: remove that yourself")
 
 
 def _new_hidden(target: Path, kind: str) -> Path:
@@ -172,8 +169,6 @@ def _lock(target: Path) -> Iterator[None]:
     Raises:
         CheckpointError: another process holds the lock.
     """
-    # The lock is on a file next to the target, which the rename of the target does not affect. The file is open for
-    # writing: some network file systems can lock only such files.
     path = target.absolute().parent / f".{target.name}.partial-lock"
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -181,7 +176,7 @@ def _lock(target: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(file)
-            raise CheckpointError(f"{target} is being written by another process; wait until it has ended") from None
+            raise CheckpointError(f"{target} is being written by another process") from None
         except OSError:
             os.close(file)
             raise
@@ -211,7 +206,7 @@ def _restore(target: Path, notify: Callable[[str], None]) -> bool:
             kept = old.with_name(old.name[1:])
             os.rename(old, kept)
             notify(
-                f"the earlier {target}, which an interrupted run had moved away, stays in {kept}; remove it yourself"
+                f"the earlier {target}, which an interrupted run had moved away, stays in {kept}: remove it yourself"
             )
     return restored
 
@@ -313,10 +308,10 @@ def check_target(
     for source in sources:
         ours, theirs = target.resolve(), source.resolve()
         if ours == theirs or ours in theirs.parents or theirs in ours.parents:
-            raise CheckpointError(f"{target} overlaps the source {source}, expected a separate folder")
+            raise CheckpointError(f"{target} and the source {source} overlap, expected separate folders")
     if target.is_symlink() or os.path.ismount(target):
         kind = "a link" if target.is_symlink() else "a mount point"
-        raise CheckpointError(f"{target} is {kind}, expected a path that a folder can be renamed to; give another path")
+        raise CheckpointError(f"{target} is {kind}, expected a path that a folder can be renamed to")
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not overwrite:
@@ -372,6 +367,5 @@ def check_space(target: Path, nbytes: int) -> None:
     free = free_space(target)
     if free < nbytes + _SPARE_BYTES:
         raise CheckpointError(
-            f"{disk_of(target)} has {free:,} bytes free, expected {nbytes + _SPARE_BYTES:,} for {target.name}; free "
-            "some space, or write to another disk"
+            f"{disk_of(target)} has {free:,} bytes free, expected {nbytes + _SPARE_BYTES:,} for {target.name}"
         )

@@ -81,6 +81,7 @@ def _broadcast(values: Tensor, rank: int, group: torch.distributed.ProcessGroup 
 
 
 def _alone(group: torch.distributed.ProcessGroup | None = None) -> bool:
+    """Return whether a group (default: all processes) has only one rank."""
     return torch.distributed.get_world_size(group) == 1
 
 

@@ -30,8 +30,6 @@ _UNLIMITED = int(1e30)
 # The time to parse or print a number is quadratic in its digits.
 _MAX_DIGITS = 100
 _YAML_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-# End of the message of an internal error.
-PLEASE_REPORT = "; this is a bug of qwen3vl_bridge, please report it"
 
 
 class CheckpointError(ValueError):
@@ -76,7 +74,7 @@ def resolve_within(folder: Path, relative: object, named_by: str) -> Path:
         raise CheckpointError(f"{named_by} names the file {relative!r}, expected a path inside {folder}")
     path = PurePosixPath(relative)
     if path.is_absolute() or ".." in path.parts or "\\" in relative or path == PurePosixPath("."):
-        raise CheckpointError(f"{named_by} names the file {relative!r}, which is outside {folder}; download it again")
+        raise CheckpointError(f"{named_by} names the file {relative!r}, which is outside {folder}")
     return folder / path
 
 
@@ -96,7 +94,7 @@ def file_size(path: Path, named_by: str) -> int:
     try:
         if not path.is_file():
             found = "something that is not a file" if path.exists() else "nothing"
-            raise CheckpointError(f"{path}: found {found}, expected a file, because {named_by} names it; copy it again")
+            raise CheckpointError(f"{path}: found {found}, expected a file, which {named_by} names")
         return path.stat().st_size
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}; {named_by} names it") from error
@@ -107,7 +105,7 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         value = read_json(path)
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: found nothing, expected a JSON file") from None
+        raise CheckpointError(f"{path} is missing") from None
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
     except ValueError as error:
@@ -237,9 +235,6 @@ def read_yaml(path: Path) -> Any:
 
 def check_yaml(path: Path) -> str:
     """Return the text of a YAML file after a check of its depth and its number of values. Raises as `read_yaml`."""
-    # PyYAML's constructor recurses once per level, in C too, where too deep recursion ends the process. Its parser does
-    # not recurse, and reads only as far as requested. So this walks through the parser's events without constructing
-    # values. An alias costs nothing to construct, but its expansion does to code that walks through the values.
     import yaml
 
     data = read_bytes(path, _MAX_YAML_BYTES)
@@ -275,9 +270,9 @@ def check_yaml(path: Path) -> str:
                             event.start_mark.line + 1,
                             f"{event.value[:20]}... of {len(event.value):,} letters",
                         )
-                        raise ValueError(f"line {line} has the number {shown}, expected at most {_MAX_DIGITS} letters")
+                        raise ValueError(f"line {line} has the number {shown}, expected at most {_MAX_DIGITS}")
             if count > _MAX_YAML_VALUES:
-                raise ValueError(f"found more than {_MAX_YAML_VALUES:,} values, aliases written out; expected fewer")
+                raise ValueError(f"found more than {_MAX_YAML_VALUES:,} values with all aliases written out")
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{path}: {_one_line(error)}") from error
     return text
@@ -309,7 +304,7 @@ class PickledRecord:
     def __setstate__(self, state: Any) -> None:
         # Frozen dataclasses and enums have one state. A second one would be an attempt to change the first.
         if self.state is not None:
-            raise pickle.UnpicklingError(f"the pickle sets the state of a {self.kind} twice")
+            raise pickle.UnpicklingError(f"{self.kind} has two states")
         self.state = state
 
     def field(self, name: str) -> Any:
@@ -353,7 +348,7 @@ class _Memo(list):
         elif number < len(self):
             super().__setitem__(number, value)
         else:
-            raise pickle.UnpicklingError(f"the pickle memoizes entry {number}, expected {len(self)}")
+            raise pickle.UnpicklingError(f"it memoizes entry {number}, expected {len(self)}")
 
 
 class _RestrictedUnpickler(PythonUnpickler):
@@ -371,21 +366,19 @@ class _RestrictedUnpickler(PythonUnpickler):
             return self._allowed[module_name, global_name]
         except (KeyError, TypeError):
             raise pickle.UnpicklingError(
-                f"the pickle refers to {module_name}.{global_name}, expected only names that torch's checkpoints need"
+                f"the file refers to {module_name}.{global_name}, which is not among the allowed names"
             ) from None
 
     def persistent_load(self, pid: Any) -> Any:
         if self._persistent is None:
-            raise pickle.UnpicklingError("the pickle refers to an object outside the pickle, expected no reference")
+            raise pickle.UnpicklingError("it refers to an object outside the pickle")
         return self._persistent(pid)
 
     def load_build(self) -> None:
         # Python's own method would set attributes of any object on the stack, including our functions and classes.
         state = self.stack.pop()
         if not isinstance(self.stack[-1], PickledRecord):
-            raise pickle.UnpicklingError(
-                f"the pickle sets the state of a {type(self.stack[-1]).__name__}, which torch never does"
-            )
+            raise pickle.UnpicklingError(f"it sets the state of a {type(self.stack[-1]).__name__}")
         self.stack[-1].__setstate__(state)
 
     def load_setitem(self) -> None:
@@ -398,11 +391,11 @@ class _RestrictedUnpickler(PythonUnpickler):
     def _set_items(self, items: list[Any]) -> None:
         # A nested tuple of shared tuples can take exponential time to hash.
         if not all(isinstance(key, str | int | PickledRecord) for key in items[::2]):
-            raise pickle.UnpicklingError("the pickle has a dict key that is no text, number or MetadataIndex")
+            raise pickle.UnpicklingError("it has a key other than a name, a number or an index")
         self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
 
     def _reject_opcode(self) -> None:
-        raise pickle.UnpicklingError("the pickle has an opcode that torch never writes")
+        raise pickle.UnpicklingError("it has a pickle opcode that torch never writes")
 
     dispatch[pickle.BUILD[0]] = load_build
     dispatch[pickle.SETITEM[0]] = load_setitem

@@ -54,10 +54,7 @@ class SequenceLayout(Transferable):
             )
         for segment, (length, padded) in enumerate(zip(self.lengths, self.padded_lengths, strict=True)):
             if not 0 <= length <= padded or padded == 0:
-                raise ValueError(
-                    f"segment {segment}: {length} tokens do not fit a padded length of {padded}, expected at most "
-                    "the padded length, which must be at least 1"
-                )
+                raise ValueError(f"segment {segment}: {length} tokens do not fit a padded length of {padded}")
 
     @classmethod
     def padded_rows(cls, lengths: Sequence[int], seq_length: int) -> Self:
@@ -80,13 +77,13 @@ class SequenceLayout(Transferable):
         rest = 0 if total is None else total - sum(padded)
         if rest < 0:
             raise ValueError(
-                f"{len(padded)} segments take {sum(padded)} tokens, padded to multiples of {multiple}, expected at "
-                f"most {total}, the length of the row; pack fewer segments"
+                f"{len(padded)} segments take {sum(padded)} tokens, padded to multiples of {multiple}: expected at "
+                f"most {total}"
             )
         if rest % multiple:
             raise ValueError(
-                f"a row of {total} tokens has {rest} unused tokens after the last segment, expected a multiple of "
-                f"{multiple}; make the length of the row a multiple of {multiple}"
+                f"a row of {total} tokens has {rest} unused tokens after the last segment: expected a multiple of "
+                f"{multiple}"
             )
         # Padding the last document with the rest instead would unbalance its context-parallel chunks.
         if rest:
@@ -174,16 +171,16 @@ def token_index(layout: SequenceLayout, cp_size: int, cp_rank: int, sp_size: int
         for segment, length in enumerate(layout.padded_lengths):
             if length % (2 * cp_size):
                 raise ValueError(
-                    f"segment {segment}: the padded length is {length}, expected a multiple of {2 * cp_size} for "
-                    f"context parallelism over {cp_size} ranks; pad each segment to one"
+                    f"segment {segment}: a padded length of {length} does not divide into the {2 * cp_size} chunks "
+                    f"that context parallelism of {cp_size} needs"
                 )
         chunk = starts.diff() // (2 * cp_size)
         begins = torch.stack([starts[:-1] + number * chunk for number in (cp_rank, 2 * cp_size - 1 - cp_rank)], 1)
         flat = _concatenate_ranges(begins.flatten(), chunk.repeat_interleave(2), layout.total // cp_size)
     if row_length % sp_size:
         raise ValueError(
-            f"a row has {row_length} tokens on each context-parallel rank, expected a multiple of {sp_size}, the "
-            "number of sequence-parallel ranks; pad rows to a longer length"
+            f"{row_length} tokens a row on each context-parallel rank do not divide over {sp_size} sequence-parallel "
+            "ranks"
         )
     return flat.view(layout.num_rows, row_length).T.chunk(sp_size)[sp_rank]
 
@@ -213,8 +210,6 @@ def next_token_index(layout: SequenceLayout) -> tuple[Tensor, Tensor]:
 
 def segment_multiple(cp_size: int) -> int:
     """Return the number that must divide the padded length of each segment under context parallelism."""
-    # Sequence parallelism has no such number: it divides a rank's part of a row without regard to segments, and
-    # attention gathers the row again.
     return 2 * cp_size if cp_size > 1 else 1
 
 
@@ -277,4 +272,4 @@ def _concatenate_ranges(begins: Tensor, lengths: Tensor, total: int) -> Tensor:
 
 def _check_rank(kind: str, size: int, rank: int) -> None:
     if not 0 <= rank < size:
-        raise ValueError(f"the {kind}-parallel rank is {rank}, expected 0 to {size - 1} in a group of {size}")
+        raise ValueError(f"{kind}-parallel rank {rank} is outside a group of {size}")

@@ -105,10 +105,7 @@ def make_vision_inputs(
         sizes = _check_grids(kind, sizes, merge)
         found, expected = 0 if given is None else len(given), int(sizes.prod(-1).sum())
         if found != expected:
-            raise ValueError(
-                f"{kind} pixels: found {found} patches, expected {expected} for {len(sizes)} {kind} grids; pass pixels "
-                "and grids of the same processor call"
-            )
+            raise ValueError(f"{kind} pixels: found {found} patches, expected {expected} for {len(sizes)} {kind} grids")
         if given is not None and expected:
             pixels.append(given)
             grids.append(sizes)
@@ -141,10 +138,7 @@ def vision_slots(input_ids: Tensor, image_grid_thw: Tensor | None, settings: Vis
     num_image_tokens = patches // settings.spatial_merge_size**2
     number = image.cumsum(0)
     if int(number[-1]) != num_image_tokens:
-        raise ValueError(
-            f"found {int(number[-1])} image tokens, expected {num_image_tokens} for image_grid_thw; do not truncate "
-            "input_ids"
-        )
+        raise ValueError(f"found {int(number[-1])} image tokens, expected {num_image_tokens} for the images")
     slots = number.mul_(image).sub_(1)  # in place: allocating new memory would cost more than the sums
     if not video.any():
         return slots
@@ -198,6 +192,7 @@ def _frame_positions(height: int, width: int, merge: int) -> Tensor:
 
 @lru_cache(maxsize=512)
 def _frame_interpolation(height: int, width: int, side: int, merge: int) -> tuple[Tensor, Tensor]:
+    """Return the result of `interpolation` for one frame."""
     (rows, up_down), (columns, left_right) = _axis_interpolation(height, side), _axis_interpolation(width, side)
     shapes = (2, 1, height, 1), (2, 1, width)
     index = (rows * side).view(shapes[0]) + columns.view(shapes[1])
@@ -249,7 +244,7 @@ def mrope_positions(
     if input_ids.ndim != 2 or input_ids.shape[0] != layout.num_rows or input_ids.numel() != layout.total:
         raise ValueError(
             f"input_ids: found {list(input_ids.shape)}, expected "
-            f"[{layout.num_rows}, {layout.total // layout.num_rows}], the rows and tokens of `layout`"
+            f"[{layout.num_rows}, {layout.total // layout.num_rows}] as the layout has it"
         )
     ids, merge = input_ids.reshape(-1), torch.tensor([1, settings.spatial_merge_size, settings.spatial_merge_size])
     images = _check_grids("image", image_grid_thw, settings.spatial_merge_size) // merge
@@ -305,7 +300,6 @@ def _find_vision_runs(
     Raises:
         ValueError: the tokens of an image or frame are not consecutive tokens of one segment.
     """
-    # Consecutive vision tokens may be several images, which need no token between them.
     fenced = torch.zeros(len(is_vision) + 2, dtype=torch.bool)
     fenced[1:-1] = is_vision
     begins, ends = (fenced[1:] != fenced[:-1]).nonzero().view(-1, 2).unbind(-1)  # of consecutive vision tokens
@@ -313,10 +307,7 @@ def _find_vision_runs(
     lengths, unit = sides.prod(-1), "image" if kind == "image" else "video frame"
     first_number = lengths.cumsum(0) - lengths  # number of a run's first token among the kind's tokens
     if (found := int((ends - begins).sum())) != (expected := int(lengths.sum())):
-        raise ValueError(
-            f"found {found} {kind} tokens in the batch, expected {expected} for {len(sides)} {unit}s; do not truncate "
-            "input_ids"
-        )
+        raise ValueError(f"found {found} {kind} tokens in the batch, expected {expected} for {len(sides)} {unit}s")
     stretch = torch.searchsorted(before, first_number, right=True) - 1
     starts = begins[stretch] + first_number - before[stretch]
     segment = segment_of[starts]
@@ -326,8 +317,7 @@ def _find_vision_runs(
         first = int(broken.nonzero()[0])
         raise ValueError(
             f"segment {segment[first]}: the tokens of {unit} {first} ({_format_grid(sides[first])}) begin at token "
-            f"{starts[first]} of the batch and are not consecutive, expected {lengths[first]} consecutive tokens "
-            "of the segment before its padding"
+            f"{starts[first]} of the batch and break off, expected {lengths[first]} in a row before its padding"
         )
     return starts
 
@@ -341,7 +331,7 @@ def _check_grids(kind: str, grids: Tensor | None, merge: int) -> Tensor:
     if grids is None:
         return torch.zeros(0, 3, dtype=torch.int64)
     if grids.ndim != 2 or grids.shape[1] != 3 or grids.is_floating_point():
-        raise ValueError(f"{kind} grids: found {list(grids.shape)} {grids.dtype}, expected [{kind}s, 3] integers")
+        raise ValueError(f"{kind} grids: found {list(grids.shape)} {grids.dtype}, expected [K, 3] integers")
     bad = (grids < 1).any(-1) | (grids[:, 1:] % merge != 0).any(-1)
     if bad.any():
         first = int(bad.nonzero()[0])

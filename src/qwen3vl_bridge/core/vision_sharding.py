@@ -147,10 +147,7 @@ def assign_vision(vision: VisionInputs | None, work: VisionWork, ranks: int) -> 
     if vision is None:
         return VisionAssignment(((),) * ranks, (0,) * ranks, torch.empty(0, dtype=torch.int64))
     if any(patches % work.patches_per_token for patches in vision.lengths):
-        raise ValueError(
-            f"the frames have {vision.lengths} patches, expected multiples of {work.patches_per_token}, the patches "
-            "per vision token"
-        )
+        raise ValueError(f"frames have {vision.lengths} patches, expected multiples of {work.patches_per_token}")
     shares = assign_frames([work.cost(patches) for patches in vision.lengths], ranks)
     tokens = [patches // work.patches_per_token for patches in vision.lengths]
     rows = torch.arange(sum(tokens)).split(tokens)

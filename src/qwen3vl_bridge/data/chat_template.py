@@ -30,13 +30,10 @@ Span = tuple[int, int]
 
 # Advice for templates in which answers cannot be located: for the full conversation, for an answer that is followed by
 # others, and for thinking within an answer.
-_TEMPLATE_ADVICE = (
-    "use a checkpoint with another chat template (a template that writes thinking must read 'reasoning_content')"
-)
+_TEMPLATE_ADVICE = "give the checkpoint another chat template, which reads 'reasoning_content' if it writes thinking"
 _SAMPLE_ADVICE = f"fix the sample, set dataset.on_bad=drop, or {_TEMPLATE_ADVICE}"
 _EARLIER_ANSWER_ADVICE = (
-    'set dataset.answers=last to train on only the last answer, exclude this answer with "loss": false, or '
-    f"{_TEMPLATE_ADVICE}"
+    f"train on only the last answer with answers='last', leave this one out with \"loss\": false, or {_TEMPLATE_ADVICE}"
 )
 _REASONING_ADVICE = (
     "put reasoning under 'reasoning_content' and only the answer into the text; with an empty 'reasoning_content' the "
@@ -66,21 +63,21 @@ def _example_call(name: str) -> dict[str, Any]:
 
 
 _SYSTEM = {"role": "system", "content": _MARKER}
-_TEMPLATE_WRITES_ADVICE = "use a checkpoint with a chat template that writes it"
-_REMOVE_ADVICE = f"remove it from the record, or {_TEMPLATE_WRITES_ADVICE}"
+_TEMPLATE_WRITES_ADVICE = "give the checkpoint a chat template that writes it"
+_REMOVE_ADVICE = f"take it out of the record, or {_TEMPLATE_WRITES_ADVICE}"
 # Fields that a template may ignore, by the name in error messages: a conversation with the field, its tools, and
 # advice if the field is ignored.
 _FIELDS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None, str]] = {
     "tools": (
         [_ASK, _ANSWER],
         [_example_tool(_MARKER)],
-        f"set columns.ignore=[tools] to train without tools, or {_TEMPLATE_WRITES_ADVICE}",
+        f"leave them out (columns.ignore=[tools]), or {_TEMPLATE_WRITES_ADVICE}",
     ),
     "a system prompt": ([_SYSTEM, _ASK, _ANSWER], None, _REMOVE_ADVICE),
     "a system prompt after the first message": (
         [_ASK, _ANSWER, _SYSTEM, _ASK, _ANSWER],
         None,
-        f"move its text into the first message or into the next question, or {_TEMPLATE_WRITES_ADVICE}",
+        f"join it to the first message's or to the question after it, or {_TEMPLATE_WRITES_ADVICE}",
     ),
     "reasoning_content": ([_ASK, {**_ANSWER, "reasoning_content": _MARKER}], None, _REMOVE_ADVICE),
     "tool_calls": ([_ASK, _example_call(_MARKER)], [_example_tool("e")], _REMOVE_ADVICE),
@@ -118,20 +115,18 @@ class ChatTemplate:
         self.settings = {name: value for name, value in settings.items() if value is not None}
         if empty_thinking != "prompt" and not self._reads_reasoning:
             raise ValueError(
-                f"empty_thinking is {empty_thinking!r}, expected 'prompt': the checkpoint's chat template does not "
-                "read 'reasoning_content'"
+                f"empty_thinking is {empty_thinking!r}, but the chat template does not read 'reasoning_content'; "
+                "expected 'prompt'"
             )
         for name, value in self.settings.items():
             if name not in self._variables:
-                raise ValueError(f"{name} is {value!r}, expected None: the checkpoint's chat template ignores it")
+                raise ValueError(f"{name} is {value!r}, but the chat template ignores it; expected None")
         if self.settings:
             try:
                 self._apply([_ASK, _ANSWER], enable_thinking=True)
             except Exception as error:  # a template is a program, and may raise for a value
                 given = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
-                raise ValueError(
-                    f"the checkpoint's chat template fails with {given}: {error}; use a value that it accepts, or None"
-                ) from error
+                raise ValueError(f"the chat template fails with {given}: {error}") from error
 
     def _apply(self, messages: Sequence[dict[str, Any]], tools: Any = None, **variables: Any) -> str:
         """Return the text that the template renders for the messages."""
@@ -146,18 +141,16 @@ class ChatTemplate:
         try:
             return self._apply(messages, conversation.tools, **_template_variables(conversation, thinking))
         except Exception as error:  # a template is a program, and runs on arbitrary records
-            raise DataError(
-                conversation.sample_id, f"the chat template fails for this sample: {error}; {_SAMPLE_ADVICE}"
-            ) from error
+            raise DataError(conversation.sample_id, f"the chat template fails: {error}; {_SAMPLE_ADVICE}") from error
 
     def check_fields(self, conversation: Conversation) -> None:
         """Raise DataError if the template ignores a field or a `chat_template_kwargs` entry of a conversation."""
         if unread := [name for name in conversation.template_kwargs if name not in self._variables]:
             raise DataError(
                 conversation.sample_id,
-                f"found {unread[0]!r} under 'chat_template_kwargs', which the chat template ignores, expected only "
-                f"variables of the template ({', '.join(sorted(self._variables)) or 'it has none'}); remove it from "
-                "the record, or set columns.ignore=[chat_template_kwargs] to ignore all",
+                f"found {unread[0]!r} under 'chat_template_kwargs', which the chat template ignores, expected "
+                f"some of {', '.join(sorted(self._variables)) or 'no variables'}; remove it from the record, or "
+                "ignore all of them (columns.ignore=[chat_template_kwargs])",
             )
         for field, where in _optional_fields(conversation):
             messages, tools, remedy = _FIELDS[field]
@@ -228,7 +221,7 @@ class ChatTemplate:
             raise DataError(
                 conversation.sample_id,
                 "found enable_thinking false under 'chat_template_kwargs', but an answer that is trained on has "
-                "reasoning; remove one of the two from the record",
+                "reasoning; remove one of them",
             )
         return reasons or self._trains_empty_thinking(conversation)
 
@@ -255,8 +248,9 @@ class ChatTemplate:
         def make_error(part: str, expected: str) -> DataError:
             return DataError(
                 where,
-                f"cannot locate this answer: the chat template renders {part} as {expected!r}, but differently in the "
-                f"full conversation; {_TEMPLATE_ADVICE if is_last else _EARLIER_ANSWER_ADVICE}",
+                f"the chat template renders {part} as {expected!r}, but differently in the full conversation; "
+                "expected text around an answer that does not depend on the answer: "
+                f"{_TEMPLATE_ADVICE if is_last else _EARLIER_ANSWER_ADVICE}",
             )
 
         before, is_written, after = self._find_surroundings(conversation, text, number, thinking, where)
@@ -267,16 +261,12 @@ class ChatTemplate:
         if not (prompt := self._prompt(conversation, thinking)):
             raise DataError(
                 where,
-                "the chat template appends nothing to a single user message with add_generation_prompt=True, expected "
-                "the prompt for an answer; use a checkpoint with another chat template",
+                "add_generation_prompt does not append a prompt to a user message alone; give the checkpoint another "
+                "chat template that does",
             )
         special = [token for token in self._special if after.lstrip().startswith(token)]
         if not special or prompt.lstrip().startswith(special[0]):  # that begins the next turn
-            raise DataError(
-                where,
-                f"found {after[:20]!r} after the answer, expected a special token that ends the turn; use a checkpoint "
-                "with another chat template",
-            )
+            raise DataError(where, f"the answer is followed by {after[:20]!r}, expected a token that closes the turn")
         end = len(text) - len(after) + after.index(special[0]) + len(special[0])
         # Both may end with a thinking block, open or empty.
         header, asks = (_BLOCK.sub("", words) for words in (before, prompt))
@@ -284,7 +274,7 @@ class ChatTemplate:
         # Templates that write reasoning write no block before earlier answers.
         needs_block = block and (is_last or not (self._reads_reasoning or self._splits_reasoning))
         if not header.endswith(asks) or (needs_block and header == before):
-            raise make_error(f"the generation prompt, with enable_thinking={thinking},", prompt)
+            raise make_error(f"the prompt to generate it, with enable_thinking {thinking},", prompt)
         start = len(before)
         if is_written or self._trains_empty_thinking(conversation):
             start = len(header) + (len(block) if before.startswith(block, len(header)) else 0)
@@ -315,8 +305,8 @@ class ChatTemplate:
         other = {"role": "assistant", "content": parts, **separate}
         marked = self._render(conversation, [*messages[:number], other, *messages[number + 1 :]], thinking)
         if (count := marked.count(answer)) != 1:
-            problem = f"the chat template writes this answer {count} times, expected once"
-            remedy = 'exclude it with dataset.answers=last or "loss": false, or use another chat template'
+            problem = f"the chat template writes the answer {count} times, expected once"
+            remedy = "exclude it with answers='last' or \"loss\": false, or use another template"
             raise DataError(where, f"{problem}; {remedy}")
         head, after = marked.split(answer)
         before, is_written, _ = head.partition(reasoning)

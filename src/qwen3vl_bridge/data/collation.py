@@ -27,12 +27,10 @@ def read_vision_settings(path: str | Path, processor: Any) -> VisionSettings:
     try:
         config: Any = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise DataError(
-            str(path), f"found no config that transformers can load ({error}), expected a Qwen3-VL checkpoint"
-        ) from error
+        raise DataError(str(path), f"found no config ({error})") from error
     vision: Any = getattr(config, "vision_config", None)
     if not hasattr(vision, "num_position_embeddings"):
-        raise DataError(str(path), f"found a config of the model type {config.model_type!r}, expected a Qwen3-VL model")
+        raise DataError(str(path), f"found the config of a {config.model_type!r}, expected one of Qwen3-VL")
     for name, found, expected in (
         ("image_token_id", processor.image_token_id, config.image_token_id),
         ("video_token_id", processor.video_token_id, config.video_token_id),
@@ -41,11 +39,7 @@ def read_vision_settings(path: str | Path, processor: Any) -> VisionSettings:
         ("temporal patch size", processor.image_processor.temporal_patch_size, vision.temporal_patch_size),
     ):
         if found != expected:
-            raise DataError(
-                str(path),
-                f"found the {name} {found} in the processor and {expected} in the config, expected equal values; use "
-                "the processor of the same model",
-            )
+            raise DataError(str(path), f"the processor has the {name} {found}, but the config {expected}")
     return VisionSettings.from_config(config)
 
 
@@ -58,11 +52,7 @@ def pad_token_id(tokenizer: Any) -> int:
     for number in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if number is not None:
             return number
-    raise DataError(
-        type(tokenizer).__name__,
-        "found neither a padding nor an end-of-sequence token, expected one to pad rows with; set pad_token in the "
-        "checkpoint's tokenizer_config.json",
-    )
+    raise DataError(type(tokenizer).__name__, "found neither a padding nor an end-of-sequence token to pad rows with")
 
 
 @dataclass(frozen=True)
@@ -78,8 +68,7 @@ class Collator:
     def __post_init__(self) -> None:
         if self.seq_length < 1 or self.multiple < 1 or self.seq_length % self.multiple:
             raise ValueError(
-                f"seq_length is {self.seq_length}, expected a multiple of {self.multiple}: each sample of a packed row "
-                "is padded to a multiple of this (pad_to_multiple_of)"
+                f"seq_length is {self.seq_length}, expected a multiple of {self.multiple}, to which samples are padded"
             )
 
     def collate_packed(self, samples: Sequence[EncodedSample]) -> TokenBatch:

@@ -74,16 +74,12 @@ def parse_conversation(record: Any, place: str, root: Path | MediaAccess) -> Con
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:
         found = short_repr(record) if not isinstance(record, dict) else f"{short_repr(messages)} under 'messages'"
-        raise DataError(place, f"found {found}, expected an object with a non-empty list under 'messages'")
+        raise DataError(place, f"found {found}, expected an object with a list of messages")
     reader = _MessageParser(root)
     checked = tuple(reader.message(message, n, f"{place}: message {n + 1}") for n, message in enumerate(messages))
     roles = [message["role"] for message in checked]
     if "assistant" not in roles or roles[0] == "assistant":
-        raise DataError(
-            place,
-            f"found the roles {', '.join(roles)}, expected a first message of another role than 'assistant', and an "
-            "'assistant' message after it",
-        )
+        raise DataError(place, f"found the roles {', '.join(roles)}, expected an assistant's message after another one")
     tools = record.get("tools") or ()
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(place, f"found {short_repr(tools)} under 'tools', expected a list of objects")
@@ -110,7 +106,7 @@ class _MessageParser:
         if given.get("tool_calls"):
             given.setdefault("content", "")
         if not {"role", "content"} <= set(given) <= {"role", "content", *_OPTIONAL, *LOSS_KEYS}:
-            allowed = f"role and content, and optionally {', '.join(sorted({*_OPTIONAL, *LOSS_KEYS}))}"
+            allowed = f"role and content, and {', '.join(sorted({*_OPTIONAL, *LOSS_KEYS}))} where needed"
             raise DataError(place, f"found the keys {', '.join(map(str, given))}, expected {allowed}")
         role, content, reasoning, calls = (
             given.get(key) for key in ("role", "content", "reasoning_content", "tool_calls")
@@ -119,8 +115,8 @@ class _MessageParser:
             raise DataError(place, f"found the role {role!r}, expected one of {', '.join(ROLES)}")
         for key in ("reasoning_content", "tool_calls", *LOSS_KEYS):
             if given.get(key) and role != "assistant":
-                problem = f"found {key!r} in a message with the role {role!r}"
-                raise DataError(place, f"{problem}, expected it only in messages with the role 'assistant'")
+                problem = f"found {key!r} on a message of the role {role!r}"
+                raise DataError(place, f"{problem}, expected it only on messages of the role 'assistant'")
         if not isinstance(reasoning, str | None):
             raise DataError(place, f"found {short_repr(reasoning)} under 'reasoning_content', expected a string")
         if not isinstance(calls, list | None):
@@ -152,12 +148,12 @@ class _MessageParser:
     def _part(self, part: Any, place: str) -> dict[str, str]:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in PART_KINDS:
-            found = short_repr(part) if not isinstance(part, dict) else f"a part with the type {kind!r}"
-            raise DataError(place, f"found {found}, expected an object with the type 'text', 'image' or 'video'")
+            found = short_repr(part) if not isinstance(part, dict) else f"a part of type {kind!r}"
+            raise DataError(place, f"found {found}, expected an object of type 'text', 'image' or 'video'")
         value = part.get(kind)
         optional = {"text": (), "image": PIXEL_LIMIT_KEYS, "video": (FPS_KEY,) if isinstance(value, list) else ()}[kind]
         if set(part) - {"type", kind, *optional}:
-            needed = f", and optionally {' and '.join(map(repr, optional))}" if optional else " only"
+            needed = f", and {' and '.join(map(repr, optional))} where needed" if optional else " only"
             settings = "" if kind == "text" else f"; set other limits for all {kind}s in dataset.vision"
             raise DataError(
                 place, f"found the keys {', '.join(map(str, part))}, expected 'type' and {kind!r}{needed}{settings}"
@@ -169,7 +165,7 @@ class _MessageParser:
             limits = PixelLimits(*(part.get(name) for name in PIXEL_LIMIT_KEYS))
             for name, most in limits._asdict().items():
                 if most is not None and (type(most) is not int or not 0 < most <= MOST_PIXELS):  # a bool is none
-                    expected = f"a whole number of pixels from 1 to {MOST_PIXELS:,}"
+                    expected = f"a number of pixels up to {MOST_PIXELS:,}"
                     raise DataError(place, f"found {short_repr(most)} under {name!r}, expected {expected}")
             if limits != PixelLimits():
                 self.limits[len(self.images)] = limits
@@ -189,7 +185,7 @@ class _MessageParser:
 
     def _frames(self, frames: list[Any], fps: Any, place: str) -> FrameList:
         if not frames:
-            raise DataError(place, "found a video with an empty list of frames, expected at least one frame")
+            raise DataError(place, "found a video of no frames, expected at least one")
         try:  # Qwen's examples have it as text
             rate = float(fps) if isinstance(fps, int | float | str) and not isinstance(fps, bool) else 0
         except (ValueError, OverflowError):
@@ -197,9 +193,8 @@ class _MessageParser:
         if not 0 < rate < float("inf"):
             raise DataError(
                 place,
-                f"found {short_repr(fps)} as the {FPS_KEY!r} of a video that is a list of frames, expected its frames "
-                f"per second; write {FPS_KEY!r} into the content part with 'video', or next to 'videos' (one number "
-                "for all videos, or a list with one entry per video)",
+                f"found {short_repr(fps)} as the {FPS_KEY!r} of a list of frames, expected the number per second: "
+                "next to 'video' in a part of a content, or next to 'videos' a number, or a list of one for each video",
             )
         media = (self._media(frame, "video", f"{place}, frame {at}") for at, frame in enumerate(frames))
         return FrameList(tuple(media), rate)
@@ -222,10 +217,7 @@ def template_columns(template: str) -> Iterator[str]:
             continue
         column = name.partition("[")[0]
         if not column or "." in column or conversion or spec not in ("", "letter", "letters"):
-            raise ValueError(
-                f"found {{{name}}}, expected a column name in braces: {{NAME}}, {{NAME[0]}}, {{NAME:letter}} or "
-                "{NAME:letters}"
-            )
+            raise ValueError(f"found {{{name}}}, a column stands as {{NAME}}, {{NAME[0]}} or {{NAME:letters}}")
         yield column
 
 
@@ -233,12 +225,12 @@ def fill_template(template: str, record: Mapping[str, Any], place: str) -> str:
     """Return a template filled with values of a record; raise DataError for a column that is missing or has no text."""
     if missing := [column for column in template_columns(template) if record.get(column) is None]:
         found = ", ".join(map(str, record)) or "none"
-        raise DataError(place, f"found the keys {found}, expected {missing[0]!r} with a value, which the template uses")
+        raise DataError(place, f"found the keys {found}, expected {missing[0]!r}, and not null")
     lines = template.removeprefix(_CONSTANT).replace("\\n", "\n").split("\n")
     try:
         texts = [(line, _ColumnFormatter().vformat(line, (), record)) for line in lines]
     except (ValueError, LookupError, TypeError) as error:
-        raise DataError(place, f"cannot fill the template {template!r}: {error}") from error
+        raise DataError(place, f"{template!r} cannot be filled: {error}") from error
     return "\n".join(text for line, text in texts if text or not line)  # without lines of empty columns alone
 
 
@@ -280,8 +272,9 @@ def _parse_list(value: Any) -> list[Any] | None:
 def _format_value(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise ValueError(
-            f"found {short_repr(value)}, expected a text or a number; write {{NAME[0]}} for the first item of a list, "
-            "or {NAME:letters} for all items"
+            f"found {short_repr(value)}, expected a text or a number; {{NAME[0]}} is the first of a list, "
+            f"{{NAME:letters}} "
+            "all of it"
         )
     return str(value)
 
@@ -310,12 +303,12 @@ class NamedSchema:
                 raise DataError(
                     place,
                     f"found {short_repr(value)} under {key!r}, expected a non-empty {_KINDS[kind]}; the keys are "
-                    f"{_join_names(given)}, and schema {self.name} requires {' and '.join(self.keys)}",
+                    f"{_join_names(given)}, and schema {self.name} reads {' and '.join(self.keys)}",
                 )
         for number, turn in enumerate(given["conversations"] if "conversations" in self.keys else (), start=1):
             said = turn.get("value") if isinstance(turn, dict) and turn.get("from") in ("human", "gpt") else None
             if not isinstance(said, str) or not said.strip():  # the adapter would skip it
-                expected = "an object with 'from' ('human' or 'gpt') and 'value' (a non-empty string)"
+                expected = "an object with 'from', human or gpt, and 'value', a non-empty string"
                 raise DataError(f"{place}: turn {number}", f"found {short_repr(turn)}, expected {expected}")
         # A video may be bytes, and paths follow our own rules: a stand-in is passed, and replaced afterwards.
         read = {key: "video" if key == "video" else given[key] for key in self.keys}
@@ -326,8 +319,7 @@ class NamedSchema:
             texts = {key: given[key] for key, kind in self.keys.items() if kind is not object}
             raise DataError(
                 place,
-                f"found {short_repr(texts)}, which schema {self.name} cannot read ({type(error).__name__}: {error}); "
-                "fix the record",
+                f"found {short_repr(texts)}, which schema {self.name} cannot read ({type(error).__name__}: {error})",
             ) from error
         pair = [{"role": "user", "content": adapted.get("prompt")}]
         pair += [{"role": "assistant", "content": adapted.get("completion")}]
@@ -447,7 +439,7 @@ class Columns:
         """
         names = [field.name for field in fields(cls)]
         if not isinstance(given, Mapping) or not set(given) <= set(names):
-            raise ValueError(f"{where} is {given!r}, expected {{KEY: COLUMN}} with KEY one of {_join_names(names)}")
+            raise ValueError(f"{where} is {given!r}, expected {{KEY: COLUMN}} with keys of {_join_names(names)}")
         columns = cls(**given)
         columns.check()
         return columns
@@ -468,14 +460,12 @@ class Columns:
                     raise ValueError(f"columns.{key} is {value!r}, expected a template: {error}") from error
             elif _ANY in value and (key not in MEDIA_KEYS or value.count(_ANY) > 1 or value == _ANY):
                 raise ValueError(
-                    f"columns.{key} is {value!r}, expected the name of a column; only in {', '.join(MEDIA_KEYS)} may "
-                    "one '*' stand for numbers, such as 'image_*'"
+                    f"columns.{key} is {value!r}, expected the name of a column; of {', '.join(MEDIA_KEYS)} one '*' in "
+                    "it may stand for numbers, such as 'image_*'"
                 )
         read = self._column_keys(self.ignore)
         if left := [name for name in self.ignore if name in read]:
-            raise ValueError(
-                f"columns.ignore has {left[0]!r}, which columns.{read[left[0]]} reads; remove it from one of the two"
-            )
+            raise ValueError(f"columns.ignore has {left[0]!r}, which columns.{read[left[0]]} reads")
 
     @property
     def name(self) -> str:
@@ -552,16 +542,17 @@ class Columns:
         if worse := next((key for key in keys if _REJECTED_KEY.fullmatch(str(key)) and key not in read), None):
             raise DataError(
                 place,
-                f"found {worse!r}, a key of preference data, which is not supported: supervised training would learn "
-                f"only the preferred answer. If that is intended, set columns.ignore=[{worse}]",
+                f"found {worse!r}, a key of preference data. Preference training is not supported, and supervised "
+                f"training "
+                f"would learn the other answer. If that is intended, set columns.ignore=[{worse}]",
             )
         asked = next((key for key in ("question", "answer") if getattr(self, key) is not None), None)
         turns = [key for key in keys if key in TURN_KEYS and key not in self.ignore]
         if asked and turns:
             raise DataError(
                 place,
-                f"found {turns[0]!r} although columns.{asked} is set, expected only one of them; set "
-                f"columns.ignore=[{turns[0]}], or remove columns.{asked}",
+                f"found {turns[0]!r} in addition to columns.{asked}, expected one of them: ignore the other "
+                f"(columns.ignore=[{turns[0]}])",
             )
 
     def _check_kto_label(self, record: Mapping[str, Any], place: str) -> None:
@@ -600,7 +591,7 @@ class Columns:
 
 
 Schema = NamedSchema | Columns
-DEFAULT_COLUMNS = Columns()  # the default names
+DEFAULT_COLUMNS = Columns()  # our own names
 
 
 def find_schema(name: str | None, columns: Columns) -> Schema:
@@ -617,8 +608,8 @@ def find_schema(name: str | None, columns: Columns) -> Schema:
         raise ValueError(f"schema_adapter is {name!r}{audio} expected one of {', '.join(SCHEMAS)}, or none")
     if columns.name:
         raise ValueError(
-            f"schema_adapter is {name!r} and columns is {columns.settings()}, expected only one of them: the schema "
-            "has fixed column names"
+            f"schema_adapter is {name!r}, which has fixed column names, but there is also a schema {columns.name}; "
+            "expected only one of the two settings"
         )
     return SCHEMAS[name]
 

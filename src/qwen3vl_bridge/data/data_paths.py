@@ -21,7 +21,7 @@ def check_data_paths(paths: Mapping[str, str], *, any_folder: bool = False) -> N
     """
     local = {name: path for name, path in paths.items() if not path.startswith(HUB) and not set(path) & set("*?[")}
     if missing := [f"{name} is {path}" for name, path in local.items() if not Path(path).exists()]:
-        raise ValueError(f"{', '.join(missing)}: there is no such file or folder; set an existing path")
+        raise ValueError(f"{', '.join(missing)}: there is no such file or folder")
     for path in () if any_folder else local.values():
         if Path(path).is_dir() and splits_in(path) == {"train": path}:
             check_folder(Path(path))
@@ -37,7 +37,7 @@ def check_folder(folder: Path) -> None:
     raise DataError(
         str(folder),
         f"found {listed} in the folder, expected train.jsonl, Parquet files or a data set written by save_to_disk; "
-        f"to use {file}, set its own path instead of the folder's",
+        f"to use {file}, give its own path",
     )
 
 
@@ -76,7 +76,5 @@ def path_of_split(path: str, split: str) -> str:
     """Return the path of one split of `dataset.path`; raise DataError if there is no such split."""
     found = splits_in(path)
     if split not in found:
-        raise DataError(
-            path, f"found only the splits {', '.join(found)}, expected {split} too; set a folder that has this split"
-        )
+        raise DataError(path, f"found {', '.join(found)} and no {split} split, expected a folder that has one")
     return found[split]

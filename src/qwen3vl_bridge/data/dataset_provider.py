@@ -130,8 +130,7 @@ class ConversationRows(DatasetProvider):
         for name, silent in self.ignored_settings.items():
             if (found := getattr(self, name)) != silent:
                 raise ValueError(
-                    f"dataset.{name} is {found!r}, expected its default, {silent!r}: {type(self).__name__} does not "
-                    "use this setting"
+                    f"dataset.{name} is {found!r}, expected {silent!r}: {type(self).__name__} ignores this setting"
                 )
         if not self.pack and self.multiple != 1:
             raise ValueError(
@@ -171,7 +170,7 @@ class ConversationRows(DatasetProvider):
         if self.pad_to_multiple_of is not None and self.pad_to_multiple_of % need:
             raise ValueError(
                 f"dataset.pad_to_multiple_of is {self.pad_to_multiple_of}, expected a multiple of {need} under "
-                f"context_parallel_size {cp_size}, or None to use that number"
+                f"context_parallel_size {cp_size}, or None to have that"
             )
         return replace(self, pad_to_multiple_of=self.pad_to_multiple_of or need)
 
@@ -312,28 +311,25 @@ class Qwen3VLConversationProvider(ConversationRows):
             given = {name: found for name, found in given.items() if found}
             if len(set(given.values())) > 1:
                 found = " and ".join(f"{found!r} by {name}" for name, found in given.items())
-                raise ValueError(f"found data for {split} in {found}, expected only one of these settings; unset one")
+                raise ValueError(f"found data for {split} in {found}, expected one of these settings")
         wrong = {}
         if not self.pack:
-            wrong |= dict.fromkeys(("train_packing", "balance_over"), "pack is off, and it needs packed rows")
+            wrong |= dict.fromkeys(("train_packing", "balance_over"), "pack is off")
         if self.streaming:
-            needed = "streaming is on, and it needs a data set with random access"
+            needed = "streaming is on; it needs a data set with random access"
             wrong |= dict.fromkeys(("train_packing", "balance_over", "mixture"), needed)
         else:
             wrong["stream_parts"] = "streaming is off"
         if self.train_packing is not None and self.window_size != type(self).window_size:
-            wrong["window_size"] = "train_packing is set, where rows are already packed"
+            wrong["window_size"] = "train_packing sets the rows"
         for name, problem in wrong.items():
             if (found := getattr(self, name)) is not None:
-                raise ValueError(f"{name} is {found!r}, but {problem}; change one of the two settings")
+                raise ValueError(f"{name} is {found!r}, but {problem}")
         for path in (path for split in SPLITS for path in self.paths_of(split)):
             if path.startswith(HUB):
                 HubName.parse(path)
             elif self.streaming:
-                raise ValueError(
-                    f"streaming is on, but {path} is not on the hub, expected {HUB}owner/name#split; set such a path, "
-                    "or dataset.streaming=false"
-                )
+                raise ValueError(f"streaming is on, but {path} is not on the hub, expected {HUB}owner/name#split")
         MediaAccess.from_settings(self.media_root)
         find_schema(self.schema_adapter, self.columns)
 
@@ -341,8 +337,8 @@ class Qwen3VLConversationProvider(ConversationRows):
         if self.path is None and self.train_path is None and self.mixture is None:
             raise ValueError(
                 "dataset.path is None, expected a folder with train.jsonl, or dataset.train_path with a file of "
-                "conversations, or dataset.mixture with several data sets; set one of them, or call set_paths of "
-                "qwen3vl_recipes.paths"
+                "conversations, or dataset.mixture with several data sets; set_paths of qwen3vl_recipes.paths sets all "
+                "of a run's paths"
             )
 
     def check_paths(self) -> None:
@@ -429,7 +425,6 @@ class Qwen3VLConversationProvider(ConversationRows):
 
         If the data set is streamed, every rank reads all of it.
         """
-        # Ranks need the same number of microbatches, which is known only at the end of a stream.
         rows = self.rows(split, shuffle=False)
         return one_pass(rows, dp_rank=dp_rank, dp_size=dp_size, micro_batch_size=micro_batch_size)
 
@@ -441,7 +436,7 @@ class Qwen3VLConversationProvider(ConversationRows):
             DataError: files are missing, or samples are bad or too long and may not be dropped.
         """
         if self.streaming:
-            raise ValueError("streaming is on, expected it off: the rows of a stream cannot be counted in advance")
+            raise ValueError("streaming is on: the number of rows is known only after reading them")
         rows = self.for_context_parallel(cp_size).rows("train", alone=True)
         epoch = rows.epoch(counted=True)
         assert epoch is not None  # it is no stream
@@ -462,10 +457,7 @@ class Qwen3VLConversationProvider(ConversationRows):
             alone: do not share the sizes of samples with other processes, and do not log dropped samples.
         """
         if not (paths := self.paths_of(split)):
-            raise ValueError(
-                f"the split {split!r} has no {split}_path, expected data for it; set dataset.{split}_path. Splits are "
-                f"{', '.join(SPLITS)}"
-            )
+            raise ValueError(f"the split {split!r} has no {split}_path; splits are {', '.join(SPLITS)}")
         shuffled = split == "train" if shuffle is None else shuffle
         seed = self.seed if shuffled else None
         packed = PackedRows(self.train_packing) if split == "train" and self.train_packing else None

@@ -302,8 +302,7 @@ class Downloader:
             except httpx.TransportError as error:
                 problem = f"{type(error).__name__}: {error}"
             except httpx.DecodingError as error:
-                problem = f"the response of {str(url)!r} cannot be decoded ({error})"
-                raise DataError(place, f"{problem}, expected an image or a video") from error
+                raise DataError(place, f"found {str(url)!r} damaged ({error}), expected an image or a video") from error
             is_unconnected = weight == MOST_DOWN
             if down is not None and down not in self._responded:
                 if attempt == FIRST_ATTEMPTS or time.monotonic() - begun > CONNECT_TIMEOUT:
@@ -317,7 +316,7 @@ class Downloader:
                     self._failed[down] += weight
                 attempts = f"{attempt} attempt{'s' * (attempt > 1)} ({problem})"
                 kind = _NoConnection if is_unconnected else DataUnavailable
-                raise kind(place, f"cannot download {str(url)!r} after {attempts}; run the download again")
+                raise kind(place, f"found {str(url)!r} unreachable after {attempts}; run the download again")
         return None
 
     def _attempt(self, url: httpx.URL, path: Path, place: str) -> None:
@@ -332,8 +331,8 @@ class Downloader:
                 kind = _NoConnection if server in self._unconnected else DataUnavailable
                 raise kind(
                     place,
-                    f"{str(asked)!r} was not requested because earlier URLs of {server} failed; run the download again "
-                    "when the server responds",
+                    f"found {str(asked)!r}, which was not requested because earlier URLs of {server} failed; run the "
+                    "download again when the server responds",
                 )
             try:
                 response = self._client.send(self._client.build_request("GET", asked), stream=True)
@@ -342,7 +341,7 @@ class Downloader:
             except (httpx.TimeoutException, httpx.NetworkError) as error:
                 raise _RetryableError(f"{type(error).__name__}: {error}", server, 1) from error
             except (httpx.InvalidURL, ValueError) as error:  # some redirects to something other than a URL
-                problem = f"{str(asked)!r} redirects to an invalid URL ({error})"
+                problem = f"found {str(asked)!r} redirected to an invalid URL ({error})"
                 raise DataError(place, f"{problem}, expected an image or a video") from error
             with closing(response):
                 self._responded.add(server)
@@ -353,8 +352,10 @@ class Downloader:
                     if response.status_code in _BUSY:
                         raise _RetryableError(f"status {response.status_code}", None, 1)
                     return self._store(response, url, path, place)
-            asked = check_allowed_url(str(response.next_request.url), self._allowed, f"{place}: redirect from {url}")
-        raise DataError(place, f"{str(url)!r} redirects over {MOST_REDIRECTS} times, expected an image or a video")
+            asked = check_allowed_url(str(response.next_request.url), self._allowed, f"{place}: {url} leads elsewhere")
+        raise DataError(
+            place, f"found {str(url)!r} redirected over {MOST_REDIRECTS} times, expected an image or a video"
+        )
 
     def _store(self, response: httpx.Response, url: httpx.URL, path: Path, place: str) -> None:
         where, wanted = f"{place}: {url}", "expected an image or a video"
@@ -362,7 +363,7 @@ class Downloader:
         if response.status_code != 200:
             raise DataError(where, f"found the status {response.status_code} {response.reason_phrase}, expected 200")
         if kind.startswith(("text/", "application/json")):
-            raise DataError(where, f"found contents of the type {kind}, {wanted}")
+            raise DataError(where, f"found a page ({kind}), {wanted}")
         length = response.headers.get("content-length", "")
         _check_size(int(length) if length.isdecimal() else 0, where)
         unfinished = self._unfinished / uuid.uuid4().hex
@@ -377,7 +378,7 @@ class Downloader:
                     file.write(chunk)
                     _check_size(file.tell(), where)
                     if time.monotonic() > end or self.stopped.is_set():
-                        raise httpx.ReadTimeout(f"received only {file.tell():,} bytes")
+                        raise httpx.ReadTimeout(f"{file.tell():,} bytes so far")
             with unfinished.open("rb") as file:
                 start = file.read(512)
             if not start:
@@ -432,8 +433,8 @@ def check_allowed_url(address: str, prefixes: Sequence[str], place: str) -> http
     if url.userinfo or _escapes_folder(url) or not any(_has_prefix(url, prefix) for prefix in prefixes):
         raise DataUnavailable(
             place,
-            f"found the URL {quote_url(address)}, expected one that begins with {' or '.join(prefixes)}; to download "
-            "it, add its beginning to --allowed-urls",
+            f"found the URL {quote_url(address)}, expected one that begins with {' or '.join(prefixes)} "
+            "(--allowed-urls)",
         )
     return url.copy_with(fragment=None)
 

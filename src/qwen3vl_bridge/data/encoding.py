@@ -69,8 +69,8 @@ class VisionLimits:
             most = reader.size["longest_edge"] if most is None else most
             if least > most:
                 raise ValueError(
-                    f"{kind}_min_pixels is {least}, expected at most {kind}_max_pixels, {most} (a limit of None is the "
-                    "processor's)"
+                    f"{kind}s of {least} pixels at least and {most} at most, expected {kind}_min_pixels up to "
+                    f"{kind}_max_pixels"
                 )
             reader.size = type(reader.size)(shortest_edge=least, longest_edge=most)
         reader = processor.video_processor
@@ -78,9 +78,7 @@ class VisionLimits:
             if (value := getattr(self, f"video_{name}")) is not None:
                 setattr(reader, name, value)
         if reader.min_frames > reader.max_frames:
-            raise ValueError(
-                f"video_min_frames is {reader.min_frames}, expected at most video_max_frames, {reader.max_frames}"
-            )
+            raise ValueError(f"video_min_frames is {reader.min_frames}, expected at most {reader.max_frames}")
 
 
 def load_processor(path: str | Path, limits: VisionLimits | None = None) -> Any:
@@ -114,13 +112,9 @@ def check_processor(processor: Any, place: str) -> None:
     for name in ("image_token", "video_token"):
         token, number = getattr(processor, name), getattr(processor, f"{name}_id")
         if number is None or number == tokenizer.unk_token_id or tokenizer.encode(token) != [number]:
-            raise DataError(
-                place, f"found the id {number} for {name} {token!r}, expected the id of a token of the tokenizer"
-            )
+            raise DataError(place, f"{name} {token!r} has the id {number}, expected one that the tokenizer gives it")
     if not getattr(processor, "chat_template", None):
-        raise DataError(
-            place, "found no chat template, expected the one of the model; add its file, such as chat_template.jinja"
-        )
+        raise DataError(place, "found no chat template, expected the one that the model was trained with")
 
 
 @dataclass(frozen=True)
@@ -285,9 +279,9 @@ class Encoder:
         chosen = answers if self._only == "all" else answers[-1:]
         trained = [number for number in answers if conversation.losses.get(number, number in chosen)]
         if not trained:
-            problem = f"found no answer to train on with answers={self._only!r}, expected at least one"
+            problem = f"found no answer to train on with answers={self._only!r}"
             raise DataError(
-                conversation.sample_id, f"{problem}: 'loss' or 'weight' of the messages exclude all answers"
+                conversation.sample_id, f"{problem}: the keys 'loss' or 'weight' of its messages exclude every answer"
             )
         return trained
 
@@ -301,7 +295,7 @@ class Encoder:
                 images.get_number_of_image_patches(*size, limit) for size, limit in zip(sizes, limits, strict=True)
             ]
         except ValueError as error:
-            raise DataError(place, f"the model's processor rejects an image of this sample: {error}") from error
+            raise DataError(place, f"the processor rejects an image or video: {error}") from error
         videos = (video.sample_frames(clip, self.processor.video_processor, place) for clip in conversation.videos)
         return _Headers(tuple(number // images.merge_size**2 for number in patches), tuple(videos))
 
@@ -347,19 +341,13 @@ class Encoder:
             settings = {"do_sample_frames": False, "do_resize": False, "return_tensors": "pt"}
             made_videos += [reader(videos=[clip], **settings) for clip in clips]
         except (ValueError, RuntimeError) as error:
-            raise DataError(
-                place, f"the model's processor rejects an image or video of this sample: {error}"
-            ) from error
+            raise DataError(place, f"the processor rejects an image or video: {error}") from error
         merge = self.processor.image_processor.merge_size**2
         found = [prod(grid) // merge for made in made_images for grid in made["image_grid_thw"].tolist()]
         found += [tuple(made["video_grid_thw"][0].tolist()) for made in made_videos]
         expected = [*headers.image_tokens, *(sampled.grid for sampled in headers.videos)]
         if found != expected:
-            raise DataError(
-                place,
-                f"found images and videos with tokens and grids {found}, expected {expected} according to the headers "
-                "of the files; a file is damaged, or changed while it was read",
-            )
+            raise DataError(place, f"images and videos became {found}, expected {expected} according to their headers")
         return {
             name: torch.cat([one[name] for one in made]) if made else None
             for made, names in (
@@ -381,9 +369,7 @@ class Encoder:
             problem = (
                 f"found {tokens.total} tokens, and no answer among the first {cut.total} that remain after truncation"
             )
-            raise DataError(
-                conversation.sample_id, f"{problem}, expected an answer within {limit} tokens (dataset.seq_length)"
-            )
+            raise DataError(conversation.sample_id, f"{problem}, expected an answer within {limit} tokens")
         return cut
 
     def _tokenize(self, conversation: Conversation, text: str, answers: Sequence[Span], headers: _Headers) -> _Tokens:
@@ -398,11 +384,7 @@ class Encoder:
             ("videos", processor.video_token, len(headers.videos)),
         ):
             if (found := text.count(token)) != expected:
-                raise DataError(
-                    place,
-                    f"found {found} placeholders for {kind} in the text of the chat template, expected {expected}; use "
-                    "a checkpoint with another chat template",
-                )
+                raise DataError(place, f"the chat template made {found} placeholders for {kind}, expected {expected}")
         text, answers, videos = _insert_video_frames(processor, text, answers, headers.videos)
         # every second piece is an answer; `starts` are first characters of tokens, if there are videos
         pieces, starts = [], []
@@ -443,8 +425,6 @@ def _insert_video_frames(
 
     Return the new text, and in it the spans of the answers (`spans` in the old text) and of the videos.
     """
-    # As in the training of Qwen3-VL, the frames replace the template's vision start, video and vision end tokens.
-    # transformers 5.12 leaves the start and end tokens around them; 4.57 did not.
     bare = processor.video_token
     frame = f"{processor.vision_start_token}{bare}{processor.vision_end_token}"
     parts, shifts, found = [], [], []
@@ -480,10 +460,11 @@ def _check_prompt_tokens(
     start = next(start for (start, _), end in zip(answers, ends, strict=True) if common < end)
     raise DataError(
         place,
-        f"the tokens of the answer {text[start : start + 20]!r}... differ in the prompt of a later answer, where the "
-        "tokenizer joins its beginning with the text before; remove white space at its beginning, set "
-        'dataset.answers=last to train on only the last answer, exclude this answer with "loss": false, or, for an '
-        "empty thinking block, set dataset.empty_thinking=prompt",
+        f"the tokenizer joins the beginning of the answer {text[start : start + 20]!r}... with the text before it in "
+        f"the "
+        "prompt of a later answer, so its tokens differ there; remove white space at its beginning, train on only the "
+        "last answer with answers='last', exclude this one with \"loss\": false, or, for an empty "
+        "thinking block, set empty_thinking='prompt'",
     )
 
 

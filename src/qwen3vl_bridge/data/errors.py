@@ -64,7 +64,8 @@ def describe_lost_worker(error: BaseException, setting: str = "dataset.num_worke
     else:
         advice = (
             "Most likely memory ran out, and the kernel (see `dmesg`) or the memory limit of the job or container "
-            "killed the largest process: give the job more memory, or"
+            "killed "
+            "the largest process: give it more memory, or"
         )
     return f"a data-loading process (pid {process}) {how}. {advice} lower {setting}; 0 reads in the main process"
 

@@ -94,7 +94,7 @@ class HubDataset:
             download_key: name of the data in the download record; None for the fingerprint that `datasets` computes.
         """
         if not len(dataset):
-            raise DataError(name, "found no rows, expected at least one, with a conversation in each row")
+            raise DataError(name, "found no rows, expected one conversation a row")
         self.name, self._schema = name, schema
         columns = columns_to_read(dataset.features.arrow_schema, name, schema)
         self._rows = dataset.select_columns(columns).with_format("arrow")
@@ -112,13 +112,11 @@ class HubDataset:
         folder = Path(folder)
         if (folder / "dataset_dict.json").is_file():
             splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
-            raise DataError(
-                str(folder), f"found the splits {', '.join(splits)}, expected one; set the path {folder}/SPLIT"
-            )
+            raise DataError(str(folder), f"found the splits {', '.join(splits)}, expected one, as {folder}/SPLIT")
         try:
             dataset = datasets.load_from_disk(str(folder))
         except Exception as error:  # any of Arrow's, JSON's and its own
-            raise DataError(str(folder), f"`datasets` cannot load this data set ({error}); save it again") from error
+            raise DataError(str(folder), f"found a data set that does not load ({error})") from error
         return cls(dataset, folder.name, make_media_access(media_root, folder), schema)
 
     @classmethod
@@ -154,9 +152,7 @@ class HubDataset:
         try:
             table = self._rows[range(len(self))[index]]
         except (OSError, pa.ArrowException) as error:
-            raise DataError(
-                place, f"`datasets` cannot read this row ({error}); download or save the data again"
-            ) from error
+            raise DataError(place, f"found a row unreadable ({error})") from error
         return read_conversation(table, 0, place, self.media, self._schema)
 
 
@@ -177,11 +173,9 @@ def load_hub_dataset(name: str, **how: Any) -> tuple[Any, str]:
         splits = [found.split] if found.split else datasets.get_dataset_split_names(*named, **others)
         dataset = datasets.load_dataset(*named, split=splits[0], **others, **how) if len(splits) == 1 else None
     except Exception as error:  # errors of the network, the hub, and file formats
-        raise DataError(
-            place, f"`datasets` cannot load this data set ({error}); check the name, the network and your access to it"
-        ) from error
+        raise DataError(place, f"found a data set that does not load ({error})") from error
     if dataset is None:
-        raise DataError(place, f"found the splits {', '.join(splits)}, expected one; set the path {place}#{splits[0]}")
+        raise DataError(place, f"found the splits {', '.join(splits)}, expected one, as {place}#{splits[0]}")
     return dataset, str(replace(found, split=splits[0]))
 
 
@@ -260,14 +254,15 @@ class StreamedDataset:
         if found < parts:
             raise DataError(
                 self.name,
-                f"found {found} files or row groups of Parquet files, expected at least {parts}, one for each part of "
-                "the stream (dataset.stream_parts; by default data-parallel ranks x data-loading processes x rows of a "
-                "microbatch). Lower dataset.stream_parts or dataset.num_workers, or set dataset.streaming=false",
+                f"found {found} files or row groups of Parquet files, expected at least {parts}, one for each part "
+                f"of the "
+                "stream: data-parallel ranks x data-loading processes (dataset.num_workers, at least 1) x rows of a "
+                "microbatch, or dataset.stream_parts. Use fewer, or turn dataset.streaming off",
             )
         if found % parts and found < _MANY * parts:
             text = (
-                "%s: %d files or row groups are divided into %d parts of the stream (dataset.stream_parts); samples of "
-                "parts with %d files are read more often than samples of parts with %d"
+                "%s: %d files or row groups in %d parts; samples of parts with %d are read more often than samples of "
+                "parts with %d"
             )
             logger.warning(text, self.name, found, parts, found // parts, found // parts + 1)
         return self._with_dataset(dataset, None)
@@ -353,9 +348,10 @@ class StreamedDataset:
                 del self._readings[os.getpid()]  # it cannot continue
                 raise DataUnavailable(
                     self.sample_id(epoch * EPOCH_STRIDE + reading.place),
-                    f"the stream was interrupted at or after this row ({type(error).__name__}: {error}); start again "
-                    "if the network failed. If columns have values of several types, pass features=... to "
-                    "load_dataset, or store the values as JSON strings",
+                    f"the stream was interrupted there or soon after ({type(error).__name__}: {error}), expected "
+                    "rows of one type (pass features=... to load_dataset, or store values of several types as "
+                    "strings of "
+                    "JSON)",
                 ) from error
             if table is None:
                 self._ended.add(epoch)
@@ -371,17 +367,13 @@ class StreamedDataset:
 
     def _open(self, epoch: int, place: int) -> _ReadState:
         if place > self._keep:
-            text = "%s: epoch %d is read from its beginning to reach sample %d; only the latest %d samples are cached"
+            text = "%s: epoch %d is read from its beginning to reach sample %d; the latest %d are kept"
             logger.warning(text, self.name, epoch, place, self._keep)
         dataset = self._dataset
         if self._seed is not None:
-            # Not with `set_epoch`: it writes to memory shared by workers that read different epochs, and shuffles the
-            # shards of data sets that should not be shuffled. `skip` would change some orders, and `state_dict` lose
-            # the samples in the shuffle buffer; earlier rows are read and discarded instead.
             order = np.random.default_rng([self._seed, epoch, *(self._part or ())])
             dataset = dataset.shuffle(generator=order, buffer_size=self._buffer_size)
-        # With `iter`, because iteration would divide a part again over the workers of a torch DataLoader, but
-        # `StreamedRows` already assigns parts to processes. Rows of an unknown type may not fit into one table.
+        # Rows of an unknown type may differ in type, and do not fit into one table.
         tables = dataset.with_format("arrow").iter(batch_size=_BATCH if dataset.features is not None else 1)
         reading = self._readings[os.getpid()] = _ReadState(epoch, tables)
         # Also at the interpreter's exit, while the library's modules can still close their files.
@@ -396,5 +388,5 @@ def _close(tables: Generator[Any], process: int) -> None:
 
 def _epoch_and_place(number: int) -> tuple[int, int]:
     if number < 0:
-        raise IndexError(f"sample number is {number}, expected 0 or more: a streamed data set has no known length")
+        raise IndexError(f"sample index is {number}, expected 0 or more: a streamed data set has no known length")
     return divmod(number, EPOCH_STRIDE)

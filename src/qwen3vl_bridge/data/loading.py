@@ -94,13 +94,11 @@ def assign_rows(costs: Sequence[float], ranks: int) -> list[int]:
         ValueError: the number of rows is not a multiple of the number of ranks.
     """
     if ranks < 1 or len(costs) % ranks:
-        raise ValueError(f"found {len(costs)} rows for {ranks} ranks, expected a multiple of the number of ranks")
+        raise ValueError(f"found {len(costs)} rows to assign to {ranks} ranks, expected a multiple of the ranks")
     if ranks == 1:
         return list(range(len(costs)))
     falling = sorted(range(len(costs)), key=lambda row: (-costs[row], row))
     totals, order = [0.0] * ranks, list[int]()
-    # Ranks wait for each other at the end of a step, and with sharded parameters or experts in every microbatch. So the
-    # rows of a microbatch have similar costs, and the rank with the lowest total so far gets the most expensive row.
     for turn in range(0, len(costs), ranks):
         ranks_by_load = sorted(range(ranks), key=lambda rank: (totals[rank], rank))
         assignment = dict(zip(ranks_by_load, falling[turn : turn + ranks], strict=True))
@@ -152,8 +150,7 @@ class RowDataset(Dataset[EncodedRow]):
         self._assigned: tuple[int, list[int]] | None = None
         if settings.balance and settings.balance.over % ranks:
             raise ValueError(
-                f"balance_over is {settings.balance.over}, expected a multiple of {ranks}, the number of data-parallel "
-                "ranks"
+                f"{settings.balance.over} rows are assigned to {ranks} data-parallel ranks, expected a multiple"
             )
 
     def starting_at(self, begin: Window) -> RowDataset:
@@ -433,7 +430,7 @@ def iterate_one_pass[Row](
             raise error.without_traceback() from None
         if not group:
             if not turn:
-                raise DataError("found no samples in this split, expected at least one that is not dropped")
+                raise DataError("found no samples, expected at least one")
             return
         batch = lay_out([group[min(number, len(group) - 1)] for number in numbers])
         yield replace(batch, loss_mask=mask_out_rows(batch, [number >= len(group) for number in numbers]))
@@ -444,15 +441,17 @@ def check_position(found: Mapping[str, Any], expected: Mapping[str, Any]) -> Non
     now, then = found.get("parts"), expected.get("parts")
     if then is not None and now is not None and now != then:
         raise ValueError(
-            f"the checkpoint's position is in a stream that was read in {then} parts, but this run reads it in {now}. "
-            f"Set dataset.stream_parts={then}, with a number of data-parallel ranks x data-loading processes that "
-            "divides it"
+            f"the position is in a stream that was read in {then} parts, but this run reads {now}. Use as many "
+            f"data-parallel "
+            f"ranks x data-loading processes as before, or set dataset.stream_parts={then} and use a number that "
+            f"divides it"
         )
     if names := [name for name in {**expected, **found} if found.get(name) != expected.get(name)]:
         differ = "; ".join(f"{name} {found.get(name)}, expected {expected.get(name)}" for name in names)
         raise ValueError(
-            f"the checkpoint's position belongs to other data: found {differ}. Continue with the same data and "
-            "settings, or start a new run in another folder with this checkpoint as initial weights"
+            f"the checkpoint position belongs to other data: found {differ}. Continue with the same data and "
+            f"settings; "
+            "or start a new run in another folder with this checkpoint as initial weights"
         )
 
 
@@ -463,9 +462,8 @@ def check_assignment(row: int, before: tuple[int, int], now: tuple[int, int]) ->
     """
     if before != now and any(row % over for over, _ in (before, now)):
         raise ValueError(
-            f"the checkpoint's position, row {row}, is within {before[0]} rows that were assigned to {before[1]} "
-            f"data-parallel ranks, but this run assigns {now[0]} rows to {now[1]} ranks. Use the same "
-            "dataset.balance_over and number of ranks, or a checkpoint between global batches"
+            f"the position, row {row}, is among {before[0]} rows that were assigned to {before[1]} ranks, but this run "
+            f"assigns {now[0]} rows to {now[1]} ranks. Use the same numbers, or a checkpoint between global batches"
         )
 
 
@@ -473,8 +471,8 @@ def check_dp_rank(dp_rank: int, dp_size: int, micro_batch_size: int = 1) -> None
     """Raise ValueError if a data-parallel rank is outside its group, or a microbatch has no rows."""
     if not 0 <= dp_rank < dp_size or micro_batch_size < 1:
         raise ValueError(
-            f"found dp_rank {dp_rank}, dp_size {dp_size} and micro_batch_size {micro_batch_size}, expected a rank from "
-            "0 to dp_size - 1 and at least one row"
+            f"found data-parallel rank {dp_rank} of {dp_size} and {micro_batch_size} rows a microbatch, "
+            "expected a rank inside its group and at least one row"
         )
 
 

@@ -93,9 +93,7 @@ def make_media_access(given: MediaRoot, default: Path | None) -> MediaAccess:
     roots = access.roots or _as_roots(default)
     for root in roots:
         if not root.is_dir():
-            raise DataError(
-                str(root), "there is no such folder, expected the media root; set media_root to an existing folder"
-            )
+            raise DataError(str(root), "there is no such folder, expected the media root")
     return replace(access, roots=roots)
 
 
@@ -127,11 +125,9 @@ def find_media(name: str, root: Path | MediaAccess, place: str) -> Media:
     if name.lower().startswith(("http://", "https://")):
         return access.url_cache(name, place)
     if "://" in name:
-        raise DataError(place, f"found the URL {name[:80]!r}, expected the path of a file, or an http or https URL")
+        raise DataError(place, f"found the URL {name[:80]!r}, expected the path of a file")
     if not access.roots:
-        raise DataError(
-            place, f"found the path {name[:80]!r} but no folder that it is relative to; set dataset.media_root"
-        )
+        raise DataError(place, f"found the path {name[:80]!r}, and no media_root that it is relative to")
     return _find_file(name, access.roots, place)
 
 
@@ -148,15 +144,11 @@ def _find_file(name: str, roots: tuple[Path, ...], place: str) -> Path:
         raise DataError(
             f"{place}: {name!r} is {outside[0]}",  # what follows is the same for all files of a linked folder
             f"expected a path inside the media root {' or '.join(given[:-1])}; to allow that folder, add it to "
-            f"the roots: dataset.media_root=[{','.join(given)}] for training, one --media-root per folder for "
-            "`qwen3vl data`",
+            f"the roots: dataset.media_root=[{','.join(given)}] for training, --media-root for each for `qwen3vl data`",
         )
     if path is None:
         problem = "is not a file" if any(path.exists() for path in paths) else "does not exist"
-        raise DataError(
-            place,
-            f"{name!r} is {' or '.join(map(str, paths))}, which {problem}; correct the path or dataset.media_root",
-        )
+        raise DataError(place, f"{name!r} is {' or '.join(map(str, paths))}, which {problem}")
     return path
 
 
@@ -264,8 +256,8 @@ class UrlCache:
                 return path
             raise DataUnavailable(
                 place,
-                f"{found}, whose file exists now, although its download failed when this data set was last downloaded; "
-                "run `qwen3vl data download` again",
+                f"{found}, which exists now, but its download failed when this data set was last downloaded; run "
+                "`qwen3vl data download` again",
             )
         problem = self.failure_reason(address)
         if has_failed or (problem is not None and self.record is None):
@@ -273,7 +265,7 @@ class UrlCache:
             raise DataError(place, f"{found}, which could not be downloaded: {problem}")
         state = f"and no download of it in {self.root} (url_cache)"
         if problem is not None:
-            state = f"which could not be downloaded ({problem}) for other data; these data were not downloaded"
+            state = f"which could not be downloaded ({problem}), and no record of that in a download of these data"
         raise DataUnavailable(
             place,
             f"{found}, {state}; run `qwen3vl data download` for these data, with --columns and --schema-adapter as in "
@@ -283,7 +275,7 @@ class UrlCache:
     def path_of(self, address: str) -> Path:
         """Return the path of the file that a URL is downloaded to: a hash of the URL, and the URL's last part."""
         digest, url = url_digest(address).hex(), parse_url(address)
-        name = "" if url is None else url.path.rpartition("/")[2]  # FFmpeg reads the file extension
+        name = "" if url is None else url.path.rpartition("/")[2]
         ending = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[-60:]
         return self.root / digest[:2] / f"{digest[2:]}-{ending}"
 
@@ -394,12 +386,9 @@ def load_image(image: Media, place: str) -> Image.Image:
                     is_gray = not isinstance(value, tuple)
                     scaled = int(value * factor) if is_gray else tuple(int(one * factor) for one in value)
                     opened.info["transparency"] = scaled
-            # Processors ignore the orientation, although the conversation was written about the upright image.
             upright = ImageOps.exif_transpose(opened)
             if not upright.has_transparency_data:
                 return upright.convert("RGB")  # opaque pixels are those of Pillow's own conversion, to the bit
-            # On white, as qwen-vl-utils and vLLM do with RGBA. transformers drops the transparency, so that black text
-            # on a transparent background becomes black on black.
             upright, white = upright.convert("RGBA"), Image.new("RGB", upright.size, "white")
             white.paste(upright, mask=upright.getchannel("A"))
             return white
@@ -425,12 +414,12 @@ def _open_checked(media: Media, place: str) -> Image.Image:
     try:
         if image.format == "EPS":
             raise DataError(
-                place, f"{describe(media)} is PostScript, a program that Ghostscript runs; convert it to PNG or JPEG"
+                place, f"{describe(media)} is PostScript, a program that Ghostscript runs; expected an image"
             )
         if image.mode in ("I", "F") or image.mode.startswith("I;"):
             # Pillow would make all values above 255 white.
             raise DataError(
-                place, f"{describe(media)} has pixels of the kind {image.mode!r}; convert it to 8 bits per color"
+                place, f"{describe(media)} has pixels of the kind {image.mode!r}, expected 8 bits per color"
             )
         check_pixels(*image.size, media, place)
     except DataError:

@@ -77,7 +77,7 @@ def read_mixture(
     sets = tuple(_read_set(f"{where}[{place}]", one, default) for place, one in enumerate(found))
     names = [one.name for one in sets]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"{where} has {names.count(twice)} data sets named {twice!r}; set another `name` for each")
+        raise ValueError(f"{where} has {names.count(twice)} data sets named {twice!r}; give each a `name`")
     if any(one.weight is not None for one in sets) and any(one.weight is None for one in sets):
         without = next(one.name for one in sets if one.weight is None)
         raise ValueError(

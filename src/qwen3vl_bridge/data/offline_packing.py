@@ -65,11 +65,11 @@ def pack(
         CheckpointError: the destination cannot be written to.
     """
     if not rows.settings.pack or rows.settings.packed is not None:
-        raise ValueError("the rows are packed already, or packing is off; set train_packing to None and pack to True")
+        raise ValueError("the rows are packed already, or packing is off")
     check_target(folder, overwrite=overwrite, check_replaceable=_check_packing)
     rules = rows.rules()  # first, because it fails if the data are incomplete
     if rows.samples.total is None:
-        raise ValueError("streaming is on, expected it off to pack in advance: a stream is packed while it is read")
+        raise ValueError("found a stream, expected samples by number: a stream is packed while it is read")
     samples, total = rows.samples, rows.samples.total
     if workers:  # each sample is measured by one worker; their drop counts are logged together
         counts = open_shared_sizes(0, {"packing": secrets.token_hex(8)})

@@ -129,8 +129,7 @@ class MixedOrder(Order):
         if any(number <= 0 for number in taken) or sum(map(floor, taken)) < 1:
             found = ", ".join(f"{float(number):g} of {length}" for number, length in zip(taken, lengths, strict=True))
             raise ValueError(
-                f"an epoch would take {found} samples, expected more than 0 from each data set and at least 1 in all; "
-                "change weight or epochs in dataset.mixture"
+                f"an epoch would take {found} samples, expected more than 0 from each data set and at least 1 in all"
             )
         self._lengths, self._taken, self._seed = tuple(lengths), tuple(taken), seed
         self._firsts = [0, *accumulate(lengths)]
@@ -209,9 +208,9 @@ def best_fit(
     for sample in sorted(range(len(lengths)), key=lambda sample: (-share[sample], sample)):
         length, pixels = lengths[sample], patches[sample]
         if not 1 <= length <= capacity:
-            raise ValueError(f"sample {sample} has {length} tokens, expected 1 to {capacity}, the length of a row")
+            raise ValueError(f"sample {sample} has {length} tokens, expected 1 to {capacity}")
         if not 0 <= pixels <= most_patches:
-            raise ValueError(f"sample {sample} has {pixels} patches, expected at most max_patches, {most_patches}")
+            raise ValueError(f"sample {sample} has {pixels} patches, expected at most {most_patches}")
         left, row, left_patches = room.take(length, pixels) or (capacity, len(rows), most_patches)
         if row == len(rows):
             rows.append([])
@@ -338,8 +337,8 @@ class RowPlan:
         ):
             raise DataError(
                 f"epoch {window.epoch}",
-                "all samples are bad or too long and were dropped, expected at least one valid sample. The log names "
-                "the first; `qwen3vl data inspect` shows all reasons, and dataset.on_bad=error stops at the first",
+                "all samples are bad or too long and were dropped, so no row is left. The log names the first of them; "
+                "`qwen3vl data inspect` shows why, dataset.on_bad=error stops at the first",
             )
         self._windows.append(following)
 
@@ -421,16 +420,15 @@ class PackedRows:
             or_pad = f", or set dataset.pad_to_multiple_of={found}" if found and not found % needed else ""
             raise ValueError(
                 f"{self.folder} was packed for another run: this run pads samples to a multiple of {needed} (packed "
-                f"with {found}). Pack again with --pad-to-multiple-of {needed}{or_pad}"
+                f"with "
+                f"{found}). Pack again with --pad-to-multiple-of {needed}{or_pad}"
             )
         # Packing under "error" succeeded, so no sample was left out or cut: "drop" and "truncate" give the same rows.
         strict = {name for name in ("on_long", "on_bad") if self.rules.get(name) == "error"}
         names = [name for name in {**rules, **self.rules} if rules.get(name) != self.rules.get(name)]
         if names := [name for name in names if name not in strict]:
             differ = ", ".join(f"{name} {rules.get(name)} (packed with {self.rules.get(name)})" for name in names)
-            raise ValueError(
-                f"{self.folder} was packed for another run: this run has {differ}. Pack again with this run's settings"
-            )
+            raise ValueError(f"{self.folder} was packed for another run: this run has {differ}. Pack again")
 
     def tokens(self) -> int:
         """Return the total number of tokens of all rows, without padding."""

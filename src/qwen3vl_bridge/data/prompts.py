@@ -56,8 +56,7 @@ def read_prompts(source: ConversationSource, rows: ConversationRows, first: int)
         last = conversation.messages[-1]
         if last["role"] != "assistant":
             raise DataError(
-                conversation.sample_id,
-                f"found the role {last['role']!r} in the last message, expected 'assistant' for the reference answer",
+                conversation.sample_id, f"the last message has the role {last['role']!r}, expected 'assistant'"
             )
         sample = encoder(conversation)
         # A label is trained on if the next token belongs to the answer.

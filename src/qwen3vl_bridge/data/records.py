@@ -38,7 +38,7 @@ _PLACEHOLDER = re.compile(
     r"|<(?P<bar>\|)?(?P<kind>image|img|video|audio)([ _-]?(?P<number>\d{1,4})|here|[ _-]?placeholder)?(?(bar)\|)>",
     re.IGNORECASE,
 )
-_AS_TEXT = "if it is plain text, write the content as a list of parts, or set columns.placeholders=text"
+_AS_TEXT = "where text is meant, write the content as a list of parts, or set columns.placeholders=text"
 # Names of keys that hold media, and of keys that hold ids, which may look like file names.
 MEDIA_NAME = re.compile(
     r"(image|img|picture|photo|pic|video|clip|audio)s?"
@@ -138,9 +138,10 @@ def pop_media(record: dict[str, Any], place: str) -> dict[str, list[dict[str, An
     ):
         raise DataError(
             place,
-            f"found {short_repr(rates)} under {FPS_KEY!r}, expected one number for all videos, or a list of "
-            f"{len(videos)} numbers, one per video, with null for each video that is not a list of frames "
-            f"({sum(are_frames)} are); to ignore the key, set columns.ignore=[{FPS_KEY}]",
+            f"found {short_repr(rates)} under {FPS_KEY!r} next to {sum(are_frames)} videos that are lists of frames, "
+            f"expected "
+            f"a number for every list of frames, or a list of {len(videos)}, one for each video, with null for "
+            f"one that is not a list of frames; to ignore it, set columns.ignore=[{FPS_KEY}]",
         )
     for video, rate in zip(videos, each, strict=True):
         if rate is not None:
@@ -191,21 +192,21 @@ def check_object_tags(record: Mapping[str, Any], messages: list[Any], place: str
     if found and "objects" in record:
         raise DataError(
             place,
-            f"found {' and '.join(found)} in a text next to the key 'objects'; these placeholders of ms-swift are not "
-            "supported. Write each name, and each box in coordinates from 0 to 1000 of the image's width and height, "
-            "into the text, as ms-swift does for Qwen3-VL",
+            f"found {' and '.join(found)} in a text next to 'objects', expected texts without: they are not replaced "
+            "here. Write each name, and each box in coordinates from 0 to 1000 of the image's width and height, into "
+            "the text, as ms-swift does for Qwen3-VL",
         )
 
 
 def unread_media_message(key: str, keys: Collection[str]) -> str:
     """Return the error message for a key that is not read and seems to hold media."""
     if re.match("audio", key, re.IGNORECASE):
-        return f"found {key!r}, but audio is not supported; to train without it, set columns.ignore=[{key}]"
+        return f"found {key!r}: audio is not supported; to train without it, leave it out (columns.ignore=[{key}])"
     column = re.sub(r"\d+$", "*", key)  # one of several numbered columns
     return (
         f"found {key!r}, which looks like images or videos but is not read, expected media under "
-        f"{', '.join(map(repr, MEDIA_KEYS))}; the keys are {', '.join(map(str, keys))}. To read the media, set "
-        f"columns.{_kind_of_key(key)}={column}; to ignore them, columns.ignore=[{key}]"
+        f"{', '.join(map(repr, MEDIA_KEYS))}; the keys are {', '.join(map(str, keys))}. Name the column "
+        f"(columns.{_kind_of_key(key)}={column}, or another of these), or leave it out (columns.ignore=[{key}])"
     )
 
 
@@ -261,7 +262,7 @@ def insert_media(
     contents = [list(_split_placeholders(message, placeholders)) for message in messages]
     for number, content in enumerate(contents, start=1):
         if audio := next((one for one in content if isinstance(one, _Placeholder) and one.kind == "audio"), None):
-            problem = f"found {audio.text!r} in a text, but audio is not supported; {_AS_TEXT}"
+            problem = f"found {audio.text!r} in a text: audio is not supported; {_AS_TEXT}"
             raise DataError(f"{place}: message {number}", problem)
     front: list[dict[str, Any]] = []
     taken = {kind: iter(media.get(kind, ())) for kind in KEYS_OF_KIND}
@@ -272,8 +273,8 @@ def insert_media(
                 if messages[at].get("role") == "assistant" and not one.part and one.text not in _OWN_PLACEHOLDERS:
                     raise DataError(
                         f"{place}: message {at + 1}",
-                        f"found {short_repr(one.text)} in an answer, expected '<{kind}>' if it is a placeholder; "
-                        f"{_AS_TEXT}",
+                        f"found {short_repr(one.text)} in an answer, which may be a placeholder or text; expected "
+                        f"'<{kind}>' for a placeholder; {_AS_TEXT}",
                     )
                 found.append(one)
                 formats.setdefault("path" if one.path else one.text if one.number is None else "number", one.text)
@@ -283,21 +284,21 @@ def insert_media(
             continue
         if len(formats) > 1:
             first, second, *_ = map(short_repr, formats.values())
-            problem = f"found both {first} and {second}, expected only one format of placeholders; {_AS_TEXT}"
+            problem = f"found both {first} and {second}, expected placeholders of one format; {_AS_TEXT}"
             raise DataError(place, problem)
         numbers = {one.number for one in found if one.number is not None}
         if given and numbers and numbers != set(range(1, len(given) + 1)):
             raise DataError(
                 place,
-                f"found placeholders for the {kind}s with the numbers {', '.join(map(str, sorted(numbers)))}, expected "
-                f"each number from 1 to {len(given)}, the number of {kind}s in the record; remove {kind}s without a "
-                f"placeholder, or use '<{kind}>' without numbers",
+                f"found placeholders for the {kind}s of the numbers {', '.join(map(str, sorted(numbers)))}, expected "
+                f"each number from 1 to {len(given)}, the number of {kind}s in the record; remove media that no "
+                f"placeholder refers to, or write '<{kind}>' for the next",
             )
         count = len(given) if given and numbers else sum(one.path is None for one in found)
         if count != len(given):
             placeholder = short_repr(found[0].text if found else f"<{kind}>")
-            words = f"{placeholder} in a text, or content parts without their own {kind}"
-            hint = "" if given else f". If one of them holds {kind}s, set columns.{kind}=KEY; {_AS_TEXT}"
+            words = f"{placeholder} in a text, or a part without its own"
+            hint = "" if given else f". If one of them holds {kind}s, name it (columns.{kind}=KEY); {_AS_TEXT}"
             raise DataError(
                 place,
                 f"found {count} placeholders for {kind}s ({words}), expected {len(given)}, the number of {kind}s in "
@@ -395,9 +396,9 @@ _SIMILAR_KEYS = {_normalize_key(key): key for key in (*KEYS, *_MESSAGE_KEYS)} | 
     ("lossmask", "lossscale", "lossweight", "completionmask", "assistantmask", "assistantmasks"), "loss"
 )
 EXPECTED_KEYS = (
-    "'messages', 'conversations', 'texts', or a question with its answer ("
+    "'messages' or 'conversations', 'texts', a question with its answer ("
     + ", ".join(f"{question!r} and {answer!r}" for question, answer in PROMPT_KEYS.items())
-    + "); if they have other names, set columns"
+    + "), or the setting columns with the names that they have here"
 )
 
 
@@ -420,7 +421,9 @@ def convert_record(record: Any, place: str, *, placeholders: Placeholders = "med
             try:
                 own[key] = drop_nulls(parse_record(text))
             except ValueError as error:
-                raise DataError(place, f"found a text under {key!r} that is not valid JSON ({error})") from error
+                raise DataError(
+                    place, f"found a value that does not decode ({error}), expected JSON under {key!r}"
+                ) from error
     keys, format_key = list(record), find_format_key(record, place)
     if format_key is None:
         if keys:
@@ -430,9 +433,9 @@ def convert_record(record: Any, place: str, *, placeholders: Placeholders = "med
         if format_key not in with_keys and record.get(key) not in (None, "", []):
             raise DataError(
                 place,
-                f"found {key!r} in a record with {format_key!r}, expected it only in a record with "
-                f"{' or '.join(map(repr, with_keys))}; set columns.ignore=[{key}] to ignore it, or write it into the "
-                "question with a template (columns.question)",
+                f"found {key!r} next to {format_key!r}, where it is ignored, expected it next to "
+                f"{' or '.join(map(repr, with_keys))}; leave it out (columns.ignore=[{key}]), or write it into a "
+                "question (columns.question)",
             )
     messages = own["messages"] = _pop_messages(own, format_key, place)
     tools = own.pop("tools", None)
@@ -452,9 +455,7 @@ def convert_record(record: Any, place: str, *, placeholders: Placeholders = "med
     messages = [{"role": "system", "content": system}, *messages] if system else messages
     messages = [_convert_message(message, f"{place}: message {i}") for i, message in enumerate(messages, start=1)]
     if system and any(isinstance(message, dict) and message.get("role") == "system" for message in messages[1:]):
-        raise DataError(
-            place, "found both the key 'system' and a message with the role 'system', expected one of them; remove one"
-        )
+        raise DataError(place, "found both 'system' and a turn of it, expected one of them")
     check_object_tags(record, messages, place)
     in_front = format_key not in ("messages", "conversations")
     media = pop_media(own, place)
@@ -464,8 +465,8 @@ def convert_record(record: Any, place: str, *, placeholders: Placeholders = "med
     for key in keys:
         if key not in KEYS and (meant := _SIMILAR_KEYS.get(_normalize_key(key))):
             expected = f"{meant!r} in a message or its content" if meant in _MESSAGE_KEYS else repr(meant)
-            problem = f"found the unknown key {key!r}, expected {expected}"
-            raise DataError(place, f"{problem}; rename it, or set columns.ignore=[{key}] to ignore it")
+            problem = f"found {key!r}, which is ignored here, expected {expected}"
+            raise DataError(place, f"{problem}; or leave it out (columns.ignore=[{key}])")
     for number, message in enumerate(messages, start=1):
         content = message.get("content") if isinstance(message, dict) else None
         for at, part in enumerate(content if isinstance(content, list) else (), start=1):
@@ -489,8 +490,9 @@ def find_format_key(keys: Collection[str], place: str) -> str | None:
         words = [f"{key!r} with {PROMPT_KEYS[key]!r}" if key in PROMPT_KEYS else repr(key) for key in found]
         raise DataError(
             place,
-            f"found both {words[0]} and {words[1]}, expected one of them, because each defines the conversation; "
-            f"ignore the others, such as columns.ignore=[{','.join(found[1:])}]",
+            f"found both {words[0]} and {words[1]}, which each give the turns, expected one of them: ignore the "
+            f"others, "
+            f"such as columns.ignore=[{','.join(found[1:])}]",
         )
     return found[0] if found else None
 
@@ -519,7 +521,8 @@ def _pop_messages(own: dict[str, Any], format_key: str, place: str) -> Any:
             raise DataError(
                 place,
                 f"found {short_repr(turns)} under 'prompt' and {short_repr(completion)} under 'completion', expected "
-                "two strings, or two lists of messages, with a message of the role 'user' under 'prompt'",
+                f"two texts, "
+                "or two lists of messages with role and content, the first with a question",
             )
         earlier = zip(turns, roles, strict=True)
         return [*({"loss": False} | one if role == "assistant" else one for one, role in earlier), *completion]
@@ -542,8 +545,8 @@ def _require_text(value: Any, name: str, place: str) -> str:
     if not isinstance(value, str):
         raise DataError(
             f"{place}: {name!r}",
-            f"found {short_repr(value)}, expected a string; set a template that makes one, such as "
-            f"columns.answer='{{{name}[0]}}' for the first item of a list, or '{{{name}}}' for a number",
+            f"found {short_repr(value)}, expected a string; a template can make one, such as "
+            f"columns.answer='{{{name}[0]}}' for the first of a list, or '{{{name}}}' for a number",
         )
     return value
 
@@ -598,7 +601,7 @@ def _convert_part(part: Any, place: str) -> Any:
             own |= medium
             own[kind] = own.pop("url")
     if own.get("detail") not in (None, "auto", "high"):  # OpenAI's "low" would be another image
-        expected = "'auto' or 'high'; set the size of images with dataset.vision"
-        raise DataError(place, f"found {short_repr(own['detail'])} under 'detail', expected {expected}")
+        expected = "'auto' or 'high': image sizes are set by dataset.vision"
+        raise DataError(place, f"found the detail {short_repr(own['detail'])}, expected {expected}")
     own.pop("detail", None)
     return own

@@ -342,7 +342,7 @@ class SampleFilter:
         if (len(sample), patches) != (size.tokens, size.patches):
             found = f"found {len(sample)} tokens and {patches} patches"
             planned = f"but its row was planned for {size.tokens} and {size.patches}: the data have changed since then"
-            raise SampleSizeChanged(sample.sample_id, f"{found}, {planned}; restore them, or start and pack again")
+            raise SampleSizeChanged(sample.sample_id, f"{found}, {planned}")
         return sample
 
     def encode_or_blank(self, read: Callable[[], MeasuredConversation], place: str) -> EncodedSample:

@@ -112,8 +112,8 @@ class _JsonFile(ABC):
                 error.pos >= len(error.doc) or error.msg.startswith("Unterminated")
             ):
                 problem = (
-                    f"found no valid JSON ({error}), expected one conversation per line; this conversation is "
-                    "truncated, or on several lines"
+                    f"found no valid JSON ({error}), expected one conversation per line: this one is truncated, or "
+                    f"on several lines"
                 )
                 raise DataError(place, problem) from error
             raise DataError(place, f"found no valid JSON ({error}), expected one conversation") from error
@@ -156,7 +156,7 @@ class JsonList(_JsonFile):
             digest = hashlib.sha256(text).hexdigest()
             self._find_objects(text, len(codecs.BOM_UTF8) if text[:3] == codecs.BOM_UTF8 else 0)
         if not self._starts:
-            raise DataError(str(self.path), "found an empty list, expected at least one conversation")
+            raise DataError(str(self.path), "found an empty list, expected conversations")
         return digest
 
     def _find_objects(self, text: mmap.mmap, begin: int) -> None:
@@ -234,8 +234,7 @@ def open_source(
         return Parquet(path, media, schema)
     if path.suffix not in (".json", ".jsonl"):
         raise DataError(
-            str(path),
-            "found neither a folder nor a file, expected a folder, or a file name in .jsonl, .json or .parquet",
+            str(path), "found no folder and none of the endings .jsonl, .json and .parquet, expected one of them"
         )
     listed = path.suffix == ".json" and path.is_file() and _starts_with_list(path)
     return JsonList(path, media, schema) if listed else JsonLines(path, media, schema)

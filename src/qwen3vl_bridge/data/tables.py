@@ -67,7 +67,7 @@ def read_conversation(
     except UnicodeDecodeError as error:
         raise DataError(place, f"found bytes that are not valid UTF-8 ({error})") from error
     except ValueError as error:
-        raise DataError(place, f"found a value of a JSON column that is not valid JSON ({error})") from error
+        raise DataError(place, f"found a value that does not decode ({error}), expected JSON") from error
     return parse_conversation(schema.convert_record(record, place), place, media)
 
 
@@ -203,23 +203,18 @@ class Parquet:
             if (largest := max((group.total_byte_size for group in groups), default=0)) > CACHE_BYTES:
                 text = (
                     "%s: found a row group of %d bytes; at most %d bytes are cached, so each sample in random order "
-                    "reads a full row group. Write the file with a smaller row_group_size"
+                    "reads a "
+                    "full row group. Write the file with a smaller row_group_size"
                 )
                 logger.warning(text, file, largest, CACHE_BYTES)
         if not self._len:
-            raise DataError(str(self.path), "found no rows, expected at least one, with a conversation in each row")
-        # Texts determine the samples, and are a small part of files with images. So the digest has every footer
-        # (offset, size, minimum and maximum of each column of each row group), up to 4096 blocks of the texts that are
-        # read, and up to 1024 blocks of columns of bytes, which are images. If there are more blocks, a change that
-        # alters no footer is detected with probability 4096 / (number of text blocks). Names, folders and times of
-        # files, which differ between machines, do not count. The cost is bounded: 5120 reads, half a minute from a
-        # network disk with 5 ms per read.
+            raise DataError(str(self.path), "found no rows, expected one conversation a row")
         try:
             for chunks, most in ((texts, _MOST_OF_TEXTS), (contents, _MOST_OF_BYTES)):
                 for block in _sample_blocks(self._files, chunks, most):
                     digest.update(block)
         except OSError as error:
-            raise DataError(str(self.path), f"cannot read a file ({error})") from error
+            raise DataError(str(self.path), f"found a file unreadable ({error})") from error
         self.download_key = add_schema_name(f"{self._len} rows, {digest.hexdigest()[:16]}", schema)
         self.media = media.for_data(self.download_key)
         self._cache: dict[int, Any] = {}
@@ -253,7 +248,7 @@ class Parquet:
                 with pq.ParquetFile(self._files[file]) as opened:
                     table = opened.read_row_group(group, columns=self._columns[file], use_threads=False)
             except (OSError, pa.ArrowException) as error:
-                raise DataError(place, f"cannot read row group {group} ({error}); the file may be damaged") from error
+                raise DataError(place, f"found row group {group} unreadable ({error})") from error
         self._cache[number] = table  # the most recently used is last
         while len(self._cache) > 1 and (
             len(self._cache) > CACHE_GROUPS or sum(kept.nbytes for kept in self._cache.values()) > CACHE_BYTES
@@ -268,13 +263,11 @@ def _parquet_files(path: Path) -> list[Path]:
     else:
         files = sorted(path.parent.glob(path.name)) if "*" in path.name else [path]
     if not files or not all(file.is_file() for file in files):
-        raise DataError(str(path), "there is no such Parquet file, expected the path of a file, or a folder with some")
+        raise DataError(str(path), "there is no such Parquet file, expected one, or a folder with some")
     splits = {match[1] for file in files if (match := _SPLIT.match(file.name))}
     if len(splits) > 1:
         names = ", ".join(sorted(splits))
-        raise DataError(
-            str(path), f"found files of the splits {names}, expected one split; set the path '{path}/NAME-*.parquet'"
-        )
+        raise DataError(str(path), f"found files of the splits {names}, expected one, as '{path}/NAME-*.parquet'")
     return files
 
 

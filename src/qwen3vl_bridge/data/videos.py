@@ -60,7 +60,7 @@ def sample_frames(video: Video, processor: Any, place: str) -> SampledFrames:
     if isinstance(video, FrameList):
         sizes = {image_size(frame, place) for frame in video.frames}
         if len(sizes) != 1:
-            raise DataError(place, f"found frames of the sizes {sorted(sizes)}, expected frames of one size")
+            raise DataError(place, f"found frames of the sizes {sorted(sizes)}, expected one size")
         (height, width), times = sizes.pop(), [number / video.fps for number in range(len(video.frames))]
         indices = range(len(times))
     else:
@@ -80,7 +80,7 @@ def sample_frames(video: Video, processor: Any, place: str) -> SampledFrames:
         )
     except ValueError as error:
         raise DataError(
-            place, f"the model's processor rejects a video of {width} x {height} pixels: {error}"
+            place, f"the processor does not accept a video of {width} x {height} pixels: {error}"
         ) from error
     grid = (-(-len(times) // processor.temporal_patch_size), *(side // processor.patch_size for side in size))
     return SampledFrames(grid, size, tuple(indices), tuple(times))
@@ -116,7 +116,7 @@ def _open_container(video: Media, place: str) -> Iterator[Any]:
         import av
     except ImportError:
         raise DataError(
-            place, "found a video, but PyAV, which decodes it, is not installed; install qwen3vl-bridge[video]"
+            place, "found a video, expected PyAV to decode it with: install qwen3vl-bridge[video]"
         ) from None
     try:
         name = str(video) if isinstance(video, Path) else io.BytesIO(video)
@@ -137,7 +137,7 @@ def _read_timestamps(video: Media, place: str) -> tuple[int, int, float, Sequenc
     with _open_container(video, place) as container:
         stream = container.streams.video[0]
         if stream.codec_context is None:
-            raise DataError(place, f"{name} has a codec that the installed FFmpeg cannot decode; re-encode it")
+            raise DataError(place, f"{name} has frames in a format that FFmpeg does not decode here")
         check_pixels(stream.width, stream.height, name, place)
         rate = stream.average_rate or stream.guessed_rate
         first = next(container.decode(stream), None)
@@ -153,7 +153,7 @@ def _read_timestamps(video: Media, place: str) -> tuple[int, int, float, Sequenc
                 if before is not None and packet.dts < before:
                     found = f"dts {packet.dts} after {before}"
                     raise DataError(
-                        place, f"{name} has decreasing timestamps ({found}), as in concatenated videos; re-encode it"
+                        place, f"{name}: timestamps go backwards ({found}), as in concatenated videos. Re-encode it."
                     )
                 before = packet.dts
             if packet.size and packet.pts is not None and not packet.is_discard:
@@ -161,7 +161,7 @@ def _read_timestamps(video: Media, place: str) -> tuple[int, int, float, Sequenc
             if len(shown) > _MOST_FRAMES:
                 raise DataError(place, f"{name} has over {_MOST_FRAMES:,} frames, expected fewer")
         if not shown:
-            raise DataError(place, f"{name} has no timestamps; re-encode it")
+            raise DataError(place, f"{name} has no timestamps")
         shown.sort()
         seconds = [float((time - shown[0]) * stream.time_base) for time in shown]
     # For a constant frame rate, timestamps from frame indices have no rounding; otherwise the header's rate is
@@ -169,7 +169,7 @@ def _read_timestamps(video: Media, place: str) -> tuple[int, int, float, Sequenc
     if rate and all(abs(time - number / float(rate)) < 0.5 / float(rate) for number, time in enumerate(seconds)):
         return height, width, float(rate), [number / float(rate) for number in range(len(seconds))]
     if not seconds[-1]:
-        raise DataError(place, f"{name} has no frame rate and no different timestamps; re-encode it")
+        raise DataError(place, f"{name} has no frame rate")
     return height, width, (len(seconds) - 1) / seconds[-1], seconds
 
 
@@ -184,9 +184,7 @@ def _decode_frames(video: Media, indices: Sequence[int], place: str) -> Iterator
             number += 1
             if not wanted:
                 return
-        raise DataError(
-            place, f"{describe(video)} ends after {number} frames, expected frame {wanted[0]}; it may be truncated"
-        )
+        raise DataError(place, f"{describe(video)} ends after {number} frames, expected frame {wanted[0]}")
 
 
 def _rotate_upright(image: np.ndarray, frame: Any) -> np.ndarray:

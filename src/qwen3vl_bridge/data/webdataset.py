@@ -96,9 +96,7 @@ class _ReaderWithPath:
                 file = reader.jsonl_path
             else:
                 file = reader.shard_infos[bisect_right(reader.shard_count_cumsum, index) - 1].path
-            raise DataError(
-                str(file), f"{found}; if the file has changed since 'energon prepare', run 'energon prepare' again"
-            ) from error
+            raise DataError(str(file), f"{found}; the file may have changed since 'energon prepare'") from error
 
 
 def add_paths_to_errors(dataset: Any) -> Any:
@@ -229,7 +227,7 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         for loaded in datasets:
             if loaded.aux:
                 found = f"found auxiliary data ({', '.join(loaded.aux)})"
-                raise DataError(_dataset_paths([loaded]), f"{found}, expected media in the tar files of the samples")
+                raise DataError(_dataset_paths([loaded]), f"{found}, expected media in the tars")
             dataset, kind = loaded.dataset, loaded.dataset.__sample_type__
             if not issubclass(kind, CrudeSample):
                 found = f"found a {type(dataset).__name__} of {kind.__name__}"
@@ -250,8 +248,7 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         if self._left_out > self._num_samples:  # training would loop over the data forever
             raise DataError(
                 sample_location(sample),
-                f"{self._left_out} consecutive samples were dropped, expected a valid one; they are bad or too long, "
-                "and the log names the first",
+                f"{self._left_out} consecutive samples were dropped, expected a valid one",
             )
         raise SkipSample
 
@@ -396,8 +393,8 @@ class Qwen3VLEnergonProvider(ConversationRows):
         validate_declarative_mapping(self.dataset_kwargs, field_name="dataset_kwargs")
         if taken := _RESERVED & self.dataset_kwargs.keys():
             raise ValueError(
-                f"dataset_kwargs has {', '.join(sorted(taken))}, expected none of them: set sizes by settings such as "
-                "dataset.shuffle_buffer_size; energon does not decode media here"
+                f"dataset_kwargs has {', '.join(sorted(taken))}, expected none of them: use the settings of "
+                "the dataset for sizes; media are not decoded by energon"
             )
 
     def build_datasets(
@@ -437,7 +434,7 @@ class Qwen3VLEnergonProvider(ConversationRows):
         """
         check_dp_rank(dp_rank, dp_size)
         if split not in ("train", "valid"):
-            raise ValueError(f"found the split {split!r}, expected 'train' or 'valid': only these can be streamed")
+            raise ValueError(f"found the split {split!r}, expected 'train' or 'valid': others have no stream")
         return EnergonStream(self, split, dp_rank, dp_size)
 
     def evaluation(self, split: str, *, dp_rank: int = 0, dp_size: int = 1) -> Iterator[TokenBatch]:
@@ -535,7 +532,7 @@ def _add_path_to_error(path: str) -> Iterator[None]:
     except DataError:
         raise
     except (OSError, ValueError, AssertionError, KeyError, TypeError) as error:
-        found = f"energon cannot read the data: {type(error).__name__}: {error}"
+        found = f"energon cannot read it: {type(error).__name__}: {error}"
         raise DataError(path, f"{found}; expected a folder that 'energon prepare' has been run on") from error
 
 
@@ -594,6 +591,4 @@ class EnergonStream(Iterator[TokenBatch]):
         try:
             self._loader.restore_state(state)
         except AssertionError as error:
-            raise ValueError(
-                f"energon rejects the saved position: {error}; resume with the settings that it was saved with"
-            ) from error
+            raise ValueError(f"energon rejects the position: {error}; use the settings it was saved with") from error

@@ -62,7 +62,6 @@ class JoinModules(Callback):
             if hasattr(module, "headers"):  # on a language rank
                 module.headers.check_remaining()
         groups, train = get_attr_wrapped_model(context.model[0], "pg_collection"), context.state.cfg.train
-        # Megatron-Bridge adds these afterwards, counted for this rank's module.
         added = groups.dp.size() * train.micro_batch_size * get_num_microbatches()
         context.state.train_state.consumed_train_samples += get_current_running_global_batch_size() - added
 
@@ -110,7 +109,6 @@ def finalize_gradients(
 
     `num_tokens` is set in place to the number of tokens of the global batch.
     """
-    # A module-level function without further arguments: its name is saved with the configuration of the run.
     provider, groups = get_model_config(model[0]), get_attr_wrapped_model(model[0], "pg_collection")
     counted = num_tokens if provider.add_decoder else None
     finalize_model_grads(model, counted, pg_collection=groups, force_all_reduce=force_all_reduce)

@@ -86,8 +86,8 @@ class Qwen3VLLanguageModule(Qwen3VLModel):
         """
         if self.payload is None or inputs.vision_shards is None:
             raise ValueError(
-                "model.dist_train.use_dist_train is True, so this rank has no vision tower, but it received no vision "
-                "tokens: use qwen3vl_bridge.forward_step and Megatron-Bridge's loop, which includes the vision ranks"
+                "this model has no vision tower (dist_train.use_dist_train) and has received no vision tokens. Use "
+                "qwen3vl_bridge.forward_step and the schedule that includes the vision ranks"
             )
         payload, self.payload = self.payload, None
         if not trains_vision(self.config):
@@ -148,8 +148,7 @@ def unpack(
         raise ValueError(
             f"the vision ranks sent a tensor of shape {list(payload.shape)}, expected "
             f"{[len(shards), f'{1 + most} or more', width]}: {len(shards)} shards with up to {most} vision tokens of "
-            f"hidden size {hidden}, each with {deepstack_layers} DeepStack features. All ranks must read the same "
-            "batches with the same configuration"
+            f"hidden size {hidden}, each with {deepstack_layers} DeepStack features"
         )
     header = Header(HostCopy(payload[:, 0, : _HEADER.size]), _header_numbers(shards, deepstack_layers, hidden))
     rows = torch.cat([rows[1 : 1 + shard.tokens] for rows, shard in zip(payload, shards, strict=True)])

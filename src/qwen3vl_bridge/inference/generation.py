@@ -150,30 +150,29 @@ def _unwrap_single(model: nn.Module | list[nn.Module]) -> VisionLanguageModel:
     if len(chunks) != 1 or not isinstance(chunks[0], VisionLanguageModel):
         found = [type(chunk).__name__ for chunk in chunks]
         raise ValueError(
-            f"model is {found}, expected one VisionLanguageModel, such as Qwen3VLModel: generation does not support "
-            "pipeline parallelism; load the checkpoint without it"
+            f"model is {found}, expected one VisionLanguageModel, such as Qwen3VLModel: chunks of a pipeline cannot "
+            "generate"
         )
     groups = chunks[0].pg_collection
-    sizes = {"pipeline_model_parallel_size": groups.pp.size(), "context_parallel_size": groups.cp.size()}
-    for name, size in sizes.items():
+    for name, size in (("pipeline", groups.pp.size()), ("context", groups.cp.size())):
         if size > 1:
-            raise ValueError(f"{name} is {size}, expected 1 for generation; load the checkpoint with {name} 1")
+            raise ValueError(f"{name}-parallel size is {size}, expected 1 for generation: load the checkpoint with 1")
     return chunks[0]
 
 
 def _remove_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:
+    """Return the tokens of each prompt without padding, on the host."""
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     if input_ids.dim() != 2 or mask.shape != input_ids.shape:
         raise ValueError(
             f"input_ids has shape {list(input_ids.shape)} and attention_mask {list(mask.shape)}, expected "
-            "[prompts, tokens] for both"
+            "[prompts, tokens] both"
         )
     prompts = [ids[keep] for ids, keep in zip(input_ids.cpu(), mask.cpu().bool(), strict=True)]
     empty = [row for row, prompt in enumerate(prompts) if not len(prompt)]
     if empty or not prompts:
         raise ValueError(
-            f"found {len(prompts)} prompts, of which {empty} have no tokens, expected at least one prompt, and at "
-            "least one token in each"
+            f"found {len(prompts)} prompts, and prompts {empty} have no tokens: expected at least one token in each"
         )
     return prompts
 
@@ -270,7 +269,6 @@ def megatron_fsdp(model: nn.Module) -> MegatronFSDP | None:
 @contextlib.contextmanager
 def direct_module_calls(model: nn.Module) -> Iterator[None]:
     """Context manager that allows calls of single modules of a model under Megatron-FSDP, instead of the full model."""
-    # Between steps, modules have the optimizer's sharded parameters until the full model is called.
     sharded = megatron_fsdp(model)
     with contextlib.nullcontext() if sharded is None else module_parameters(sharded):
         yield

@@ -102,7 +102,6 @@ def layer_name(row: WeightRow) -> str:
 
 def adaptable_rows(rows: Iterable[WeightRow]) -> Iterator[WeightRow]:
     """Yield the weight mapping entries of linear layers that can have adapters."""
-    # Models in `peft` have no multi-token prediction.
     return (row for row in rows if _LINEAR.search(row.megatron) and not is_mtp(row.megatron))
 
 

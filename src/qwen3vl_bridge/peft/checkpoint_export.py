@@ -83,7 +83,7 @@ def export_adapters(
         if trained := sorted(stored.base_tensors):
             raise CheckpointError(
                 f"{stored.folder}: the run also trained {len(trained)} base tensors, such as {trained[0]}. "
-                "A folder of adapters cannot store them; use `qwen3vl adapters merge`, which writes a full model"
+                "A folder of adapters cannot store them; use `merge`, which writes a full model"
             )
         plan = stored.plan(torch_dtype)
         tasks = {task.target.name: task for task in plan.tasks}
@@ -177,7 +177,7 @@ def _open_base(run: StoredAdapters, base_model: str | Path | None, *, trust_remo
     name = str(base_model or run.base)
     if not name:
         raise CheckpointError(
-            f"{run.folder}: run_config.yaml names no initial weights; name the base model with --base-model"
+            f"{run.folder}: its run_config.yaml names no initial weights; name them with --base-model"
         )
     path = expanded(name)
     try:
@@ -187,9 +187,7 @@ def _open_base(run: StoredAdapters, base_model: str | Path | None, *, trust_remo
             base = open_model(name, trust_remote_code=trust_remote_code)
     except CheckpointError as error:
         if base_model is None:
-            raise CheckpointError(
-                f"cannot open the run's initial weights: {error}; name the base model with --base-model"
-            ) from error
+            raise CheckpointError(f"the run's initial weights: {error}; give --base-model to name others") from error
         raise
     check_same_model(base.config, run.config)
     return base

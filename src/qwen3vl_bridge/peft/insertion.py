@@ -215,17 +215,17 @@ def check_dora(peft: DoRA, config: TransformerConfig) -> None:
     """Raise ValueError for DoRA with dropout, tensor parallelism or pipeline parallelism."""
     if peft.dropout:
         # Megatron-Bridge would pass the difference due to dropout through a fused norm, and apply dropout twice.
-        raise ValueError(f"dropout is {peft.dropout}, expected 0: DoRA is supported only without dropout")
+        raise ValueError(f"dropout is {peft.dropout}, expected 0: DoRA does not support dropout here")
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
         # The norm of a rank's columns is not the norm of the full row, and magnitudes are exported from one rank.
         if (size := getattr(config, name)) > 1:
-            raise ValueError(f"{name} is {size}, expected 1 for DoRA, which is not supported with this parallelism")
+            raise ValueError(f"{name} is {size}, expected 1 for DoRA")
 
 
 def check_expert_tensor_parallelism(config: TransformerConfig) -> None:
     """Raise ValueError if experts with adapters are tensor-parallel: partial sums of adapters would not be reduced."""
     if (size := config.expert_tensor_parallel_size or 1) > 1:
-        raise ValueError(f"expert_tensor_parallel_size is {size}, expected 1 if experts have adapters")
+        raise ValueError(f"expert_tensor_parallel_size is {size}, expected 1 where experts have adapters")
 
 
 def _check_targets_match(chunk: MegatronModule, peft: PEFT) -> None:
@@ -250,8 +250,8 @@ def _check_adapters(chunk: MegatronModule, peft: PEFT) -> None:
     adapted = {name: module for name, module in chunk.named_modules() if isinstance(module, AdapterWrapper)}
     if OUTPUT_LAYER in adapted and chunk.share_embeddings_and_output_weights:
         raise ValueError(
-            f"{kind} adapts {OUTPUT_LAYER}, whose weight is tied to the embedding, so that adapters cannot be merged "
-            "into it; remove it from target_modules, or add it to exclude_modules"
+            f"{kind} adapts {OUTPUT_LAYER}, whose weight is tied to the embedding here, so that nothing can be merged "
+            "into it; expected it in exclude_modules, or target_modules without it"
         )
     for local, module in adapted.items():
         name, component = _full_name(local, chunk), component_of(local)
@@ -261,29 +261,29 @@ def _check_adapters(chunk: MegatronModule, peft: PEFT) -> None:
             and config.attention_output_gate
         ):
             raise ValueError(
-                f"{kind} adapts queries, keys and values of {name} separately, but the weight of this layer also has "
-                "rows of gates; use another class, such as qwen3vl_bridge.Qwen3VLLoRA, or remove linear_q, linear_k "
-                "and linear_v from target_modules"
+                f"{kind} adapts queries, keys and values of {name} separately, but its weight also holds the rows of "
+                "gates: expected another kind, such as qwen3vl_bridge.Qwen3VLLoRA, or target_modules without linear_q, "
+                "linear_k, linear_v"
             )
         if isinstance(module, LoRALinearSplitQKV | LoRALinearSplitFC1UpGate):
             missing = [key.removeprefix("adapter_") for key, adapter in module.adapter.items() if adapter is None]
             targets = (f"{name.rpartition('.')[2]}_{key}".replace("linear_qkv_", "linear_") for key in missing)
             if missing:
                 raise ValueError(
-                    f"{kind} adapts only some sections of {name}, whose forward needs adapters on all sections; add "
-                    f"{', '.join(targets)} to target_modules, or remove the other sections of this layer"
+                    f"{kind} adapts a part of {name}, whose forward needs adapters on all of them; expected "
+                    f"target_modules with {', '.join(targets)} too, or without any of them"
                 )
         if is_expert_layer(name):
             if isinstance(peft, DoRA):
                 raise ValueError(
-                    f"{kind} adapts {name}, but Hugging Face's peft does not support DoRA on experts; set "
-                    "target_modules that match no layer of experts, or use qwen3vl_bridge.Qwen3VLDoRA, which skips them"
+                    f"{kind} adapts {name}, and Hugging Face's peft does not support DoRA on experts; expected "
+                    "target_modules that match no layer of experts, or qwen3vl_bridge.Qwen3VLDoRA, which skips them"
                 )
             check_expert_tensor_parallelism(config)
             if getattr(peft, "experts_shared_outer_loras", False) and not is_grouped_expert_linear(name):
                 raise ValueError(
-                    f"experts_shared_outer_loras is True, expected False: {name} belongs to a single expert "
-                    f"(moe_grouped_gemm is {config.moe_grouped_gemm}), so each expert has its own adapter"
+                    f"experts_shared_outer_loras is True, and {name} belongs to a single expert (moe_grouped_gemm is "
+                    f"{config.moe_grouped_gemm}); expected False, because each expert has its own adapter"
                 )
         if any(parameter.requires_grad for parameter in module.to_wrap.parameters()):
             flag = f"freeze_{component.value}"

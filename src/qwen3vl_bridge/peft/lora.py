@@ -81,9 +81,7 @@ class Qwen3VLAdapters:
         # require gradients even where nothing is trained. `require_grad_on_recompute_inputs` does less.
         chunks = _chunks(model)
         if adapted := [n for chunk in chunks for n, m in chunk.named_modules() if isinstance(m, AdapterWrapper)]:
-            raise ValueError(
-                f"the model already has {len(adapted)} adapters, such as {adapted[0]}, expected none; build it anew"
-            )
+            raise ValueError(f"the model already has {len(adapted)} adapters, such as {adapted[0]}; expected none")
         config = chunks[0].config
         self.check(config)
         self.freeze_model(chunks)
@@ -161,9 +159,7 @@ class Qwen3VLAdapters:
     def check(self, provider: VisionLanguageProvider) -> None:
         """Raise ValueError for settings that are invalid for the model of a finalized provider, or have no effect."""
         if self.canonical_mapping:
-            raise ValueError(
-                f"canonical_mapping is {dict(self.canonical_mapping)}, expected an empty mapping: set target_modules"
-            )
+            raise ValueError(f"canonical_mapping is {dict(self.canonical_mapping)}, expected it to be empty")
         if self.target_modules and self.exclude_modules:
             raise ValueError(
                 f"target_modules is {self.target_modules} and exclude_modules {self.exclude_modules}, expected only "
@@ -175,16 +171,16 @@ class Qwen3VLAdapters:
         experts = [layer for layer in adapted if is_expert_layer(layer)]
         if experts and provider.moe_grouped_gemm:
             raise ValueError(
-                f"moe_grouped_gemm is True, expected False with adapters on experts: {experts[0]} would hold all "
-                "experts of a rank, but each expert has its own adapter"
+                f"moe_grouped_gemm is True, so that {experts[0]} holds all experts of a rank; expected False, because "
+                "each expert has its own adapter"
             )
         if experts:
             check_expert_tensor_parallelism(provider)
         for layer in experts:
             if (other := layer[:-1] + ("2" if layer.endswith("1") else "1")) not in experts:
                 raise ValueError(
-                    f"{layer} would have adapters and {other} none, expected both or neither, because vLLM cannot "
-                    "load anything else; change target_modules"
+                    f"{layer} would have adapters and {other} none, expected both or neither: vLLM cannot load "
+                    "anything else"
                 )
         if self.adapt_experts and not experts:
             raise ValueError(
@@ -195,17 +191,17 @@ class Qwen3VLAdapters:
         asked_for = [] if self.target_modules == list(LINEAR_LAYERS) else self.target_modules or []  # not the default
         separate = {entry: replace(self.settings, target_modules=(entry,)) for entry in asked_for}
         if idle := [entry for entry, settings in separate.items() if not any(map(settings.adapts, layers))]:
-            hint = "" if self.adapt_experts else " (layers of experts need adapt_experts=True)"
+            hint = "" if self.adapt_experts else " (experts' need adapt_experts=True)"
             raise ValueError(
                 f"target_modules {idle} match no linear layer of the adapted components, "
                 f"{adapted_fields}{hint}{suggest_names(idle)}"
             )
         if idle := [f for f in adapted_fields if not any(component_of(layer) is _ADAPT[f] for layer in adapted)]:
             raise ValueError(
-                f"{', '.join(idle)} is True, but target_modules {self.target_modules} match no layer of this component"
+                f"{', '.join(idle)} is True, but target_modules {self.target_modules} match no layer there"
             )
         if not adapted:
-            raise ValueError(f"no layer would get an adapter; set one of {', '.join(_ADAPT)} to True")
+            raise ValueError(f"nothing would be adapted; expected one of {', '.join(_ADAPT)} to be True")
 
 
 @dataclass
@@ -223,7 +219,7 @@ class Qwen3VLLoRA(Qwen3VLAdapters, VLMLoRA):
             if getattr(self, name):
                 raise ValueError(f"{name} is True, expected False: each expert has its own adapters, or none")
         if not self.share_expert_adapters and not self.adapt_experts:
-            raise ValueError("share_expert_adapters is False, expected True unless adapt_experts is True")
+            raise ValueError("share_expert_adapters is False, expected adapt_experts=True with it")
         super().check(provider)
 
 

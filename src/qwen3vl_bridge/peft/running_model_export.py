@@ -131,9 +131,7 @@ class AdapterConversion(OpenPeftBridge):
         for row in family(self.family).rows(experts):
             if match := re.fullmatch(re.escape(layer_name(row)).replace(r"\*", r"(\d+)"), layer):
                 return row.with_indices(*map(int, match.groups()))
-        raise KeyError(
-            f"found an adapter on {layer}, which is not in the weight table: this is a bug, please report it"
-        )
+        raise KeyError(f"{layer} has no row in the weight table")
 
     def _dimensions(self) -> Dimensions:
         return family(self.family).dimensions(self.hf_config.to_dict())
@@ -304,7 +302,7 @@ def save_hf_adapter(
     weights, adapted = conversion.adapters(model, exclude)
     if not weights:
         raise ValueError(
-            "found no adapters in the model, expected a model to which Qwen3VLLoRA or another PEFT was applied"
+            "the model has no adapters to save; expected a model to which Qwen3VLLoRA or another PEFT was applied"
         )
     if base_model_name_or_path is None:
         base_model_name_or_path = str(getattr(bridge.hf_pretrained, "model_name_or_path", None) or "")

@@ -71,14 +71,12 @@ def adapter_settings(config: dict[str, Any], folder: Path) -> AdapterSettings:
         targets, excluded = (fields[name] or [] for name in ("target_modules", "exclude_modules"))
         components = frozenset(each.value for each in Component if fields[f"adapt_{each.value}"] is True)
     except KeyError as error:
-        raise CheckpointError(
-            f"{folder / RUN_CONFIG}: found no {error} in the section peft, expected it as the run wrote it"
-        ) from error
+        raise CheckpointError(f"{folder / RUN_CONFIG}: peft lacks {error}") from error
     are_names = all(isinstance(x, list) and all(isinstance(name, str) for name in x) for x in (targets, excluded))
     if type(dim) is not int or dim < 1 or type(alpha) not in (int, float) or not are_names:
         raise CheckpointError(
             f"{folder / RUN_CONFIG}: peft has dim {dim!r}, alpha {alpha!r}, target_modules {targets!r} and "
-            f"exclude_modules {excluded!r}, expected a whole number of at least 1, a number, and two lists of names"
+            f"exclude_modules {excluded!r}; expected a whole number of at least 1, a number, and lists of names"
         )
     return AdapterSettings(dim, alpha, methods[method], components, tuple(targets), tuple(excluded), experts is True)
 
@@ -88,7 +86,7 @@ def check_complete_model(folder: Path) -> None:
     if (folder / RUN_CONFIG).is_file() and read_run_config(folder).get("peft") is not None:
         raise CheckpointError(
             f"{folder} holds only the adapters and other parameters that a run trained, expected a complete model; "
-            "make one with `qwen3vl adapters merge`"
+            "`qwen3vl adapters merge` makes one of it"
         )
 
 
@@ -103,22 +101,20 @@ def check_same_adapters(folder: Path, peft: Any, *, compare: bool = True) -> Non
     theirs = read_run_config(folder).get("peft") or {}
     if peft is not None and not theirs:
         raise CheckpointError(
-            f"{folder} was saved by a run without adapters, but peft is a {type(peft).__name__}; set other folders as "
-            "checkpoint.save and checkpoint.load. To begin with the weights of that run, set "
-            f"checkpoint.pretrained_checkpoint={folder.parent}"
+            f"{folder} was saved by a run without adapters, and peft is a {type(peft).__name__}: expected another "
+            f"folder as checkpoint.save and checkpoint.load; checkpoint.pretrained_checkpoint={folder.parent} begins "
+            "with that run's weights"
         )
     if peft is None and theirs:
         raise CheckpointError(
-            f"{folder} was saved by a run with {theirs.get('_target_')}, but this run has no adapters; set the same "
-            "peft, or other folders as checkpoint.save and checkpoint.load"
+            f"{folder} was saved by a run with {theirs.get('_target_')}, this run has no adapters: expected the same "
+            "peft, or another folder as checkpoint.save and checkpoint.load"
         )
     ours = peft.to_cfg_dict() if compare and peft is not None else theirs
     names = sorted((theirs.keys() | ours.keys()) - _MAY_DIFFER)
     pairs = ((name, theirs.get(name), ours.get(name)) for name in names)
     if differ := [f"peft.{name} was {before!r}, is {now!r}" for name, before, now in pairs if before != now]:
-        raise CheckpointError(
-            "\n  ".join([f"{folder} has other adapter settings than this run; set peft as in the checkpoint:", *differ])
-        )
+        raise CheckpointError("\n  ".join([f"{folder} has different adapters from this run:", *differ]))
 
 
 @dataclass(frozen=True)
@@ -215,8 +211,8 @@ def open_adapters(
         if mixed:
             raise CheckpointError(
                 f"{folder} was saved by {ranks} tensor-parallel ranks, and stores {mixed[0]} as one tensor in which "
-                "each rank's rows of gate and up (or of the sections of linear attention) follow the rows of the rank "
-                "before, so they cannot be separated. Save again with one tensor-parallel rank, or with "
+                "each rank's rows of gate and up (or of the sections of linear attention) follow those of the rank "
+                "before, so they cannot be separated. Expected one tensor-parallel rank, or "
                 f"checkpoint.ckpt_format={megatron.TORCH_DIST}"
             )
     return stored

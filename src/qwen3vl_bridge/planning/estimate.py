@@ -95,8 +95,8 @@ def check_trainable(
     if vision_layout is not None:
         if not family(dims.family).dist_train:
             raise ValueError(
-                f"{dims.family} does not support separate vision ranks; omit --vision-gpus, or set "
-                "model.dist_train.use_dist_train=False"
+                f"{dims.family} does not support separate vision ranks, expected the vision tower on the language "
+                "model's ranks"
             )
         if layout.cp > 1 or (layout.vpp or 1) > 1:
             raise ValueError(
@@ -121,7 +121,7 @@ def check_trainable(
         ):
             raise ValueError(
                 f"{layer} has {size} {side} on {ranks} tensor-parallel ranks, expected a multiple of {fp8.multiple} "
-                "on each rank for FP8; use fewer tensor-parallel ranks, or bf16"
+                "on each rank for FP8"
             )
     layout.num_microbatches(training.global_batch_size, training.micro_batch_size)
     if training.sharding.is_fsdp and layout.pp > 1:
@@ -140,7 +140,7 @@ def check_trainable(
         raise ValueError("this model has no multi-token prediction to train; omit --mtp")
     moe = {"moe", "moe_act"} & training.recompute.modules
     if moe and not dims.indices["moe_layers"]:
-        raise ValueError(f"recompute_modules has {sorted(moe)}, expected 'mlp' instead: this model has no experts")
+        raise ValueError(f"recompute_modules has {sorted(moe)}, expected neither: this model has no experts")
     if "mlp" in training.recompute.modules and not dims.indices["dense_layers"]:
         raise ValueError("recompute_modules has 'mlp', expected 'moe': every layer of this model has experts")
 

@@ -78,8 +78,7 @@ def read_layouts(cfg: Any, world_size: int) -> tuple[ParallelLayout, ParallelLay
         sizes = (dist_train.vision_world_size, dist_train.language_world_size)
         if None in sizes or sum(sizes) != world_size:
             raise ValueError(
-                f"model.dist_train has vision_world_size {sizes[0]} and language_world_size {sizes[1]}, expected a sum "
-                f"of {world_size}, the number of ranks"
+                f"dist_train has {sizes[0]} vision and {sizes[1]} language ranks, expected a total of {world_size}"
             )
         vision_layout = ParallelLayout(sizes[0], tp=dist_train.vision_tensor_model_parallel_size or 1)
         world_size = dist_train.language_world_size

@@ -117,9 +117,9 @@ class ParallelLayout:
         per_stage, rest = divmod(remaining, free) if free else (0, remaining)
         if rest or per_stage < 0:
             raise ValueError(
-                f"{remaining} layers for {free} pipeline stages, expected a multiple of the stages; set another pp, or "
-                "uneven stages by num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage, "
-                "account_for_embedding_in_pipeline_split or account_for_loss_in_pipeline_split"
+                f"{remaining} layers for {free} pipeline stages, expected a multiple of the stages; or uneven stages: "
+                "num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage, "
+                "account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split"
             )
         stages = [fixed.get(stage, per_stage) for stage in range(pp)]
         for stage, count in enumerate(stages):
@@ -137,7 +137,7 @@ class ParallelLayout:
         )
         has_experts = bool(dims.indices["moe_layers"])
         if not has_experts and (self.ep > 1 or self.expert_tp not in (1, self.tp)):
-            raise ValueError(f"ep is {self.ep} and etp {self.etp}, expected 1 and None: this model has no experts")
+            raise ValueError(f"ep is {self.ep} and etp {self.etp}, expected neither: this model has no experts")
         if self.tp > 1 and not self.sequence_parallel:
             if has_experts:
                 raise ValueError(

@@ -121,9 +121,9 @@ def print_no_fit(least: MemoryEstimate, memory: int) -> None:
     if not training.lora:
         options.append("--kind peft (LoRA)")
     Console().print(
-        f"no parallel layout fits into {_describe_limit(memory)}; {describe_parallelism(least)} "
-        f"({describe_training(training)}) needs least, {least.peak.total / GIB:.1f} GiB. To reduce memory: "
-        f"{', '.join(options)}, a smaller --seq-length, or --max-patches",
+        f"nothing fits into {_describe_limit(memory)}; {describe_parallelism(least)} "
+        f"({describe_training(training)}) needs least, {least.peak.total / GIB:.1f} GiB: {', '.join(options)}, shorter "
+        "rows, or --max-patches",
         style="red",
     )
 

@@ -84,7 +84,7 @@ def _possible_layouts(
     if vision_layout is not None:
         world, max_cp = world - vision_layout.world, 1
         if world < 1:
-            raise ValueError(f"there are {vision_layout.world} vision ranks, expected fewer than the number of GPUs")
+            raise ValueError(f"there are {vision_layout.world} vision ranks, expected fewer than all GPUs")
     powers = [2**power for power in range(world.bit_length())]
     sizes = {
         "tp": [size for size in powers if size <= gpu.gpus_per_node],

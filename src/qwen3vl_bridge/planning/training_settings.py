@@ -171,11 +171,11 @@ class TrainingSettings:
             raise ValueError(f"expert_load is {self.expert_load}, expected 1 (all ranks get equal loads) or more")
         if self.fp8 and (self.sharding.is_fsdp or not self.transformer_engine):
             raise ValueError(
-                "FP8 is estimated only with Transformer Engine and without Megatron-FSDP: set transformer_impl to "
-                "'transformer_engine', and use the distributed optimizer instead of Megatron-FSDP"
+                "FP8 is estimated only with Transformer Engine and without Megatron-FSDP, expected transformer_impl "
+                "'transformer_engine' and another sharding"
             )
         if self.loss_fusion == "te" and not self.transformer_engine:
-            raise ValueError("cross_entropy_fusion_impl is 'te' without Transformer Engine, expected 'native'")
+            raise ValueError("loss_fusion is 'te' without Transformer Engine, which implements it; expected another")
         if self.trains_mtp and self.recompute.granularity == "full" and self.recompute != FULL:
             raise ValueError(
                 f"recompute_method is {self.recompute.method!r} and recompute_num_layers {self.recompute.num_layers}, "

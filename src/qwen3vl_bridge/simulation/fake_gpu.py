@@ -46,9 +46,9 @@ def build(folder: str | os.PathLike[str]) -> Path:
         installed = Path(engine.origin).parent  # may be outside of torch's site-packages
         libraries += sorted([*installed.rglob("*.so"), *installed.parent.glob("transformer_engine_torch*.so")])
     if not (site / "torch/lib/libtorch_cuda.so").exists():
-        raise FakeGPUError("torch is installed without CUDA; the fake GPU needs the CUDA build of torch")
+        raise FakeGPUError("torch is installed without CUDA; the fake GPU needs the CUDA build")
     if missing := [program for program in ("gcc", "nm") if shutil.which(program) is None]:
-        raise FakeGPUError(f"{' and '.join(missing)} not found, expected on PATH: the fake GPU is compiled from C")
+        raise FakeGPUError(f"{' and '.join(missing)} not found: the fake GPU is built from C")
     sources = [Path(__file__), *sorted(SOURCES.iterdir())]
     contents = [path.read_bytes() for path in sources] + [
         f"{path} {path.stat().st_size}".encode() for path in libraries

@@ -120,13 +120,11 @@ def simulate_rank(cfg: ConfigContainer, *, rank: int, world: int, log: Path) -> 
     if not 0 <= rank < world:
         raise ValueError(f"rank is {rank}, expected 0 to {world - 1}")
     if cfg.train.micro_batch_size != 1:
-        raise ValueError(
-            f"train.micro_batch_size is {cfg.train.micro_batch_size}, expected 1: a simulation takes one packed row"
-        )
+        raise ValueError(f"train.micro_batch_size is {cfg.train.micro_batch_size}, expected 1 (a packed row)")
     if cfg.model.dist_train.use_dist_train or cfg.model.variable_seq_lengths:
         raise ValueError(
-            "model.variable_seq_lengths or model.dist_train.use_dist_train is True, expected False for both: ranks "
-            "would send each other sizes, and a simulation has only one rank"
+            "model.variable_seq_lengths or model.dist_train is set, with which ranks send each other sizes; a "
+            "simulation has only one rank: expected model.variable_seq_lengths=False and no separate vision ranks"
         )
     gc.freeze()  # compiling runs many garbage collections, which need not traverse imported modules
     report = Simulation(rank, world)

@@ -170,7 +170,7 @@ def make_checkpoint(
     """
     if family not in FAMILIES or (family != "qwen3_vl" and (tied or moe)):
         raise ValueError(
-            f"family is {family!r}, tied is {tied} and moe is {moe}; expected a family of {FAMILIES}, and tied or moe "
+            f"family is {family!r}, tied is {tied} and moe is {moe}; expected one of {FAMILIES}, and tied or moe "
             "only for qwen3_vl"
         )
     folder = Path(folder)

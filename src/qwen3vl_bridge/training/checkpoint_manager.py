@@ -263,7 +263,7 @@ def _stage_on_all_ranks(target: Path) -> Iterator[Path]:
         with raise_on_all_ranks():
             if not staged.is_dir():
                 raise CheckpointError(
-                    f"{staged} does not exist on this rank; set checkpoint.save to a file system that all ranks share"
+                    f"{staged} is not visible on this rank, expected a file system that all ranks share"
                 )
         try:
             yield staged
@@ -304,6 +304,7 @@ def _with_folder(ctx: CheckpointSaveContext, folder: Path) -> CheckpointSaveCont
 
 
 def _notify_saved(ctx: CheckpointSaveContext, final: Path, callback_manager: Any) -> None:
+    """Notify experiment trackers and callbacks of a saved checkpoint, as Megatron-Bridge does."""
     state, cfg, name = ctx.state, ctx.state.cfg, str(final)
     save, step = cfg.checkpoint.save, state.train_state.step
     wandb_utils.on_save_checkpoint_success(name, save, step, wandb_writer=state.wandb_logger)

@@ -206,7 +206,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
             found = " and ".join(f"train.{name} {value}" for name, value in given.items() if value is not None)
             raise ValueError(
                 f"train.num_epochs is {epochs}{' with ' * bool(found)}{found}, expected a number above 0, and None for "
-                "train.train_iters, train.train_samples and train.rampup_batch_size"
+                "train_iters, train_samples and rampup_batch_size"
             )
         if not isinstance(rows, Qwen3VLConversationProvider):
             raise ValueError(
@@ -216,7 +216,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
         count = int(rows.count_epoch(self.model.context_parallel_size).rows)
         train.num_epochs, train.train_iters = None, ceil(Fraction(str(epochs)) * count / train.global_batch_size)
         if get_rank_safe() == 0:
-            logger.info("train.num_epochs=%s with %d rows each: train.train_iters=%d", epochs, count, train.train_iters)
+            logger.info("train.num_epochs %s of %d rows: train.train_iters is %d", epochs, count, train.train_iters)
 
     def _complete_dataset(self) -> None:
         """Set the fields of the dataset that follow from other sections of the configuration.
@@ -241,7 +241,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
         # Megatron-Bridge's energon loaders never handle the signal.
         if exit_signal is None or isinstance(dataset, EnergonDatasetConfig):
             logger.warning(
-                "train.exit_signal_handler does not apply to the %d data-loading workers: launchers send them the "
-                "signal too, it ends them, and the run fails before it can save; %s, or set dataset.num_workers=0",
+                "train.exit_signal_handler is on, but not for the %d processes that read ahead: launchers send them "
+                "the signal too, it ends them, and the run fails before it can save; %s, or dataset.num_workers=0",
                 *(dataset.num_workers, advice),
             )

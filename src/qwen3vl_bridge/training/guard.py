@@ -124,9 +124,7 @@ class StepGuard(Callback):
         if self._guard is None:
             return True
         if not self._read():
-            raise ValueError(
-                "guard is set, but no losses were recorded: train with qwen3vl_bridge.forward_step, or set guard=None"
-            )
+            raise ValueError("cfg.guard is set, but no losses were recorded. Use qwen3vl_bridge.forward_step.")
         loss, tokens = self._loss
         finding = self._guard.check_step(
             loss / tokens if tokens else None, 0.0 if overflow else math.hypot(*self._norms.values())
@@ -162,10 +160,10 @@ def _check_anything_trained(context: CallbackContext) -> None:
     if any(gather_objects(any(p.requires_grad for chunk in context.model for p in chunk.parameters()))):
         return
     if (peft := context.state.cfg.peft) is None:
-        advice = "set model.freeze_language_model, model.freeze_vision_model or model.freeze_vision_projection to False"
+        expected = "one of model.freeze_language_model, freeze_vision_model and freeze_vision_projection False"
     else:
-        advice = f"set a peft that matches a layer of the model, instead of {peft}"
-    raise ValueError(f"nothing would be trained, because no parameter of the model requires a gradient; {advice}")
+        expected = f"a peft that matches some layer; it is {peft}"
+    raise ValueError(f"nothing would be trained: no parameter of the model requires a gradient; expected {expected}")
 
 
 class BadStepError(ValueError):
@@ -191,7 +189,7 @@ class Guard:
         settings, known, limit = self.settings, len(self.latest), math.inf
         if 2 * known >= settings.spike_window:
             limit = settings.spike_factor * statistics.median(self.latest)
-        if loss is not None and math.isfinite(loss):  # also a spike: higher losses are accepted after half a window
+        if loss is not None and math.isfinite(loss):
             self.latest.append(loss)
         if loss is not None and not math.isfinite(loss):
             problem = f"the loss is {loss}, expected a finite value"
@@ -351,8 +349,8 @@ class GradNormsByComponent:
             parts = {tensor: part for part, p in named for tensor in _stepped_tensors(member, p)}
             if missing := set(stepped) - parts.keys():
                 raise ValueError(
-                    f"the optimizer updates {len(missing)} tensors that belong to no parameter of the model, with "
-                    f"shapes {sorted({tuple(tensor.shape) for tensor in missing})[:8]}; use the optimizer of this model"
+                    f"the optimizer updates {len(missing)} tensors that belong to no parameter of the model, "
+                    f"expected none: found shapes {sorted({tuple(tensor.shape) for tensor in missing})[:8]}"
                 )
             group = member.get_grad_stats_parallel_group()
             # Every such group computes the same sum, and the sum over all ranks adds it once for each group.

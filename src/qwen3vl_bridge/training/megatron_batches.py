@@ -34,11 +34,11 @@ _PACK_IN_STEP = ("enable_in_batch_packing", "defer_in_batch_packing_to_step")  #
 _OUR_DATASET = "qwen3vl_bridge.Qwen3VLConversationProvider"
 _WARNINGS = {
     "image_grid_thw": "Megatron-Bridge's collators resize images twice, which can change their aspect ratio, and use "
-    f"other limits than the checkpoint's processor. Use {_OUR_DATASET}, which follows the processor",
+    f"other limits than the checkpoint's processor. {_OUR_DATASET} follows the processor",
     "video_grid_thw": "Megatron-Bridge's collators drop frames of videos, and the times in the text are wrong: they "
-    f"assume 24 frames per second for every video. Use {_OUR_DATASET}, which reads the times from each video",
-    "cut": "Megatron-Bridge's collators cut rows at dataset.seq_length, here within an answer. Increase it, or use "
-    f"{_OUR_DATASET}, which rejects, drops or truncates long samples (dataset.on_long) and counts them",
+    f"assume 24 frames per second for every video. {_OUR_DATASET} uses each video's own times",
+    "cut": "Megatron-Bridge's collators cut rows at dataset.seq_length, here in the middle of an answer. "
+    f"{_OUR_DATASET} rejects, drops or truncates such samples according to on_long, and counts them",
 }
 _IMAGE_KEYS = {"pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"}
 
@@ -64,7 +64,7 @@ def from_collator(batch: Mapping[str, Any], config: VisionLanguageProvider, data
         TypeError: The batch is not a mapping.
     """
     if not isinstance(batch, Mapping):
-        raise TypeError(f"the batch is a {type(batch).__name__}, expected a TokenBatch or the dict of a collator")
+        raise TypeError(f"found a batch of type {type(batch).__name__}, expected a TokenBatch or a collator's dict")
     given = _check_keys(batch)
     images = _read_images(given.get("visual_inputs"))
     ids, mask, positions = given["input_ids"], given.get("attention_mask"), given.get("position_ids")
@@ -82,8 +82,8 @@ def from_collator(batch: Mapping[str, Any], config: VisionLanguageProvider, data
             ids,
             labels=given["labels"],
             loss_mask=given["loss_mask"],
-            # Text positions [rows, tokens] are also given for rows with images, and count through them. M-RoPE
-            # positions are computed instead.
+            # Text positions [B, S] are also given for rows with images, and count through them. M-RoPE positions are
+            # computed instead.
             position_ids=positions if positions is not None and positions.dim() == 3 else None,
             attention_mask=mask,
             packed_seq_params=packed,
@@ -92,9 +92,9 @@ def from_collator(batch: Mapping[str, Any], config: VisionLanguageProvider, data
     except ValueError as error:
         if images:
             error.add_note(
-                "Two possible causes: Megatron-Bridge's collators cut rows at dataset.seq_length, even within images "
-                "(increase it to the length of the longest sample); with dataset.dataloader_type='batch' its loop "
-                "passes the images of all microbatches to each microbatch (use 'single' or 'cyclic')"
+                "Megatron-Bridge's collators cut rows at dataset.seq_length, even within images: increase it to the "
+                "length of the longest sample. Its loop passes the images of all microbatches to each microbatch if "
+                "dataset.dataloader_type is 'batch': expected 'single' or 'cyclic' for data with images"
             )
         raise
     if positions is not None and positions.dim() != 3:
@@ -113,18 +113,15 @@ def _check_keys(batch: Mapping[str, Any]) -> dict[str, Any]:
         k for k, v in batch.items() if v is not None and k not in _USED_KEYS | _IGNORED_KEYS and k[:2] != "__"
     )
     if unknown:
-        raise ValueError(
-            f"the batch has the unknown keys {unknown}, expected only {sorted(_USED_KEYS | _IGNORED_KEYS)}; remove the "
-            "others in the collate function"
-        )
+        raise ValueError(f"the batch has the keys {unknown}, expected only {sorted(_USED_KEYS | _IGNORED_KEYS)}")
     given = {key: batch[key] for key in _USED_KEYS if batch.get(key) is not None}
     tokens = given.pop("tokens", None)
     if tokens is not None and not torch.equal(given.setdefault("input_ids", tokens), tokens):
-        raise ValueError("the batch has different values for tokens and input_ids, expected only one of these keys")
+        raise ValueError("the batch has tokens that differ from input_ids, expected only one of them, or equal ones")
     if missing := sorted({"input_ids", "labels", "loss_mask"} - given.keys()):
-        raise ValueError(f"the batch has the keys {sorted(batch)}, expected {missing} too")
+        raise ValueError(f"the batch does not have {missing}; found {sorted(batch)}")
     if "cu_seqlens_q" not in given and (stray := sorted(given.keys() & set(OFFSETS))):
-        raise ValueError(f"the batch has {stray} without cu_seqlens_q, the offsets without padding; expected both")
+        raise ValueError(f"the batch has {stray} without cu_seqlens_q, expected the offsets without padding too")
     shape = given["input_ids"].shape
     for name in ("labels", "loss_mask"):
         if given[name].shape != shape:
@@ -163,8 +160,8 @@ def _check_positions(given: Tensor, batch: TokenBatch, arranged: CallerLayout) -
     if wrong.any():
         first = int(wrong.nonzero()[0])
         raise ValueError(
-            f"position_ids is {int(arranged.arrange(given.cpu()).flatten()[first])} at token {int(expected[first])} of "
-            "a segment, expected positions that count up from 0; for several documents in a row, pass cu_seqlens_q"
+            f"position_ids has {int(arranged.arrange(given.cpu()).flatten()[first])} for token {int(expected[first])} "
+            "of a segment, expected positions that count up from 0; packed documents need cu_seqlens_q"
         )
 
 
@@ -174,7 +171,7 @@ def _check_labels(batch: TokenBatch) -> None:
     trained, labels = batch.loss_mask.flatten() != 0, batch.labels.flatten()
     padding, segment = layout.padding_mask(), layout.segment_ids()
     if on_padding := int((trained & padding).sum()):
-        raise ValueError(f"loss_mask is not 0 for {on_padding} padding tokens, expected 0 where attention_mask is 0")
+        raise ValueError(f"loss_mask counts {on_padding} tokens of padding, expected 0 where attention_mask is 0")
     has_next = ~padding[1:] & (segment[1:] == segment[:-1])
     if (trained & ~F.pad(has_next, (0, 1))).any():
         _warn("cut")
@@ -182,6 +179,6 @@ def _check_labels(batch: TokenBatch) -> None:
     if len(wrong):
         token = int(wrong[0])
         raise ValueError(
-            f"labels is {int(labels[token])} at token {token} of the batch, expected the next token, "
-            f"{int(ids[token + 1])}; shift labels and loss_mask by one token"
+            f"labels has {int(labels[token])} at token {token} of the batch, whose next token is "
+            f"{int(ids[token + 1])}: expected shifted labels, and a shifted loss_mask"
         )

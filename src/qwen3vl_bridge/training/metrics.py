@@ -305,7 +305,7 @@ class ExpertLoad:
     def _count(self, router: nn.Module, args: tuple, kwargs: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:
         if not torch.is_grad_enabled():
             return  # a recomputed layer runs again with gradients, and is counted then
-        topk = output[1]  # [tokens, experts] bool
+        topk = output[1]  # [tokens, E] bool
         padding = kwargs.get("padding_mask", args[1] if len(args) > 1 else None)  # [s, b] bool, True for padding
         if padding is not None:
             topk = topk & ~padding.reshape(-1, 1)

@@ -31,12 +31,12 @@ from megatron.core.utils import unwrap_model
 logger = logging.getLogger(__name__)
 
 _RNG_STATE = "rng_state"
-_NEW_OPTIMIZER = "set checkpoint.load_optim=false to start with a new optimizer state"
+_NEW_OPTIMIZER = "checkpoint.load_optim=false, to start with a new optimizer state"
 _MTP = "mtp_loss_scaling_factor"
 _GROUPS, _IS_EXPERT = "param_groups", "is_expert_parallel"
 _GROUP_IDENTITY = tuple(key for key in param_group_identifier_keys if key != _IS_EXPERT)
 _CHOOSE_SCHEDULE = (
-    "set scheduler.override_opt_param_scheduler=true to use the settings of this run, or "
+    "set scheduler.override_opt_param_scheduler=true to use the settings, or "
     "scheduler.use_checkpoint_opt_param_scheduler=true to use the checkpoint's schedule"
 )
 
@@ -86,7 +86,7 @@ def check_checkpoint_exists(settings: CheckpointConfig) -> None:
     local = settings.non_persistent_ckpt_type == "local"  # ranks have these in other folders
     if settings.exit_on_missing_checkpoint and settings.load and not local and not _checkpoint_exists(settings):
         raise CheckpointError(
-            f"checkpoint.load is {settings.load}, expected a folder with a checkpoint; give another folder, or set "
+            f"checkpoint.load is {settings.load}, which has no checkpoint; expected a folder with one, or "
             "checkpoint.exit_on_missing_checkpoint=false"
         )
 
@@ -120,7 +120,7 @@ def check_optimizer_state(folder: Path, cfg: ConfigContainer) -> None:
     checkpoint, theirs, ours = saved.get("checkpoint") or {}, saved.get("model") or {}, vars(cfg.model)
     if not checkpoint.get("save_optim", True):
         raise CheckpointError(
-            f"{folder} was saved without optimizer state (checkpoint.save_optim=false); {_NEW_OPTIMIZER}"
+            f"{folder} was saved without the optimizer (checkpoint.save_optim=false): expected {_NEW_OPTIMIZER}"
         )
     if cfg.peft is not None:
         return
@@ -134,9 +134,9 @@ def check_optimizer_state(folder: Path, cfg: ConfigContainer) -> None:
         differ = ", ".join(f"model.{name} is {ours.get(name)}, the checkpoint has {theirs.get(name)}" for name in names)
         why = "does not have the state of parameters that are trained now"
         if by_index:
-            why = "was saved by parameter index, and fits only if the same parameters are trained"
+            why = "was saved by index, and fits only the same trained parameters"
         raise CheckpointError(
-            f"{differ}: the optimizer state in {folder} {why}; use the checkpoint's settings, or {_NEW_OPTIMIZER}"
+            f"{differ}: the optimizer state in {folder} {why}; expected the checkpoint's settings, or {_NEW_OPTIMIZER}"
         )
     rows = tuple(row for row in family(cfg.model.family).rows() if row.float32)
     if by_index and now[f"freeze_{Component.LANGUAGE_MODEL.value}"] and rows:
@@ -145,7 +145,7 @@ def check_optimizer_state(folder: Path, cfg: ConfigContainer) -> None:
             if name in tensors and tensors[name][0].dtype != "float32":
                 raise CheckpointError(
                     f"{folder} has {name} in 16 bits, as in Megatron-Bridge's own model, and this run has it in "
-                    f"float32: the optimizer state was saved by parameter index, and does not fit; {_NEW_OPTIMIZER}"
+                    f"float32: the optimizer state was saved by index, and does not fit; expected {_NEW_OPTIMIZER}"
                 )
 
 
@@ -309,8 +309,8 @@ def has_all_rng_states(settings: CheckpointConfig, ctx: CheckpointLoadContext) -
     if missing and is_rank_zero():
         layouts = sorted({_sizes_in(key) for key in stored if key.startswith(f"{_RNG_STATE}/")})
         logger.warning(
-            "%s has random states for %s, and this run has %s: random states are not restored, and random generators "
-            "keep the state from rng.seed",
+            "%s has random states for %s, and this run has %s: random states are not restored, and generators keep the "
+            "state from rng.seed",
             *(folder, " and ".join(layouts) or "no ranks", _sizes_in(missing[0])),
         )
     return all(key in stored for name, key in keys if name == ctx.module_name)

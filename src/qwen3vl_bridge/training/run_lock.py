@@ -144,6 +144,7 @@ def _in_use(path: Path, holder: dict[str, Any], proof: str) -> FolderInUseError:
 
 
 def _this_process() -> dict[str, Any]:
+    """Return a dict that describes this process, to be written to the lock file."""
     pid = os.getpid()
     # The id distinguishes locks: a new file may have the inode number of a removed one.
     holder = _process_scope() | {"pid": pid, "started": _start_time(pid), "id": uuid.uuid4().hex}
@@ -197,7 +198,7 @@ def _is_this_process(holder: dict[str, Any]) -> bool:
 def _read_lock(path: Path) -> _LockState | None:
     """Return the state of a lock file, or None if the file does not exist."""
     try:
-        with path.open() as file:  # NFS asks the server only on open, and otherwise uses its cache
+        with path.open() as file:
             status, text = os.fstat(file.fileno()), file.read()
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ESTALE):
@@ -211,8 +212,9 @@ def _read_lock(path: Path) -> _LockState | None:
 
 
 def _describe(holder: dict[str, Any]) -> str:
+    """Return a text for messages that describes the process that holds the lock."""
     if "pid" not in holder:
-        return "an unknown process, which has not written its id yet"
+        return "a process that has not written its name"
     more = [
         f"started {holder.get('since')}",
         *(f"{title} {holder[title]}" for title in _JOB_VARIABLES.values() if title in holder),
@@ -224,8 +226,6 @@ def _describe(holder: dict[str, Any]) -> str:
 
 def _remove(path: Path, seen: _LockState) -> None:
     """Remove a lock file if it still has the state `seen`."""
-    # If two processes take over, the slower one could remove the new lock of the faster one. So the file is renamed
-    # first, and restored if it is another lock.
     moved = path.with_name(f".{FILE}.{uuid.uuid4().hex[:12]}")
     try:
         path.rename(moved)
@@ -263,7 +263,7 @@ def _keep_renewing(path: Path, descriptor: int, ended: threading.Event) -> None:
 
 def _release(path: Path, descriptor: int, ended: threading.Event, pid: int) -> None:
     """Remove the lock file if it still exists, and stop renewing it. Do nothing in a forked process."""
-    if os.getpid() != pid:  # a forked process has a copy of the object, but not the lock
+    if os.getpid() != pid:
         return
     if is_open_at(descriptor, path):
         with contextlib.suppress(OSError):

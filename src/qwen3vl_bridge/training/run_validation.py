@@ -122,12 +122,12 @@ def _check_processor(cfg: Any) -> None:
     if not found or get_rank_safe() != 0:  # only the first rank asks the hub; under torchrun the others end with it
         return
     message = (
-        f"{' and '.join(f'{name} is {value}' for name, value in found.items())}, of the hub, but "
-        f"checkpoint.pretrained_checkpoint is {folder}, which has a processor and a tokenizer: use this folder for "
-        f"each; in Python set_paths(cfg, hf_path={str(folder)!r}) of qwen3vl_recipes.paths does so"
+        f"{' and '.join(found)} are of the hub, {' and '.join(dict.fromkeys(found.values()))}, and "
+        f"checkpoint.pretrained_checkpoint is {folder}, which has its own: expected {folder} for each; in Python "
+        f"set_paths(cfg, hf_path={str(folder)!r}) of qwen3vl_recipes.paths sets them and the model"
     )
     if not all(copies[value] or exists_on_hub(value) for value in found.values()):
-        raise ValueError(f"{message}. This machine has no copy, and the hub does not have it or does not answer")
+        raise ValueError(f"{message}; this machine has no copy, and the hub does not have it or does not answer")
     logger.warning(message)
 
 
@@ -166,10 +166,10 @@ def check_balance(cfg: Any) -> None:
         return
     rows, ramp = cfg.train.global_batch_size, cfg.train.rampup_batch_size
     if rows % over or ramp is not None:
-        ramped = "" if ramp is None else f" and train.rampup_batch_size {ramp}"
+        ramped = "" if ramp is None else f", rampup_batch_size {ramp}"
         raise ValueError(
-            f"dataset.balance_over is {over} with train.global_batch_size {rows}{ramped}, expected a divisor of a "
-            f"constant global batch size: set dataset.balance_over={rows} and train.rampup_batch_size=None"
+            f"dataset.balance_over is {over} with train.global_batch_size {rows}{ramped}, expected a constant global "
+            f"batch size and the same number: set dataset.balance_over={rows} too"
         )
 
 
@@ -192,14 +192,12 @@ def check_warmup(cfg: Any) -> None:
     if not cfg.has_recipes_warmup:
         raise ValueError(
             f"{setting} is {warmup} with {name} {length}: the learning rate would still be warming up at the end and "
-            f"never reach optimizer.lr; expected less than {length}, such as {setting}={length // 20}. For the first "
-            f"steps of a longer run, set scheduler.lr_decay_{kind} to the length of that run"
+            f"never reach optimizer.lr; expected less than {length}, such as {setting}={length // 20}, or, for the "
+            f"first steps of a longer run, the length of that run as scheduler.lr_decay_{kind}"
         )
     setattr(schedule, f"lr_warmup_{kind}", length // 20)
     if get_rank_safe() == 0:
-        logger.info(
-            "the recipe's %s is shortened from %d to %d, because %s is %d", setting, warmup, length // 20, name, length
-        )
+        logger.info("the recipe's %s of %d is shortened to %d: %s is %d", setting, warmup, length // 20, name, length)
 
 
 def _warn_about_nan_checks(cfg: Any) -> None:
@@ -211,8 +209,8 @@ def _warn_about_nan_checks(cfg: Any) -> None:
 def _warn_about_rounding(cfg: Any) -> None:
     if cfg.optimizer.optimizer_cpu_offload and cfg.checkpoint.load and cfg.checkpoint.load_optim:
         logger.warning(
-            "optimizer.optimizer_cpu_offload is True: if the run resumes, its main weights are rounded to the model's "
-            "dtype, because Megatron-Bridge overwrites them with the model's weights. Set it to False to avoid this"
+            "with optimizer.optimizer_cpu_offload a resumed run begins with main weights rounded to the model's dtype: "
+            "Megatron-Bridge copies the model's weights over the main weights that it has loaded"
         )
 
 
@@ -226,7 +224,7 @@ def _warn_about_allocator(cfg: Any) -> None:
     if torch.cuda.is_available() and not allocator.is_configured() and not is_set_in_time and get_rank_safe() == 0:
         logger.warning(
             "%s is not set: torch's allocator fragments the memory of nearly full GPUs. Set %s=%s in the environment, "
-            "or in the script before Megatron-Bridge is imported; `qwen3vl train` sets it",
+            "or in the script before Megatron-Bridge is imported; `qwen3vl train` does",
             *(allocator.VARIABLE, allocator.VARIABLE, allocator.SETTING),
         )
 
@@ -242,14 +240,14 @@ def _is_layer_wise(cfg: Any) -> bool:
 _SKIPS_NAN = Condition("guard.on_nan", lambda cfg: cfg.guard is not None and cfg.guard.on_nan == "skip")
 _GENERATES = is_on("accuracy.path")
 QUANTIZED = is_on("model.restore_modelopt_state")
-_GROUPS = "vision and language ranks have separate process groups, which support nothing else"
-_ONE_DTYPE = "such an optimizer gathers parameters of one dtype, and linear attention has float32 parameters"
+_GROUPS = "each module has its own process groups, and all of them must be of one kind"
+_ONE_DTYPE = "it gathers each rank's parameters in one call, which needs one dtype, and linear attention has float32"
 
 # Before Megatron-Bridge copies `comm_overlap` over the model's settings, which happens before validation.
 BEFORE_OVERLAP: tuple[Check, ...] = tuple(
     Requires(
         f"comm_overlap.{name}", True, is_on(f"model.{name}") & (lambda cfg: cfg.comm_overlap),
-        why="Megatron-Bridge copies it over the model's setting, and None would turn that off",
+        why="it replaces the model's setting, and None turns that off",
     )
     for name in ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "defer_embedding_wgrad_compute")
 )  # fmt: skip
@@ -266,31 +264,31 @@ BEFORE_VALIDATE: tuple[Check, ...] = (
     check_names,
     Requires("dataset.seq_length", same_as("model.seq_length"), why="both are the length of a row; set both"),
     # ModelOpt
-    *requires_default(_USE_FSDP, "checkpoints of Megatron-FSDP have no quantizers", QUANTIZED),
-    *requires_default("dist.use_decentralized_pg", "ModelOpt uses megatron-core's global process groups", QUANTIZED),
+    *requires_default(_USE_FSDP, "its checkpoints have no quantizers", QUANTIZED),
+    *requires_default("dist.use_decentralized_pg", "ModelOpt asks megatron-core for process groups", QUANTIZED),
     *requires_default(
-        "dist.use_torch_fsdp2", "FSDP2 needs an unsharded model with one dtype; use ddp.use_megatron_fsdp instead"
+        "dist.use_torch_fsdp2", "it needs parameters of one dtype and full models; use ddp.use_megatron_fsdp"
     ),
     # separate vision ranks
     Requires("dist.use_decentralized_pg", True, _DIST_TRAIN, why=_GROUPS),
     *requires_default("ddp.num_distributed_optimizer_instances", _GROUPS, _DIST_TRAIN),
-    *requires_default(_USE_FSDP, "Megatron-FSDP shards a single module, not two", _DIST_TRAIN),
-    Requires("peft", None, _DIST_TRAIN, why="adapters cannot be added to a model on separate ranks"),
+    *requires_default(_USE_FSDP, "it shards the parameters of a single module", _DIST_TRAIN),
+    Requires("peft", None, _DIST_TRAIN, why="adapters are applied to complete models"),
     *requires_default("accuracy.path", "generation needs the complete model", _DIST_TRAIN),
     *requires_default(
         "checkpoint.also_save_hf_checkpoint",
-        "the first rank would write only the vision tower; use `qwen3vl convert export` after training instead",
+        "the first rank would write only the tower; convert the checkpoint instead",
         _DIST_TRAIN,
     ),
     *requires_default(
-        "checkpoint.non_persistent_ckpt_type", "these runs resume only from persistent checkpoints", _DIST_TRAIN
+        "checkpoint.non_persistent_ckpt_type", "such runs resume only from persistent checkpoints", _DIST_TRAIN
     ),
     *requires_default(
-        "rerun_state_machine.rerun_mode", "vision ranks cannot read their rows a second time", _DIST_TRAIN
+        "rerun_state_machine.rerun_mode", "the tower's ranks cannot read their rows a second time", _DIST_TRAIN
     ),
     *requires_default(
         "checkpoint.custom_manager_class",
-        "other managers would save the random states of both modules under the same names",
+        "it would save the random states of both modules under the same names",
         _DIST_TRAIN & _saves_or_loads,
         also=(MANAGER,),
     ),
@@ -307,7 +305,7 @@ BEFORE_VALIDATE: tuple[Check, ...] = (
     Requires("ddp.delay_wgrad_compute", False, is_off("model.delay_wgrad_compute"), (None,), IGNORED),
     Requires(
         "peft", None, is_on("model.delay_wgrad_compute"),
-        why="only weight gradients of the base model can be delayed, and adapters freeze the base model",
+        why="gradients of adapters are computed in the backward pass, and gradients of frozen layers never",
     ),
     # parameters of two dtypes
     Requires("optimizer.optimizer", one_of("adam", "sgd", "lion", "muon"), _TWO_DTYPES, why=_ONE_DTYPE),
@@ -316,8 +314,8 @@ BEFORE_VALIDATE: tuple[Check, ...] = (
         "ddp.grad_reduce_in_fp32", True,
         is_on("model.virtual_pipeline_model_parallel_size") & is_off("ddp.use_distributed_optimizer")
         & is_off("ddp.use_megatron_fsdp") & _trains_float32,
-        why="the gradients of a virtual stage are reduced in one call, which needs one dtype, and those of linear "
-        "attention are float32",
+        why="the gradients of a virtual stage are reduced in one call, which needs one dtype, and linear attention has "
+        "float32",
     ),
     lambda cfg: run_checks(model_validation.CUDA_GRAPHS, cfg.model),
     # accuracy
@@ -331,24 +329,21 @@ BEFORE_VALIDATE: tuple[Check, ...] = (
     Requires(
         "dataset.__class__",
         Values(lambda kind, _: issubclass(kind, ConversationRows), lambda _: "a data set of qwen3vl_bridge"),
-        _GENERATES, why="the processor of that data set encodes the questions",
+        _GENERATES, why="its processor encodes the questions",
     ),
     # optimizers of emerging-optimizers
     Requires(
         "optimizer.optimizer", one_of("adam", "sgd", "lion", "muon", "dist_muon"),
-        why="megatron-core 0.19 cannot build, step or save other optimizers with emerging-optimizers 0.3",
+        why="megatron-core 0.19 cannot build, step or save others with emerging-optimizers 0.3",
     ),
-    *requires_default(_USE_FSDP, "this optimizer needs unsharded matrices", _EMERGING),
+    *requires_default(_USE_FSDP, "it needs full matrices", _EMERGING),
     *requires_default(
         "ddp.use_distributed_optimizer optimizer.use_distributed_optimizer",
-        "this optimizer needs the gradients of full matrices, and each rank would sum only a shard of them",
+        "each rank sums only a shard of the gradients, and would step full matrices",
         _EMERGING,
     ),
     *requires_default("optimizer.optimizer_cpu_offload", IGNORED, _EMERGING),
-    Requires(
-        "optimizer.bf16", True, _EMERGING & _is_layer_wise,
-        why="megatron-core 0.19 supports layer-wise optimizers only in bfloat16",
-    ),
+    Requires("optimizer.bf16", True, _EMERGING & _is_layer_wise, why="megatron-core 0.19 supports only bfloat16"),
     # length of the run and learning rate; Megatron-Bridge's defaults are None, and megatron-core compares numbers
     Requires("train.global_batch_size", at_least(1)),
     Requires("train.train_iters", Values(lambda steps, _: steps is None or steps > 0, lambda _: "1 or more")),
@@ -378,23 +373,23 @@ def _check_learning_rates(cfg: Any) -> None:
     if not rates:
         return
     if cfg.peft is not None:
-        raise ValueError(f"{_RATES} sets learning rates of components, expected none with peft; set optimizer.lr")
+        raise ValueError(f"{_RATES} sets learning rates of components: expected none with peft, which trains adapters")
     if not optimizer.lr or (optimizer.min_lr or 0.0) > optimizer.lr:
         raise ValueError(
-            f"optimizer.lr is {optimizer.lr} and optimizer.min_lr {optimizer.min_lr}, expected optimizer.lr above 0 "
-            "and at least optimizer.min_lr: learning rates of components decay by the ratio of both"
+            f"optimizer.lr is {optimizer.lr} and optimizer.min_lr {optimizer.min_lr}: expected a positive rate that "
+            "is at least min_lr; the learning rates of components keep this ratio"
         )
     frozen = {component for component in Component if getattr(cfg.model, f"freeze_{component.value}", False)}
     for component, rate in rates.items():
         name = f"{_RATES}.{component.value}_lr"
         if rate <= 0:
             raise ValueError(
-                f"{name} is {rate}, expected more than 0; to freeze this component, set model.freeze_{component.value}"
+                f"{name} is {rate}, expected more than 0; to freeze it, set model.freeze_{component.value}"
             )
         if rate < (start := cfg.scheduler.lr_warmup_init):
-            raise ValueError(f"{name} is {rate}, expected at least scheduler.lr_warmup_init, {start}")
+            raise ValueError(f"{name} is {rate}, expected no less than scheduler.lr_warmup_init, {start}")
         if component in frozen:
-            raise ValueError(f"{name} is {rate}, expected None with model.freeze_{component.value}: it is not trained")
+            raise ValueError(f"{name} is {rate}, expected None with model.freeze_{component.value}")
     if all(rates.get(component, optimizer.lr) != optimizer.lr for component in Component if component not in frozen):
         raise ValueError(
             f"{_RATES}: every trained component has its own learning rate, so optimizer.lr, {optimizer.lr}, would be "
@@ -422,18 +417,19 @@ ON_TRAIN_START: tuple[Check, ...] = (
         "logger.wandb_exp_name", Values(lambda name, _: name != "", lambda _: "a name for the run, or None"),
         is_on("logger.wandb_project"),
     ),
-    *requires_default("optimizer.optimizer_cuda_graph", "a step in a CUDA graph cannot be skipped"),
+    *requires_default("optimizer.optimizer_cuda_graph", "no step could be skipped"),
     Requires(
         "checkpoint.dist_ckpt_optim_fully_reshardable", True,
         _DIST_TRAIN & is_on("checkpoint.save") & is_on("checkpoint.save_optim")
         & is_on("optimizer.use_distributed_optimizer"),
-        why="other formats name optimizer states by group number, which is the same for both modules",
+        why="other formats name tensors by group number, and both modules have the same numbers",
     ),
     *requires_default(
-        "train.iterations_to_skip", "vision ranks cannot skip iterations", _TOWER_READS_ROWS, also=(None, ())
+        "train.iterations_to_skip", "the tower's ranks cannot skip iterations", _TOWER_READS_ROWS, also=(None, ())
     ),
     Requires(
-        "dataset.__class__", Qwen3VLConversationProvider, _TOWER_READS_ROWS, why="vision ranks read rows by index"
+        "dataset.__class__", Qwen3VLConversationProvider, _TOWER_READS_ROWS,
+        why="the tower's ranks read its rows by index",
     ),
 )  # fmt: skip
 
@@ -521,9 +517,9 @@ def _check_host_memory(cfg: Any) -> None:
     if saving.host_gathered and ranks * needed > available:
         raise ValueError(
             f"saving a checkpoint takes {needed / GIB:.1f} GiB of host memory on each of {ranks} ranks, and this "
-            f"machine has {available / GIB:.1f} GiB: set checkpoint.dist_ckpt_optim_fully_reshardable=False. It then "
-            f"takes {saving.host_written / GIB:.1f} GiB per rank, but the run can be resumed only with the same TP, PP "
-            "and EP"
+            f"machine has {available / GIB:.1f} GiB: set checkpoint.dist_ckpt_optim_fully_reshardable=False, with "
+            f"which it takes {saving.host_written / GIB:.1f} GiB a rank, and the run can be resumed only with the same "
+            "TP, PP and EP"
         )
 
 
@@ -541,9 +537,9 @@ def _warn_about_disk_space(cfg: Any) -> None:
     available = free_space(folder / "iter")
     if number * size > available:
         logger.warning(
-            "checkpoint.save is %s, and its disk has %s free, expected about %s: %d checkpoints of %s, including "
-            "one that is being written. Free disk space, lower checkpoint.most_recent_k (now %s), or set "
-            "checkpoint.save_optim=false, after which the run cannot be resumed",
+            "checkpoint.save is %s, whose disk has %s free, expected about %s: for %d checkpoints of %s, "
+            "with the one that is being written. Make room, or lower checkpoint.most_recent_k (%s), or set "
+            "checkpoint.save_optim=false, and the run cannot be resumed",
             *(settings.save, in_bytes(available), in_bytes(number * size), number, in_bytes(size)),
             settings.most_recent_k,
         )
@@ -577,7 +573,7 @@ _ON_META = is_on("model.init_model_with_meta_device")
 ON_META_DEVICE: tuple[Check, ...] = (
     Requires("ddp.use_megatron_fsdp", True, _ON_META),
     *requires_default("model.tensor_model_parallel_size", "", _ON_META),
-    Requires("checkpoint.pretrained_checkpoint", Values(lambda path, _: path, lambda _: "initial weights"), _ON_META),
+    Requires("checkpoint.pretrained_checkpoint", Values(lambda path, _: path, lambda _: "first weights"), _ON_META),
     Requires("checkpoint.custom_manager_class", MANAGER, _ON_META),
 )
 
@@ -631,10 +627,10 @@ AFTER_VALIDATE: tuple[Check, ...] = (
         "without it",
     ),
     *requires_default("model.log_max_attention_logit", "the training loop does not log it"),
-    *requires_default("dist.eval_context_parallel_size", "the training loop evaluates with the groups of training"),
+    *requires_default("dist.eval_context_parallel_size", "the training loop has no other groups to evaluate with"),
     *requires_default("dist.lazy_mpu_init", "the training loop needs its process groups before it builds the model"),
     *(
-        Requires(name, 1, _PACKS, why="packed rows are one per microbatch; increase model.seq_length instead")
+        Requires(name, 1, _PACKS, why="make the rows longer instead")
         for name in ("train.micro_batch_size", "validation.eval_micro_batch_size")
     ),
     # Megatron-FSDP
@@ -647,12 +643,12 @@ AFTER_VALIDATE: tuple[Check, ...] = (
     # optimizer
     *requires_default(
         "optimizer.use_distributed_optimizer",
-        "megatron-core's distributed optimizer, which Megatron-FSDP uses too, does not support SGD",
+        "megatron-core's distributed optimizer has no state of SGD; Megatron-FSDP uses it too",
         equals("optimizer.optimizer", "sgd"),
     ),
     *requires_default(
         "optimizer.optimizer_cpu_offload",
-        "megatron-core cannot offload the optimizer of float32 parameters",
+        "megatron-core cannot build the shard of a float32 parameter that a rank steps on the host",
         _FLOAT32,
     ),
     *requires_default(
@@ -665,12 +661,12 @@ AFTER_VALIDATE: tuple[Check, ...] = (
         "optimizer.use_precision_aware_optimizer", True,
         is_on("optimizer.optimizer_cpu_offload")
         & (lambda cfg: (cfg.checkpoint.save and cfg.checkpoint.save_optim) or cfg.checkpoint.load),
-        why="the run could not resume: megatron-core cannot load other offloaded optimizer states",
+        why="the run could not resume: megatron-core cannot load other optimizer states on the host",
     ),
     *requires_default("optimizer.optimizer_cpu_offload", "Megatron-FSDP does not support it", _FSDP),
     *requires_default(
         "optimizer.overlap_param_gather_with_optimizer_step",
-        "it needs interleaved pipeline stages: set model.virtual_pipeline_model_parallel_size",
+        "it gathers between interleaved pipeline stages: set model.virtual_pipeline_model_parallel_size",
         lambda cfg: cfg.model.virtual_pipeline_model_parallel_size in (None, 1),
     ),
     Requires("optimizer.lr", at_least(0)),

@@ -85,8 +85,6 @@ def mean_of_microbatch(count: Callable, tokens: float, losses: Tensor) -> tuple[
         tokens: number of trained tokens of the microbatch on all context-parallel ranks.
         losses: losses [rows, tokens] of this rank.
     """
-    # megatron-core multiplies the loss by the context-parallel size before it averages over ranks. With a third result
-    # it would divide by the rank's own number of tokens: a mean of means, which depends on the distribution of tokens.
     loss, _, report = count(losses)
     return loss / tokens, report
 
@@ -111,9 +109,7 @@ def encode(
 
 
 def _no_loss(_: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    raise ValueError(
-        "the loss function was called on a vision rank, expected only language ranks; this is a bug, please report it"
-    )
+    raise ValueError("the loss function was called on a vision rank, expected only on language ranks")
 
 
 def to_device[Inputs: Transferable](inputs: Inputs, model: torch.nn.Module) -> Inputs:
@@ -130,12 +126,12 @@ def check_rows(batch: TokenBatch, config: VisionLanguageProvider, rows: int) -> 
     fixed = config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths
     if fixed and batch.layout.num_rows != rows:
         raise ValueError(
-            f"a microbatch has {batch.layout.num_rows} rows, expected train.micro_batch_size, {rows}: pipeline stages "
-            "exchange tensors of a fixed shape, unless model.variable_seq_lengths is True"
+            f"a microbatch has {batch.layout.num_rows} rows, expected train.micro_batch_size, {rows}, between pipeline "
+            "stages; or set model.variable_seq_lengths=True"
         )
     tokens = batch.layout.total // batch.layout.num_rows
     if fixed and tokens != config.seq_length:  # the length that the training loops pass to their schedule
         raise ValueError(
-            f"rows have {tokens} tokens, expected model.seq_length, {config.seq_length}: pipeline stages exchange "
-            "tensors of a fixed shape, unless model.variable_seq_lengths is True"
+            f"rows have {tokens} tokens, expected model.seq_length, {config.seq_length}, between pipeline stages; or "
+            "set model.variable_seq_lengths=True"
         )

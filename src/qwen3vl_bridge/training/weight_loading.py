@@ -219,8 +219,7 @@ class Pretrained:
             f"{name} is {theirs.get(name)}, expected {ours[name]}" for name in ours if theirs.get(name) != ours[name]
         ]
         if differ:
-            problem = f"{self.folder} does not fit the model of this run; use other weights or another recipe:"
-            raise CheckpointError("\n  ".join([problem, *differ]))
+            raise CheckpointError("\n  ".join([f"{self.folder} holds a different model from the run's:", *differ]))
         if get_rank_safe() == 0:  # reads the header of each file
             open_model(self.folder, trust_remote_code=True).check()
 
@@ -229,7 +228,7 @@ class Pretrained:
         if self.is_hf:
             AutoBridge.from_hf_pretrained(str(self.folder)).load_hf_weights(list(model))
         elif is_quantized(model[0]):
-            _check_quantized(self.folder, model)  # the next call ignores layers that the model does not have
+            _check_quantized(self.folder, model)  # Megatron-Bridge ignores layers that the model does not have
             load_quantized_weights(self.folder, list(model))
         else:
             load_weights(self.folder, model, groups)
@@ -356,8 +355,6 @@ def load_in_high_precision(chunks: Chunks) -> Iterator[None]:
 
     After the block, the parameters are quantized again with the loaded values.
     """
-    # megatron-core's optimizer creates main weights from values that Transformer Engine keeps on the host. These are
-    # from the initialization, and the first step would restore them. So they are replaced by the loaded values.
     stored = []
     for module in (module for chunk in chunks for module in chunk.modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -387,8 +384,7 @@ def _allocate_on_host(chunk: torch.nn.Module) -> None:
     """
     if lost := [name for name, buffer in chunk.named_buffers() if buffer.is_meta]:
         raise CheckpointError(
-            "model.init_model_with_meta_device is True, expected False: the buffers "
-            f"{', '.join(lost)} would have no values"
+            f"model.init_model_with_meta_device is True, expected False: no values for the buffers {', '.join(lost)}"
         )
     allocated: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for parameter in chunk.parameters():  # yields tied parameters once
@@ -445,7 +441,7 @@ def load_fsdp_weights(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         if renamed and "optimizer" in state and any(key.startswith(_OPTIMIZER) for key in stored):
             raise CheckpointError(
                 f"{folder} was saved with another layer spec, and its optimizer state has the parameter names of that "
-                "spec: set checkpoint.load_optim=False, or model.transformer_impl and model.moe_grouped_gemm as saved"
+                "spec: expected checkpoint.load_optim=False, or the checkpoint's transformer_impl and moe_grouped_gemm"
             )
     if problems := sorted(set().union(*gather_objects(problems))):
         raise CheckpointError("\n  ".join([f"{folder} does not fit the model:", *problems]))

@@ -31,4 +31,4 @@ def add_operations(
         "_flops_cross_seqlen_product_sum": cross_pairs,
     }.items():
         setattr(state, name, getattr(state, name, 0) + amount)
-    state._flops_requires_global_reduce = True  # lengths differ between ranks
+    state._flops_requires_global_reduce = True

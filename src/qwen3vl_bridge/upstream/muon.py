@@ -68,8 +68,8 @@ def fused_rows(config: Any, model_chunks: list[Any]) -> dict[Any, list[int]]:
             layer_wise = config.optimizer.startswith(_LAYER_WISE) or config.use_layer_wise_distributed_optimizer
             if chunk.ddp_config.use_distributed_optimizer and not layer_wise:
                 raise ValueError(
-                    f"ddp.use_distributed_optimizer is True with optimizer.optimizer {config.optimizer!r}, expected "
-                    "False: Muon needs the gradients of full matrices, and each rank would sum only a shard of them"
+                    f"ddp.use_distributed_optimizer is True with optimizer {config.optimizer!r}, expected False: each "
+                    "rank sums only a part of the gradients, and would step whole matrices"
                 )
             projection, rows = layer.fused_projection()
             weight = getattr(projection, "weight", None)
@@ -77,8 +77,8 @@ def fused_rows(config: Any, model_chunks: list[Any]) -> dict[Any, list[int]]:
                 continue
             if len(weight) % sum(rows):
                 raise ValueError(
-                    f"{name} has {len(weight)} rows on this rank, expected a multiple of {sum(rows)}, the rows of one "
-                    "query group, so that Muon can split them into queries, keys and values: reduce "
+                    f"{name} has {len(weight)} rows on this rank, expected a multiple of {sum(rows)}, those of a query "
+                    "group with its keys and values, to orthogonalize each by itself: reduce "
                     "tensor_model_parallel_size to at most num_query_groups, or set optimizer.muon_split_qkv=False"
                 )
             found[weight] = rows

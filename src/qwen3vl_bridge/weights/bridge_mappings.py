@@ -50,10 +50,7 @@ class VocabularyMapping(ConfigMapping):
     def hf_to_megatron(self, hf_weights: Tensor, megatron_module: nn.Module) -> Tensor:
         """Return this rank's rows of a tensor [vocabulary, hidden]; rows of the padding are zero."""
         if len(hf_weights) != (tokens := self.config_of(megatron_module).vocab_size):
-            raise ValueError(
-                f"{self.hf_param} has {len(hf_weights)} rows, expected vocab_size, {tokens}; use the config.json of "
-                "the same checkpoint"
-            )
+            raise ValueError(f"{self.hf_param} has {len(hf_weights)} rows, expected vocab_size, {tokens}")
         rows = megatron_module.weight.shape[0]
         if not isinstance(megatron_module.weight, DTensor):  # a DTensor has the shape of the full tensor
             rows *= self.tp_size

@@ -182,9 +182,8 @@ def dequantize(weight: Tensor, scales: Tensor, block: Block | None, to: dtype) -
 
     fits = match_block(weight.shape, scales.shape, block)
     if fits is None:
-        found = f"{list(scales.shape)} and {list(weight.shape)}"
-        expected = f"one scale per block of {block}" if block else "one scale per matrix"
-        raise ValueError(f"found scales and weights of the shapes {found}, expected {expected}")
+        found = f"{list(scales.shape)} for {list(weight.shape)}"
+        raise ValueError(f"scales have the shape {found}, expected one for each block of {block}")
     result, data, scales = (
         torch.empty(weight.shape, dtype=to),
         weight.view(torch.uint8).flatten(),

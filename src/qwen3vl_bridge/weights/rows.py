@@ -310,7 +310,6 @@ def detect_expert_layout(
     Raises:
         ValueError: an unknown layout.
     """
-    # No model is ambiguous: if both orientations of one tensor have the same shape, those of the other do not.
     layer = dimensions.indices["moe_layers"][0]
     names: list[str] = []
     for layout in ExpertLayout:
@@ -328,7 +327,7 @@ def detect_expert_layout(
     given = sorted((name, list(shape)) for name, shape in shapes.items() if name.startswith(prefix))
     raise ValueError(
         f"experts of layer {layer}: found {given[:4] or 'no tensors'}, expected {dimensions['experts']} experts of "
-        f"{dimensions['hidden']} x {dimensions['moe_ffn']}, as {' or '.join(layout.value for layout in ExpertLayout)}"
+        f"{dimensions['hidden']} x {dimensions['moe_ffn']}, {' or '.join(layout.value for layout in ExpertLayout)}"
     )
 
 
@@ -449,7 +448,7 @@ def component_of(name: str) -> Component:
     if name.startswith(_OF_LANGUAGE):
         return Component.LANGUAGE_MODEL
     if not name.startswith("vision_model."):
-        raise ValueError(f"found the parameter {name}, expected a parameter of language_model or vision_model")
+        raise ValueError(f"found the parameter {name}, expected one of language_model or vision_model")
     is_merger = name.startswith(("vision_model.merger.", "vision_model.decoder.deepstack_merger_list."))
     return Component.VISION_PROJECTION if is_merger else Component.VISION_MODEL
 

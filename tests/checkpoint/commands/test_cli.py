@@ -93,7 +93,7 @@ def test_inspect_verify_or_dry_run_with_unwritable_stdout_exits_with_code_2(
     found = convert(command, *arguments, stdout=full)
     expected = "error: standard output cannot be written: No space left on device\n"
     assert (found.returncode, found.stderr) == (2, expected)
-    if command != "verify":  # also without a traceback if standard error is full
+    if command != "verify":  # nor is it a traceback where standard error is full too
         assert convert(command, *arguments, stdout=full, stderr=full).returncode == 2
 
 

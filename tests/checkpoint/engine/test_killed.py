@@ -180,7 +180,7 @@ def test_resume_writes_only_missing_byte_ranges(larger, tmp_path):
 def test_import_failing_on_one_rank_fails_on_all_ranks(larger, tmp_path):
     def work(ranks: Ranks) -> None:
         if ranks.rank == 1:
-            output_files.TensorData.__len__ = lambda _: 1 / 0  # any error on one rank alone
+            output_files.TensorData.__len__ = lambda _: 1 / 0  # whatever goes wrong in one alone
         import_checkpoint(larger, tmp_path / "target", ranks=ranks)
 
     assert all(run(work, 2))
@@ -191,7 +191,7 @@ def test_import_with_different_source_on_each_rank_raises(larger, tmp_path):
     shutil.copytree(larger, tmp_path / "other")
 
     def work(ranks: Ranks) -> None:
-        with pytest.raises(CheckpointError, match="the 2 processes found different files"):
+        with pytest.raises(CheckpointError, match="differs between the 2 processes"):
             import_checkpoint([larger, tmp_path / "other"][ranks.rank], tmp_path / "target", ranks=ranks)
 
     assert run(work, 2) == [0, 0]

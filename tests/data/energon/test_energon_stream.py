@@ -129,7 +129,7 @@ def test_energon_position_with_different_settings_raises(make, folder, changes, 
 def test_energon_restore_state_with_different_num_workers_raises(make, folder):
     stream = make(folder, pack=False).stream("train")
     take(stream, 1)
-    with pytest.raises(ValueError, match="energon rejects the saved position"):
+    with pytest.raises(ValueError, match="energon rejects the position"):
         make(folder, pack=False, num_workers=2).stream("train").restore_state(stream.save_state())
 
 
@@ -236,7 +236,7 @@ def test_energon_build_datasets_of_dp_rank_yields_batches_of_its_stream(make, fo
     ({"pack": False, "packing_buffer_size": 4}, "packing_buffer_size is 4, but pack is off"),
     ({"shuffle_buffer_size": 0}, "shuffle_buffer_size is 0, expected at least 1"),
     ({"sample_fps": 0.0}, "sample_fps is 0.0, expected"),
-    ({"pin_memory": False}, "pin_memory is False, expected its default, True: .* does not use this"),
+    ({"pin_memory": False}, "pin_memory is False, expected True: .* ignores this setting"),
     ({"data_sharding": False}, "data_sharding is False"),
     ({"num_workers": 1, "persistent_workers": False}, "persistent_workers is False, expected True"),
     ({"dataset_kwargs": {"auto_decode": True, "batch_size": 2}}, "has auto_decode, batch_size, expected none"),
@@ -248,9 +248,9 @@ def test_energon_invalid_or_ignored_settings_raise(make, folder, changes, messag
 
 def test_energon_invalid_dp_rank_or_split_raises(make, folder):
     provider = make(folder)
-    with pytest.raises(ValueError, match="found dp_rank 2, dp_size 2"):
+    with pytest.raises(ValueError, match="found data-parallel rank 2 of 2"):
         provider.stream("train", dp_rank=2, dp_size=2)
-    with pytest.raises(ValueError, match="found dp_rank -1, dp_size 1"):
+    with pytest.raises(ValueError, match="found data-parallel rank -1 of 1"):
         next(provider.evaluation("valid", dp_rank=-1))
     with pytest.raises(ValueError, match="found the split 'test', expected 'train' or 'valid'"):
         provider.stream("test")

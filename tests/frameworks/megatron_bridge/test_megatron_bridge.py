@@ -66,7 +66,7 @@ def test_import_and_export_ckpt_without_master_address_keep_weights(untied_folde
 
 @pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("name", STEPS)
-@pytest.mark.parametrize("numbers", [(0, 1, 2), (1, 4)], ids=["images", "text"])
+@pytest.mark.parametrize("numbers", [(0, 1, 2), (1, 4)], ids=["pictures", "text"])
 def test_megatron_bridge_forward_steps_match_transformers(pair, untied_folder, conversations, name, numbers):
     """forward_step of both modules on what their collators make: loss, count and gradients are transformers'."""
     module, settings = STEPS[name]

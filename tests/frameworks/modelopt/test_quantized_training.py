@@ -209,9 +209,9 @@ def test_quantized_training_with_fewer_layers_than_checkpoint_raises(inputs, flo
 
 def test_run_or_export_that_would_drop_quantization_scales_raises(inputs, floats, tmp_path):  # noqa: F811
     """A run that does not restore the scales, and our export, would lose them."""
-    with pytest.raises(CheckpointError, match="ModelOpt has quantized"):
+    with pytest.raises(CheckpointError, match="ModelOpt quantized it"):
         train(training(inputs, floats, None, model__restore_modelopt_state=False))
-    with pytest.raises(CheckpointError, match="ModelOpt has quantized"):
+    with pytest.raises(CheckpointError, match="ModelOpt quantized it"):
         export_checkpoint(floats, tmp_path / "hf", hf_model=inputs.hf, progress=False)
 
 
@@ -234,7 +234,7 @@ SHORT = dict(train__train_iters=2, checkpoint__save_interval=2)
 def test_quantized_fsdp_run_is_rejected_since_its_checkpoint_lacks_quantizers(inputs, floats, tmp_path, monkeypatch):  # noqa: F811
     start = dict(checkpoint__pretrained_checkpoint=str(floats), model__restore_modelopt_state=True)
     cfg = sharded(inputs, tmp_path, **start, **SHORT)
-    with allowed_but_for(monkeypatch, cfg, "checkpoints of Megatron-FSDP have no quantizers"):
+    with allowed_but_for(monkeypatch, cfg, "its checkpoints have no quantizers"):
         train(cfg)
     assert (tmp_path / "iter_0000002").is_dir() and not has_modelopt_state(str(tmp_path))
 
@@ -243,7 +243,7 @@ def test_quantized_run_with_decentralized_process_groups_raises(inputs, floats, 
     cfg = training(inputs, floats, tmp_path, **SHORT)
     cfg.dist.use_decentralized_pg, cfg.dist.use_gloo_process_groups = True, False
     with (
-        allowed_but_for(monkeypatch, cfg, "ModelOpt uses megatron-core's global process groups"),
+        allowed_but_for(monkeypatch, cfg, "ModelOpt asks megatron-core"),
         pytest.raises(AssertionError, match=r"group .* is not initialized"),
     ):
         train(cfg)

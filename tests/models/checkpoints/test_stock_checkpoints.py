@@ -290,7 +290,7 @@ KINDS_SAVED_MODELS = [("ours", "untied"), ("ours", "tied"), ("ours", "mixed"), (
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, "rope_theta": 5_000_000,
         "mrope_section": [6, 5, 5], "mrope_interleaved": True}  # fmt: skip
 EVERY = {
-    "tie_word_embeddings": None,  # inverted
+    "tie_word_embeddings": None,  # the other one
     **dict.fromkeys(TOKEN_IDS, 7), "text_config.vocab_size": 1024, "text_config.rms_norm_eps": 1e-5,
     "text_config.hidden_act": "gelu", "text_config.num_key_value_heads": 4,
     "text_config.rope_parameters.rope_theta": 10_000, "text_config.rope_parameters.mrope_section": [4, 6, 6],

@@ -124,7 +124,7 @@ def test_model_inputs_together_with_batch_arguments_raise(pair):
     batch = make_batch(make_samples("one image", pair.config, seed=2), pair.config, packed=True)
     no_grad(pair.megatron, inputs=batch.local(), pixel_values=None)
     for name in ("input_ids", "position_ids", "attention_mask", "labels", "pixel_values"):
-        with pytest.raises(ValueError, match=f"found inputs, a complete batch, and also {name};"):
+        with pytest.raises(ValueError, match=f"inputs is a complete batch, and {name} is given too"):
             pair.megatron(inputs=batch.local(), **{name: batch.input_ids})
 
 
@@ -149,7 +149,7 @@ TEXT = torch.tensor([[11, 12, 13, 14, 15, 16], [21, 22, 23, 24, 25, 26]])
     dict(packed_seq_params=packed_params([0, 4, 10], [0, 6, 12])),
     dict(input_ids=TEXT.view(1, 12), packed_seq_params=packed_params([0, 6, 12])),
     dict(input_ids=TEXT.view(1, 12), packed_seq_params=packed_params([0, 4, 10], [0, 6, 12])),
-], ids=["rows", "left", "right", "rows to pack", "rows to pack and pad", "packed row", "row with padding"])  # fmt: skip
+], ids=["rows", "left", "right", "rows packed", "rows packed and padded", "flat", "flat and padded"])  # fmt: skip
 def test_text_only_batch_of_every_format_gives_every_parameter_a_gradient(pair, given):
     """Without images no layer gets DeepStack features, but every parameter gets a gradient."""
     pair.megatron.zero_grad()
@@ -177,7 +177,7 @@ def test_inference_context_with_full_prompt_works_and_with_offset_raises(pair):
     with pytest.raises(ValueError, match="runtime_gather_output is True with labels"):
         pair.megatron(TEXT, labels=TEXT, runtime_gather_output=True)
     context.sequence_len_offset = 6
-    with pytest.raises(ValueError, match="inference_context already holds tokens"):
+    with pytest.raises(ValueError, match="inference_context holds tokens already"):
         pair.megatron(TEXT[:, :1], inference_context=context)
 
 

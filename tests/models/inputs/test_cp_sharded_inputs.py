@@ -157,12 +157,12 @@ IDS = torch.arange(1, 9)[None]
 
 
 @pytest.mark.parametrize(("one", "other", "message"), [
-    (dict(packed_seq_params=packed_params([0, 6, 16])), None, "segment 0: .* length is 6, expected a multiple of 4"),
-    (dict(packed_seq_params=packed_params([0, 6, 12, 14], [0, 8, 14, 16])), None, "segment 1: the padded length is"),
-    (dict(packed_seq_params=packed_params([0, 8, 18])), None, "18 tokens in all.*expected 8 tokens.* also accepts"),
-    (dict(packed_seq_params=packed_params([0, 8, 18], [0, 8, 16])), None, r"segments with \[8, 10\] real tokens"),
+    (dict(packed_seq_params=packed_params([0, 6, 16])), None, "segment 0: a padded length of 6 .* the 4 chunks"),
+    (dict(packed_seq_params=packed_params([0, 6, 12, 14], [0, 8, 14, 16])), None, "segment 1: a padded length of"),
+    (dict(packed_seq_params=packed_params([0, 8, 18])), None, "18 tokens in all.*expected 8 tokens.* also takes"),
+    (dict(packed_seq_params=packed_params([0, 8, 18], [0, 8, 16])), None, r"segments of \[8, 10\] tokens in"),
     # All give one row without a mask, whose tokens are then not as many as the offsets count.
-    (dict(packed_seq_params=packed_params([0, 16], [0, 16])), dict(input_ids=IDS), "16 tokens for row 0, .* most 8"),
+    (dict(packed_seq_params=packed_params([0, 16], [0, 16])), dict(input_ids=IDS), "16 tokens for row 0 of 8"),
     (dict(labels=IDS.repeat(1, 2)), None, r"labels has shape \[1, 16\], expected \[1, 8\]: .*row of 16 tokens"),
     (dict(loss_mask=IDS[0] * 1.0), None, r"loss_mask has shape \[8\], expected \[1, 8\]"),
     (dict(position_ids=IDS.expand(3, 2, 8)), None, r"position_ids has shape \[3, 2, 8\], expected \[3, 1, 8\]"),
@@ -171,8 +171,8 @@ IDS = torch.arange(1, 9)[None]
     (dict(labels=IDS), dict(labels=None), r"labels is None on .* rank 1 and \[1, 8\] integers on rank 0"),
     (dict(loss_mask=IDS), dict(loss_mask=IDS * 1.0), r"\[1, 8\] floating point on .* rank 1 and \[1, 8\] integers"),
     (dict(labels=IDS), dict(labels=IDS[:, :4]), r"labels is \[1, 4\] integers on .* rank 1 and \[1, 8\]"),
-    (dict(), dict(packed_seq_params=packed_params([0, 4, 16])), "other segments on context-parallel rank 1"),
-    (dict(), dict(packed_seq_params=packed_params([0, 7, 15], [0, 8, 16])), "other segments on .* rank 1"),
+    (dict(), dict(packed_seq_params=packed_params([0, 4, 16])), "of context-parallel rank 1 has other segments"),
+    (dict(), dict(packed_seq_params=packed_params([0, 7, 15], [0, 8, 16])), "rank 1 has other segments"),
     # Wrong values on one rank, which all ranks see in the full row.
     (dict(labels=IDS), dict(labels=IDS - 9), r"labels has shape \[1, 16\] .* in \[-8, 8\], expected \[1, 16\]"),
     (dict(attention_mask=IDS), dict(attention_mask=IDS * 0 + 1), "attention_mask has an entry 2, expected 1"),
@@ -194,7 +194,7 @@ def test_invalid_context_parallel_slices_raise_on_every_rank(provider, monkeypat
 @pytest.mark.parametrize(
     ("offsets", "one", "other"),
     [([0, 16], [7] * 8, [7] * 8), ([0, 8, 16], [1, 2] * 4, [1, 2] * 4), ([0, 16], [1, 2] * 4, [2, 1] * 4)],
-    ids=["one token", "two segments", "other order"],
+    ids=["one token", "two segments", "others"],
 )
 def test_slices_with_equal_or_repeating_tokens_are_gathered(provider, monkeypatch, offsets, one, other):
     call = dict(packed_seq_params=packed_params(offsets))

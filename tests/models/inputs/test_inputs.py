@@ -273,7 +273,7 @@ def test_loss_mask_without_labels_has_no_effect(pair):
 
 @pytest.mark.parametrize(
     ("given", "shapes"), [(dict(input_ids=IDS), r"\[2, 8\]"), (ROWS, r"\[2, 8\] or \[1, 16\]"), (FLAT, r"\[1, 16\]")],
-    ids=["rows", "rows to pack", "packed row"],
+    ids=["rows", "rows packed", "flat"],
 )  # fmt: skip
 def test_loss_mask_of_wrong_shape_without_labels_raises(provider, given, shapes):
     with pytest.raises(ValueError, match=rf"loss_mask has shape \[2, 7\], expected {shapes}$"):
@@ -295,7 +295,7 @@ def test_labels_of_minus_100_have_zero_loss(pair):
         assert torch.equal(found, expected * rows.loss_mask)
 
 
-@pytest.mark.parametrize("given", [dict(input_ids=IDS), ROWS, FLAT], ids=["rows", "rows to pack", "packed row"])
+@pytest.mark.parametrize("given", [dict(input_ids=IDS), ROWS, FLAT], ids=["rows", "rows packed", "flat"])
 def test_context_parallel_labels_of_rank_with_full_tokens_are_kept(provider, given):
     """Megatron-Bridge's `qwen3_vl_step` and verl's fused kernels pass such labels."""
     rows = 2 if given.keys() == {"input_ids"} else 1
@@ -315,7 +315,7 @@ def test_context_parallel_labels_of_rank_with_left_padding_raise(provider, given
     mask = torch.ones_like(IDS)
     mask[0, :2] = 0
     own = LABELS.view(2, 4, 2)[:, 1:3].reshape(2, -1)
-    with pytest.raises(ValueError, match=r"2 context-parallel ranks.* expected rows padded on the right"):
+    with pytest.raises(ValueError, match=r"context parallelism over 2 ranks .* expected rows padded on the right"):
         as_model_inputs(provider, SECOND_OF_TWO, IDS, attention_mask=mask, **{given: own})
     right = mask.flip(1)
     inputs, _ = as_model_inputs(provider, SECOND_OF_TWO, IDS, attention_mask=right, **{given: own})
@@ -330,7 +330,7 @@ def test_context_parallel_labels_of_minus_100_have_zero_loss(provider):
     assert torch.equal(answer.convert(losses), (own > 0).float())
 
 
-@pytest.mark.parametrize("given", [dict(input_ids=IDS), FLAT], ids=["rows", "packed row"])
+@pytest.mark.parametrize("given", [dict(input_ids=IDS), FLAT], ids=["rows", "flat"])
 @pytest.mark.parametrize("labels", [True, False])
 def test_full_loss_mask_is_returned_as_slice_of_context_parallel_rank(provider, given, labels):
     """Megatron-Bridge's `vlm_step` expects the tuple that its own model returns."""
@@ -348,7 +348,7 @@ def test_full_loss_mask_is_returned_as_slice_of_context_parallel_rank(provider, 
 def test_labels_and_loss_mask_of_different_shapes_raise(provider):
     with pytest.raises(ValueError, match=r"loss_mask has shape \[2, 8\], expected \[2, 4\] as labels"):
         as_model_inputs(provider, SECOND_OF_TWO, IDS, labels=LABELS[:, :4], loss_mask=torch.ones(2, 8))
-    with pytest.raises(ValueError, match=r"labels has shape \[2, 4\] .* expected \[2, 8\] of token ids below 512"):
+    with pytest.raises(ValueError, match=r"labels has shape \[2, 4\] .* expected \[2, 8\] token ids below 512"):
         as_model_inputs(provider, GROUPS, IDS, labels=LABELS[:, :4])
 
 
@@ -363,7 +363,7 @@ def test_labels_whose_token_order_is_ambiguous_raise(provider):
     call = dict(attention_mask=torch.tensor([[0] + [1] * 7]), packed_seq_params=packed_params([0, 8]))
     inputs, answer = as_model_inputs(provider, GROUPS, IDS[:1], **call)
     assert answer is None and inputs.input_ids[0, :7].tolist() == IDS[0, 1:].tolist()
-    with pytest.raises(ValueError, match="may be in the order of the row or of the packed row"):
+    with pytest.raises(ValueError, match="its order could be either's"):
         as_model_inputs(provider, GROUPS, IDS[:1], labels=LABELS[:1], **call)
 
 
@@ -387,8 +387,8 @@ def flat(logical, mask=None):
     (dict(input_ids=torch.ones(2, 6)), r"\[2, 6\] torch.float32, expected \[rows, tokens\] of integers"),
     (dict(position_ids=ids(6, 2)), r"position_ids has shape \[6, 2\] torch.int64, expected \[3, 2, 6\]"),
     (dict(position_ids=torch.zeros(3, 2, 6)), r"torch.float32, expected \[3, 2, 6\] integers"),
-    (dict(position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)), "pass packed_seq_params for rows with several"),
-    (dict(position_ids=ids(8, 6).view(4, 2, 6)), "pass packed_seq_params for rows with several"),
+    (dict(position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)), "several documents, give packed_seq_params"),
+    (dict(position_ids=ids(8, 6).view(4, 2, 6)), "several documents, give packed_seq_params"),
     (dict(attention_mask=torch.ones(2, 5)), r"attention_mask has shape \[2, 5\], expected \[2, 6\]"),
     (dict(attention_mask=torch.ones(2, 1, 6, 7)), r"\[2, 1, 6, 7\], expected \[2, 6\].*\[2 or 1, 1, 6, 6\]"),
     (dict(attention_mask=torch.tensor([[1] * 6, [0, 1, 0, 1, 1, 1]])), "padding between real tokens in row 1"),
@@ -397,14 +397,14 @@ def flat(logical, mask=None):
     (dict(packed_seq_params=PackedSeqParams("sbhd", torch.tensor([0, 6, 12]))), "qkv_format 'sbhd'"),
     (dict(packed_seq_params=packed_params([0, 6, 4])), r"cu_seqlens_q is \[0, 6, 4\], expected offsets"),
     (dict(packed_seq_params=packed_params([1, 6, 12])), "expected offsets that ascend from 0"),
-    (dict(packed_seq_params=packed_params([0, 6, 12], [0, 12])), "has 3 entries and cu_seqlens_q_padded 2"),
-    (dict(packed_seq_params=packed_params([0, 6, 12], [0, 4, 12])), r"padded lengths \[4, 8\]"),
-    (dict(packed_seq_params=packed_params([0, 8, 12])), "8 tokens for row 0, expected at most 6"),
-    (dict(packed_seq_params=packed_params([0, 4, 8, 12])), "row 1 of 6 tokens begins inside a segment"),
+    (dict(packed_seq_params=packed_params([0, 6, 12], [0, 12])), "has 3 entries, cu_seqlens_q_padded 2"),
+    (dict(packed_seq_params=packed_params([0, 6, 12], [0, 4, 12])), r"tokens in lengths of \[4, 8\]"),
+    (dict(packed_seq_params=packed_params([0, 8, 12])), "8 tokens for row 0 of 6; expected its real tokens"),
+    (dict(packed_seq_params=packed_params([0, 4, 8, 12])), "row 1 of 6 tokens begins inside one"),
     (dict(packed_seq_params=packed_params([0, 4, 8, 9])), r"9 tokens in all.*expected 12 tokens.*each of 2 rows"),
     (dict(packed_seq_params=packed_params([0, 5, 10]), attention_mask=ids(2, 6)), "segment 0: attention_mask has"),
     (dict(packed_seq_params=packed_params([0, 5, 10], [0, 6, 12]), attention_mask=torch.eye(2, 6).cummax(1)[0]),
-     "segment 0: attention_mask has 6 real tokens, expected 5 as packed_seq_params has"),
+     "segment 0: attention_mask has 6 real tokens, packed_seq_params 5 in a length of 6"),
     (dict(ONE_PICTURE), "found 0 image tokens in the batch, expected 1 for 1 images"),
     (dict(pixel_values=torch.zeros(4, 1536)), "image pixels: found 4 patches, expected 0"),
     (dict(pixel_values=torch.zeros(1, 4, 1536)), r"pixel_values has shape \[1, 4, 1536\]"),
@@ -412,16 +412,16 @@ def flat(logical, mask=None):
     (dict(pixel_values=torch.zeros(4, 1536).byte()), "torch.uint8, expected .* floating point"),
     (dict(ONE_PICTURE, image_grid_thw=torch.tensor([1, 2, 2])), r"image grids: found \[3\]"),
     (dict(ONE_PICTURE, image_grid_thw=torch.tensor([[1, 2, 3]])), "divisible by 2"),
-    (flat([0, 4, 6]), "6 tokens in all.* expected 8 tokens.*an attention_mask in which the rest is padding"),
-    (flat([0, 4, 6], [[1] * 8]), "an attention_mask in which the rest is padding"),
-    (flat([0, 4, 16]), "16 tokens in all.* expected 8 tokens, the full batch. .* accepts a context-parallel slice"),
-    (flat([0, 16]), "16 tokens for row 0, expected at most 8.* packed_seq_params of the full row"),
+    (flat([0, 4, 6]), "6 tokens in all.* expected 8 tokens.*an attention_mask that says the rest is padding"),
+    (flat([0, 4, 6], [[1] * 8]), "an attention_mask that says the rest is padding"),
+    (flat([0, 4, 16]), "16 tokens in all.* expected 8 tokens, the whole batch. .* also takes one flat row"),
+    (flat([0, 16]), "16 tokens for row 0 of 8; expected .*its tokens times the ranks"),
     (flat([0, 4, 8], [[0, 1, 1, 1, 1, 1, 1, 1]]), "padding before real tokens in segment 0"),
     (flat([0, 4, 8], [[1, 1, 1, 1, 1, 0, 1, 1]]), "padding before real tokens in segment 1"),
     (flat([0, 8], [[1, 1, 0, 1, 1, 1, 1, 1]]), "padding before real tokens in segment 0"),
     (dict(labels=torch.full((2, 6), 512)), r"entries in \[512, 512\]"),
     (dict(labels=torch.ones(2, 6)), "torch.float32"),
-    (dict(labels=torch.full((2, 6), -1)), r"in \[-1, -1\], expected \[2, 6\] of token ids below 512; other"),
+    (dict(labels=torch.full((2, 6), -1)), r"in \[-1, -1\], expected \[2, 6\] token ids below 512, and anything"),
     (dict(labels=torch.ones(2, 5, dtype=torch.long)), r"labels has shape \[2, 5\]"),
     (dict(labels=torch.ones(1, 12, dtype=torch.long)), r"labels has shape \[1, 12\]"),
     *[(dict.fromkeys([name], object()), f"{name} is given, expected None: ") for name in UNSUPPORTED],
@@ -433,17 +433,17 @@ def test_as_model_inputs_invalid_arguments_raise(provider, arguments, message):
 
 def test_as_model_inputs_unknown_argument_raises(provider):
     as_model_inputs(provider, GROUPS, ids(2, 6), loss_mask=None, extra_block_kwargs=None, inference_params=None)
-    with pytest.raises(TypeError, match="the unknown argument 'image_grid_hwt'"):
+    with pytest.raises(TypeError, match="unexpected argument 'image_grid_hwt'"):
         as_model_inputs(provider, GROUPS, ids(2, 6), image_grid_hwt=None)
 
 
 def test_context_parallel_outputs_that_need_reordering_raise(provider):
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])
-    with pytest.raises(ValueError, match=r"2 context-parallel ranks.*padded on the right"):
+    with pytest.raises(ValueError, match=r"context parallelism over 2 ranks.*padded on the right"):
         as_model_inputs(provider, SECOND_OF_TWO, ids(1, 8), attention_mask=mask)
     as_model_inputs(provider, SECOND_OF_TWO, ids(1, 8), attention_mask=mask.flip(1))
     packed = dict(packed_seq_params=packed_params([0, 8, 16]))
-    with pytest.raises(ValueError, match=r"labels \[1, tokens\] in the order of the packed row"):
+    with pytest.raises(ValueError, match=r"labels in the packed row's order, \[1, tokens\]"):
         as_model_inputs(provider, SECOND_OF_TWO, ids(2, 8), labels=ids(2, 8), **packed)
     inputs, _ = as_model_inputs(provider, SECOND_OF_TWO, ids(2, 8), labels=torch.arange(16)[None], **packed)
     assert inputs.labels.tolist() == [[2, 3, 4, 5, 10, 11, 12, 13]]
@@ -561,15 +561,15 @@ def changed(row, token, other, value):
 
 
 @pytest.mark.parametrize(("mask", "message"), [
-    (torch.zeros(2, 1, ROOM, ROOM).bool(), "has False for token 0 attending to token 5 of row 0"),
-    (torch.ones(1, 1, ROOM, ROOM), "has 1.0 for token 0 attending to token 5 of row 0"),
-    (torch.stack([torch.zeros(1, ROOM, ROOM).bool(), swift_mask(REAL)[1]]), "token 0 attending to token 5 of row 1"),
-    (changed(1, 2, 1, True), "has True for token 2 attending to token 1 of row 1"),
-    (changed(1, 2, 3, False), "has False for token 2 attending to token 3 of row 1"),
-    (~torch.block_diag(*[torch.ones(3, 3).tril()] * 2).bool()[None, None], "has True for token 3 attending to token 0"),
-    (torch.zeros(1, 1, ROOM, ROOM) - torch.arange(ROOM), "has -1.0 for token 0 attending to token 1"),  # a bias
-    (torch.full((1, 1, ROOM, ROOM), 2), "has 2 for token 0 attending to token 0 .*, expected .* of booleans, 0"),
-    (swift_mask(REAL)[:, :, :5], r"\[2, 1, 5, 6\], expected \[2, 6\], .* or a causal mask \[2 or 1, 1, 6, 6\]"),
+    (torch.zeros(2, 1, ROOM, ROOM).bool(), "has False for token 0 and token 5 of row 0"),
+    (torch.ones(1, 1, ROOM, ROOM), "has 1.0 for token 0 and token 5 of row 0"),
+    (torch.stack([torch.zeros(1, ROOM, ROOM).bool(), swift_mask(REAL)[1]]), "token 0 and token 5 of row 1"),
+    (changed(1, 2, 1, True), "has True for token 2 and token 1 of row 1"),
+    (changed(1, 2, 3, False), "has False for token 2 and token 3 of row 1"),
+    (~torch.block_diag(*[torch.ones(3, 3).tril()] * 2).bool()[None, None], "has True for token 3 and token 0"),
+    (torch.zeros(1, 1, ROOM, ROOM) - torch.arange(ROOM), "has -1.0 for token 0 and token 1"),  # a bias
+    (torch.full((1, 1, ROOM, ROOM), 2), "has 2 for token 0 and token 0 of row 0. Expected .* of booleans, 0 and 1"),
+    (swift_mask(REAL)[:, :, :5], r"\[2, 1, 5, 6\], expected \[2, 6\], .* or what tokens see, \[2 or 1, 1, 6, 6\]"),
     (swift_mask(REAL).expand(2, 3, ROOM, ROOM), r"has shape \[2, 3, 6, 6\]"),
     (REAL[:, None, None], r"has shape \[2, 1, 1, 6\]"),
 ])  # fmt: skip
@@ -602,7 +602,7 @@ def test_padding_mask_of_packed_row_may_exclude_real_tokens(provider):
         given = expected.padding_mask | more
         ours, _ = as_model_inputs(provider, GROUPS, IDS_REFUSALS, padding_mask=given, **call)
         assert ours.layout == expected.layout and torch.equal(ours.padding_mask, given)
-    with pytest.raises(ValueError, match="padding_mask has 0 for token 4 of the packed row, expected 1, because"):
+    with pytest.raises(ValueError, match="padding_mask has 0 for token 4 of the packed row, expected 1 for padding"):
         as_model_inputs(provider, GROUPS, IDS_REFUSALS, padding_mask=torch.zeros(1, 12).bool(), **call)
     with pytest.raises(ValueError, match=r"padding_mask has shape \[1, 11\], expected \[1, 12\]"):
         as_model_inputs(provider, GROUPS, IDS_REFUSALS, padding_mask=torch.zeros(1, 11), **call)

@@ -85,7 +85,7 @@ def test_resume_with_changed_mtp_training_and_optimizer_state_by_index_raises(ch
     before, after = change
     step(run(replicated, inputs, tmp_path / "before", **{FACTOR: before}, **NUMBERED))
     with pytest.raises(
-        CheckpointError, match=f"is {after}, the checkpoint has {before}: .* by parameter index, and fits only if"
+        CheckpointError, match=f"is {after}, the checkpoint has {before}: .* by index, and fits only the same"
     ):
         run(replicated, inputs, tmp_path / "after", tmp_path / "before", **{FACTOR: after}, **NUMBERED)
 
@@ -306,7 +306,7 @@ def test_resume_from_checkpoint_with_rounded_float32_parameters_raises(released_
     assert {one.dtype for one in parameters(run).values()} == {torch.bfloat16}
     train_step(run)
     save(run)
-    with pytest.raises(CheckpointError, match=r"has language_model\.\S+\.A_log in 16 bits.*by parameter index.*load_optim=false"):
+    with pytest.raises(CheckpointError, match=r"has language_model\.\S+\.A_log in 16 bits.*by index.*load_optim=false"):
         set_up(config_of(released_inputs, tmp_path, WRAPPERS["distributed optimizer"], **how))
     run = set_up(
         config_of(released_inputs, tmp_path, WRAPPERS["distributed optimizer"], checkpoint__load_optim=False, **how)

@@ -149,7 +149,7 @@ def test_float32_raises_if_transformer_engine_has_no_attention_for_it(release, f
     installed(release)
     provider = with_transformer_engine(DENSE, dict(params_dtype=torch.float32) | fields)
     if raises:
-        with pytest.raises(ValueError, match=f"expected transformer_impl='local' or .*: .* {release} has no"):
+        with pytest.raises(ValueError, match=f"expected transformer_impl='local' or 16 bits: .* {release} has no"):
             run_checks(ON_FORWARD, provider)
     else:
         run_checks(ON_FORWARD, provider)

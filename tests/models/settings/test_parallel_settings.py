@@ -89,8 +89,8 @@ INVALID = [
     (EXPERTS, dict(moe_router_force_load_balancing=True), "To measure speed, set allow_random_routing too"),
     # of the tower, rotary embeddings and recomputation
     (DENSE, dict(hidden_size=1000), "out_hidden_size is .*, expected hidden_size 1000"),
-    (DENSE, dict(mrope_section=[2, 1, 2]), "with the sum 5, expected the sum 64, half of the 128"),
-    (DENSE, dict(num_layers=2), "deepstack_visual_indexes has 3 layers, expected at most 2"),
+    (DENSE, dict(mrope_section=[2, 1, 2]), "with the sum 5, expected half of the 128 dimensions"),
+    (DENSE, dict(num_layers=2), "deepstack_visual_indexes has 3 layers, but there are only 2 text layers"),
     (DENSE, recompute("full", "vision_", method="uniform", num_layers=2), r"layers \[8, 16, 24\] are not the last of"),
     (DENSE, recompute("selective", "vision_", modules=["layernorm"]), "'layernorm' needs Transformer Engine"),
     (DENSE, recompute("selective", "vision_", modules=["mlp"]), "vision_recompute_modules"),
@@ -98,10 +98,10 @@ INVALID = [
     (DENSE, recompute(None, "vision_", modules=["core_attn"], num_layers=2), "vision_recompute_num_layers is"),
     (DENSE, recompute("full"), "recompute_method is None with recompute_granularity 'full', expected '"),
     (DENSE, recompute(None, modules=["mlp"]), r"recompute_modules is \['mlp'\] with recompute_granularity None, exp"),
-    (DENSE, recompute("selective", modules=["mlp", "moe"]), r"recompute_modules has \['moe'\], expected modules"),
-    (EXPERTS, recompute("selective", modules=["mlp", "shared_experts"]), r"has \['mlp', 'shared_experts'\], exp"),
+    (DENSE, recompute("selective", modules=["mlp", "moe"]), r"recompute_modules has \['moe'\], which this model does"),
+    (EXPERTS, recompute("selective", modules=["mlp", "shared_experts"]), r"has \['mlp', 'shared_experts'\], which"),
     (DENSE, dict(vision_config=tower("softmin")), "hidden_act is 'softmin', expected one of gelu, "),
-    (DENSE, dict(vision_config=tower("prelu")), "hidden_act is 'prelu', expected an activation without"),
+    (DENSE, dict(vision_config=tower("prelu")), "vision_config.hidden_act is 'prelu', which has parameter"),
     (DENSE, dict(qk_clip=True), "qk_clip is True, expected False: queries and keys are normalized"),
     (DENSE, dict(activation_func=F.softplus), "activation_func is .*softplus.*, expected the function for one of silu"),
     (DENSE, dict(activation_func="softplus"), "text model's activation is 'softplus', expected one of silu"),
@@ -117,11 +117,11 @@ INVALID = [
         "'ncclep' with moe_token_di",
     ),
     # of activations on the host
-    (DENSE, dict(FINE, offload_modules=["moe_act"]), r"offload_modules has \['moe_act'\], expected some of"),
+    (DENSE, dict(FINE, offload_modules=["moe_act"]), r"offload_modules has \['moe_act'\], for which this model has no"),
     (
         EXPERTS,
         dict(FINE, offload_modules=["attn_norm"]),
-        r"offload_modules has \['attn_norm'\], expected some of .* 'mlp_norm'",
+        r"offload_modules has \['attn_norm'\], for which .* 'mlp_norm'",
     ),
     *((EXPERTS, {name: True}, f"{name} is True with .* 'local', expected False: it needs Tr") for name in FUSED_MOE),
     # of overlapping the expert all-to-all with compute

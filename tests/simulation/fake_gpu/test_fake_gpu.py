@@ -174,4 +174,4 @@ def test_fake_gpu_build_without_gcc_raises():
     program = "from qwen3vl_bridge.simulation import fake_gpu\nfake_gpu.build('never')"
     environment = {"PATH": "", "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert done.returncode and "gcc and nm not found, expected on PATH: the fake GPU is compiled from C" in done.stderr
+    assert done.returncode and "gcc and nm not found: the fake GPU is built from C" in done.stderr

@@ -181,7 +181,7 @@ def test_lora_run_starts_from_any_checkpoint_format_and_resumes_bit_exactly(foun
 
 
 @pytest.mark.parametrize(("name", "message"), [
-    ("of another model", "does not fit the model of this run"),
+    ("of another model", "holds a different model from the run's"),
     ("adapters alone", "holds only the adapters and other parameters"),
 ])  # fmt: skip
 def test_initial_weights_of_different_model_or_only_adapters_raise(found, name, message):
@@ -253,7 +253,7 @@ class TestConfiguration:
 
     def test_allocate_on_host_of_meta_device_buffers_raises(self):
         module = torch.nn.BatchNorm1d(3, device="meta")
-        with pytest.raises(CheckpointError, match=r"expected False: the buffers .*running_mean, running_var, "):
+        with pytest.raises(CheckpointError, match=r"no values for the buffers .*running_mean, running_var, "):
             _allocate_on_host(module)
 
     def test_allocate_on_host_keeps_attributes_and_sharing_of_parameters(self):

@@ -311,11 +311,11 @@ def test_run_with_frozen_component_resumes_bit_exactly(inputs, tmp_path):
 
 @pytest.mark.parametrize(("settings", "message"), [
     (dict(vision_model_lr=-1.0),
-     r"vision_model_lr is -1.0, expected more than 0; to freeze this component, set model.freeze_vision_model"),
+     r"vision_model_lr is -1.0, expected more than 0; to freeze it, set model.freeze_vision_model"),
     (dict(vision_model_lr=1e-4, model__freeze_vision_model=True), r"expected None with model.freeze_vision_model"),
     (dict(vision_model_lr=1e-4, cfg__peft="any"), r"expected none with peft"),
-    (dict(vision_model_lr=1e-4, optimizer__min_lr=1.0), r"at least optimizer.min_lr"),
-    (dict(vision_model_lr=1e-4, scheduler__lr_warmup_init=1e-3), r"at least scheduler.lr_warmup_init, 0.001"),
+    (dict(vision_model_lr=1e-4, optimizer__min_lr=1.0), r"that is at least min_lr"),
+    (dict(vision_model_lr=1e-4, scheduler__lr_warmup_init=1e-3), r"no less than scheduler.lr_warmup_init, 0.001"),
     (dict.fromkeys([f"{c.value}_lr" for c in Component], 1e-4), r"optimizer.lr, 0.003, would be ignored"),
 ])  # fmt: skip
 def test_component_learning_rates_invalid_or_contradicting_raise(inputs, settings, message):

@@ -236,7 +236,7 @@ def test_muon_unsupported_settings_raise(inputs, settings, message):
 def test_get_megatron_optimizer_muon_with_distributed_optimizer_raises(inputs):
     run = set_up(replicated(inputs, None, distributed=True), data=False)
     config = OptimizerConfig(optimizer="muon", lr=1e-3)
-    with pytest.raises(ValueError, match=r"use_distributed_optimizer is True with .* 'muon', expected False: Muon"):
+    with pytest.raises(ValueError, match="use_distributed_optimizer is True with optimizer 'muon', expected False"):
         get_megatron_optimizer(config, run.model, pg_collection=run.groups)
 
 

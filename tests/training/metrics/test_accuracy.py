@@ -14,7 +14,7 @@ from tests.training.running import replicate, train
 NEW_TOKENS = 4
 
 
-def write_questions(folder: Path, hf: Path, image: Path, texts: list[str]) -> list[bool]:
+def write_questions(folder: Path, hf: Path, picture: Path, texts: list[str]) -> list[bool]:
     """Write `questions.jsonl`, where every other expected answer is what transformers generates. Return which."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -24,7 +24,7 @@ def write_questions(folder: Path, hf: Path, image: Path, texts: list[str]) -> li
     for number, text in enumerate(texts):
         content: list[dict[str, str]] = [{"type": "text", "text": text}]
         if number % 3:
-            content.insert(0, {"type": "image", "image": str(image)})
+            content.insert(0, {"type": "image", "image": str(picture)})
         user = {"role": "user", "content": content}
         prompt = processor.apply_chat_template(
             [user], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
@@ -71,8 +71,8 @@ def places(request, inputs, tmp_path_factory):
     hf = request.getfixturevalue(f"{request.param}_folder")
     folder = tmp_path_factory.mktemp("questions") / "data"
     shutil.copytree(inputs.data, folder)
-    image = next((folder / "images").iterdir()).relative_to(folder)
-    lines = write_questions(folder, hf, folder / image, TEXTS)
+    picture = next((folder / "images").iterdir()).relative_to(folder)
+    lines = write_questions(folder, hf, folder / picture, TEXTS)
     return request.param, hf, folder, lines
 
 

@@ -115,7 +115,7 @@ def read_metadata(folder: Path) -> DcpMetadata:
     except ValueError as error:
         raise CheckpointError(str(error)) from error
     if not data:
-        raise CheckpointError(f"{path} is empty, expected torch.distributed.checkpoint Metadata; copy the file again")
+        raise CheckpointError(f"{path} is empty, expected torch.distributed.checkpoint Metadata")
     top = load_pickle(data, str(path), METADATA_GLOBALS)
     if not isinstance(top, PickledRecord) or top.kind != "Metadata":
         raise CheckpointError(f"{path} holds a {_kind(top)}, expected torch.distributed.checkpoint Metadata")
@@ -193,27 +193,24 @@ class _MetadataChecker:
             offset + size <= limit for offset, size, limit in zip(offsets, sizes, spec.shape, strict=True)
         )
         if not in_range:
-            raise self.error(spec.name, f"a chunk of {sizes} at {offsets}", f"a chunk inside the shape {spec.shape}")
+            raise self.error(spec.name, f"a chunk of {sizes} at {offsets}", f"one inside {spec.shape}")
         item = self.check_item(self.storage.get((spec.name, offsets)), f"{spec.name}, chunk at {list(offsets)}")
-        if item.length < (nbytes := math.prod(sizes) * ITEMSIZE[spec.dtype]):
-            found = f"{item.length} bytes for a chunk of {sizes} {spec.dtype}"
-            raise self.error(spec.name, found, f"at least {nbytes}")
+        if item.length < math.prod(sizes) * ITEMSIZE[spec.dtype]:
+            raise self.error(spec.name, f"{item.length} bytes for a chunk of {sizes}", f"room for {spec.dtype}")
         return Chunk(offsets, sizes, item)
 
     def check_item(self, info: Any, where: str) -> ByteRange:
         self.expect(info, "_StorageInfo", where)
         if info.field("transform_descriptors"):
-            raise self.error(where, "transform_descriptors", "an item that is stored without a transformation")
+            raise self.error(where, "one that is transformed", "an item stored as it is")
         relative = self.expect(info.field("relative_path"), str, f"{where}, file")
-        offset, length = self.check_numbers((info.field("offset"), info.field("length")), f"{where}, offset and length")
+        offset, length = self.check_numbers((info.field("offset"), info.field("length")), f"{where}, place")
         if relative not in self.files:
             path = resolve_within(self.folder, relative, f"{self.path}, {where}")
             self.files[relative] = path, file_size(path, f"{self.path}, {where}")
         path, size = self.files[relative]
         if offset + length > size:
-            raise CheckpointError(
-                f"{path} has {size} bytes, expected at least {offset + length} for {where}; copy the file again"
-            )
+            raise CheckpointError(f"{path} has {size} bytes, expected {offset + length} at least, for {where}")
         return ByteRange(path, offset, length)
 
 
@@ -239,10 +236,7 @@ class DcpTensors:
             for path, offset, _ in (chunk.item for chunk in chunks):
                 if (path, offset) in names:
                     both = f"{names[path, offset]} and of {name}"
-                    raise CheckpointError(
-                        f"{path}: byte {offset} is the start of a chunk of {both}, expected one tensor; the checkpoint "
-                        "is damaged"
-                    )
+                    raise CheckpointError(f"{path}: byte {offset} is a chunk of {both}, expected one of them")
                 names[path, offset] = name
 
     def byte_ranges(self, wanted: TensorSlice) -> Iterator[ByteRange]:
@@ -259,10 +253,7 @@ class DcpTensors:
             if part.start != position:
                 where = f"{self.folder}, tensor {spec.name} {spec.shape}"
                 number = "no chunk" if part.start > position else "two chunks"
-                raise CheckpointError(
-                    f"{where}: element {min(position, part.start)} is in {number}, expected one; the checkpoint is "
-                    "damaged"
-                )
+                raise CheckpointError(f"{where}: element {min(position, part.start)} is in {number}")
             if not part.length:
                 return
             position += part.length
@@ -423,15 +414,15 @@ def find_payload(item: ByteRange, dtype: str, sizes: Shape, name: str) -> ByteRa
             def read_record(record: str) -> bytes:
                 start, length = find_record(record)
                 if length > _MAX_ITEM_PICKLE_BYTES:
-                    raise ValueError(f"record {record} has {length} bytes, expected at most {_MAX_ITEM_PICKLE_BYTES}")
+                    raise ValueError(f"record {record} has {length} bytes")
                 window.seek(start)
                 return window.read(length)
 
             if "byteorder" in records and read_record("byteorder") != b"little":
-                raise ValueError("its byte order is not little-endian")
+                raise ValueError("it is not little-endian")
             tensor = load_pickle(read_record("data.pkl"), where, _ITEM_GLOBALS, _to_storage)
             if not isinstance(tensor, _PickledTensor):
-                raise ValueError(f"it contains a {type(tensor).__name__}, expected a tensor")
+                raise ValueError(f"it is a {type(tensor).__name__}")
             start, length = find_record(f"data/{tensor.storage.key}")
     except CheckpointError:
         raise
@@ -441,13 +432,13 @@ def find_payload(item: ByteRange, dtype: str, sizes: Shape, name: str) -> ByteRa
         raise CheckpointError(f"{where} cannot be read: {str(error) or type(error).__name__}") from error
     if (tensor.storage.dtype, tensor.sizes) != (dtype, sizes):
         found = f"found {list(tensor.sizes)} {tensor.storage.dtype}"
-        raise CheckpointError(f"{where}: {found}, expected {list(sizes)} {dtype} as .metadata says")
+        raise CheckpointError(f"{where}: {found}, expected {list(sizes)} {dtype} by the metadata")
     first, nbytes = tensor.offset * ITEMSIZE[dtype], math.prod(sizes) * ITEMSIZE[dtype]
     strides = tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
     if nbytes and any(s != t for s, t, n in zip(tensor.strides, strides, sizes, strict=True) if n > 1):
         raise CheckpointError(f"{where}: found strides {tensor.strides}, expected a contiguous tensor")
     if first + nbytes > length:
-        raise CheckpointError(f"{where}: found {length} bytes of elements, expected {first + nbytes}")
+        raise CheckpointError(f"{where}: found {length} bytes, expected {first + nbytes}")
     return ByteRange(item.path, item.offset + start + first, nbytes)
 
 
@@ -466,16 +457,16 @@ class _PickledTensor(NamedTuple):
 def _to_storage(pid: Any) -> _PickledStorage:
     kind, dtype, key, _device, _numel = pid
     if kind != "storage" or not isinstance(dtype, str) or dtype not in ITEMSIZE or not isinstance(key, str):
-        raise ValueError(f"its pickle refers to {kind}, expected a storage with a known dtype")
+        raise ValueError(f"reference to {kind}")
     return _PickledStorage(dtype, key)
 
 
 def _to_tensor(storage: Any, offset: Any, sizes: Any, strides: Any, *_rest: Any) -> _PickledTensor:
     numbers = (offset, *sizes, *strides)
     if not isinstance(storage, _PickledStorage) or not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers):
-        raise ValueError("the pickled tensor has no storage, or sizes or strides that are not whole numbers")
+        raise ValueError("a tensor without a storage or with invalid sizes")
     if len(sizes) != len(strides):
-        raise ValueError(f"the pickled tensor has {len(sizes)} sizes and {len(strides)} strides")
+        raise ValueError(f"{len(sizes)} sizes and {len(strides)} strides")
     return _PickledTensor(storage, offset, tuple(sizes), tuple(strides))
 
 

@@ -111,8 +111,7 @@ def find_model(hf_model: str | Path, *, weights: bool = True, trust_remote_code:
         folder = _download(hf_model, [*_SIDE_FILES, _CODE, *(_WEIGHT_FILES if weights else ())])
     if (name := _file_with_code(folder)) and not trust_remote_code:
         raise CheckpointError(
-            f"{folder / name} refers to code in the model's folder (auto_map), expected none; set --trust-remote-code "
-            "to copy the code too"
+            f"{folder / name} refers to code in the model's folder (auto_map); --trust-remote-code copies it"
         )
     return folder
 
@@ -283,15 +282,14 @@ class HFWeights:
             names = {stored.spec.name for stored in read_header(path)} - self._stored.keys()
             if lost := sorted(name for name in names if name.partition(".")[0] in modules):
                 raise CheckpointError(
-                    f"{path} holds {len(lost)} tensors that would be lost, such as {lost[0]}, because "
-                    f"{self.why_unread()}; list its tensors in the weight_map of {INDEX}, or move it out of the folder"
+                    f"{path} holds {len(lost)} tensors that would be lost, such as {lost[0]}: {self.why_unread()}. "
+                    f"Name the file in the weight_map of {INDEX}, or move it out of the folder"
                 )
         return files
 
     def why_unread(self) -> str:
         """Return text for the end of a message: why a weight file in the folder is not read."""
-        single = (self.folder / SINGLE).exists()
-        return f"{SINGLE} is read instead of {INDEX}" if single else f"{INDEX} does not name it"
+        return f"{SINGLE} comes before {INDEX}" if (self.folder / SINGLE).exists() else f"{INDEX} does not name it"
 
 
 def has_weights(folder: Path) -> bool:
@@ -308,7 +306,7 @@ def _read_folder(folder: Path) -> list[StoredTensor]:
         raise CheckpointError(f"{folder} has no weights, expected {SINGLE} or {INDEX}; {describe_contents(folder)}")
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index} has no weight_map, expected an object of the form {{tensor: file}}")
+        raise CheckpointError(f"{index} has no weight_map, expected {{tensor: file}}")
     files: dict[Path, set[str]] = {}
     for name, relative in weight_map.items():
         files.setdefault(resolve_within(folder, relative, f"{index}, tensor {name}"), set()).add(name)
@@ -316,13 +314,10 @@ def _read_folder(folder: Path) -> list[StoredTensor]:
     for path, names in sorted(files.items()):
         shard = read_header(path, named_by=index.name)
         found = {stored.spec.name for stored in shard}
-        for verb, lists, different in (("lacks", "lists", names - found), ("holds", "does not list", found - names)):
+        for kind, different in (("lacks", names - found), ("also holds", found - names)):
             if different:
                 some = ", ".join(sorted(different)[:5]) + (" ..." if len(different) > 5 else "")
-                raise CheckpointError(
-                    f"{path} {verb} {len(different)} tensors that {index.name} {lists}, expected the same in both: "
-                    f"{some}; copy both files again"
-                )
+                raise CheckpointError(f"{path} {kind} {len(different)} tensors compared with {index.name}: {some}")
         tensors += shard
     return tensors
 
@@ -345,9 +340,7 @@ def read_header(path: Path, named_by: str = "its folder") -> list[StoredTensor]:
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
     except (SafetensorError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} of {size} bytes: {error}; expected a complete safetensors file, copy it again"
-        ) from error
+        raise CheckpointError(f"{path} of {size} bytes: {error}; expected a complete safetensors file") from error
     header.pop("__metadata__", None)
     tensors = []
     for name, entry in header.items():

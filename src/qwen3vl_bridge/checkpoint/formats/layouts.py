@@ -89,9 +89,7 @@ class FsdpDtensor(TensorLayout):
 
     def __post_init__(self) -> None:
         if self.naming not in (TRANSFORMER_ENGINE, LOCAL):
-            raise CheckpointError(
-                f"naming (--layer-spec) is {self.naming!r}, expected {TRANSFORMER_ENGINE!r} or {LOCAL!r}"
-            )
+            raise CheckpointError(f"naming is {self.naming!r}, expected {TRANSFORMER_ENGINE!r} or {LOCAL!r}")
 
     def tensors(self, row: WeightRow) -> dict[str, Shape]:
         """Return a dict from name to shape of the tensors that store `row`: one for each projection."""
@@ -234,10 +232,7 @@ class Topology:
             CheckpointError: a parallel size does not divide the dimension that it shards.
         """
         if self.pp > 1 and not stages:
-            raise CheckpointError(
-                f"--pp is {self.pp}, expected 1 for an fsdp_dtensor checkpoint, which has no pipeline stages; or set "
-                "--ckpt-format torch_dist"
-            )
+            raise CheckpointError(f"--pp is {self.pp}, expected 1: an fsdp_dtensor checkpoint has no pipeline stages")
         if not dimensions.indices["moe_layers"] and (self.ep > 1 or (self.etp or 1) > 1):
             name, size = ("ep", self.ep) if self.ep > 1 else ("etp", self.etp)
             raise CheckpointError(f"--{name} is {size}, expected 1: a dense model has no experts to distribute")

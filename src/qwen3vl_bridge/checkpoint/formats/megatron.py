@@ -72,10 +72,7 @@ def model_keys(metadata: DcpMetadata, ckpt_format: str = FSDP_DTENSOR) -> dict[s
     if not names:
         found = ", ".join(sorted(metadata.tensors)[:3]) or "no tensors"
         expected = prefix or " or ".join(_COMPONENTS)
-        raise CheckpointError(
-            f"{metadata.folder} holds no model: found {found}, expected keys that begin with {expected}; check that it "
-            "is the checkpoint of a complete model"
-        )
+        raise CheckpointError(f"{metadata.folder} holds no model: found {found}, expected keys like {expected}...")
     return names
 
 
@@ -85,10 +82,7 @@ def format_of(folder: Path) -> str:
         return FSDP_DTENSOR
     found = read_object(folder / FORMAT_FILE).get("sharded_backend")
     if found != TORCH_DIST:
-        raise CheckpointError(
-            f"{folder / FORMAT_FILE}: sharded_backend is {found!r}, expected {TORCH_DIST!r}; save the checkpoint with "
-            f"checkpoint.ckpt_format {' or '.join(FORMATS)}"
-        )
+        raise CheckpointError(f"{folder / FORMAT_FILE}: sharded_backend is {found!r}, expected {TORCH_DIST!r}")
     return TORCH_DIST
 
 
@@ -108,10 +102,7 @@ def find_iteration(path: Path, iteration: int | None = None) -> Path:
         raise CheckpointError(f"{path}: {describe_contents(path)}, expected the folder of a Megatron checkpoint")
     if (path / METADATA).is_file():
         if iteration is not None and path.name != iteration_folder(path, iteration).name:
-            raise CheckpointError(
-                f"{path} is the folder of a single iteration, expected iteration {iteration}; give the checkpoint's "
-                "root folder, or no --iteration"
-            )
+            raise CheckpointError(f"{path} is the folder of a single iteration, not of --iteration {iteration}")
         return path
     folder = _find_latest(path) if iteration is None else iteration_folder(path, iteration)
     if not (folder / METADATA).is_file():
@@ -198,18 +189,13 @@ def _check_passive(value: Any, where: str) -> None:
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if key.startswith("_") and key.endswith("_"):
-                raise CheckpointError(
-                    f"{where} has the key {key!r}, expected no key between underscores: Megatron-Bridge may execute "
-                    "its value; remove the key"
-                )
+                raise CheckpointError(f"{where} has the key {key!r}, expected no _key_: Megatron-Bridge may run it")
             _check_passive(inner, f"{where}, {key}")
     elif isinstance(value, list):
         for inner in value:
             _check_passive(inner, where)
     elif isinstance(value, str) and "${" in value:
-        raise CheckpointError(
-            f"{where} is {value[:80]!r}, expected no text with ${{: Megatron-Bridge would replace it by another value"
-        )
+        raise CheckpointError(f"{where} is {value[:80]!r}, expected no text with ${{: Megatron-Bridge would replace it")
 
 
 def read_run_config(folder: Path) -> dict[str, Any]:
@@ -222,9 +208,7 @@ def read_run_config(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(str(error)) from error
     if not isinstance(found, dict):
-        raise CheckpointError(
-            f"{path} holds a {type(found).__name__}, expected the sections of settings that a run has saved"
-        )
+        raise CheckpointError(f"{path} holds a {type(found).__name__}, expected sections of settings")
     for name in ("model", "checkpoint", "peft"):  # the sections that are read
         if not isinstance(found.get(name) or {}, dict):
             raise CheckpointError(f"{path}: {name} is {str(found[name])[:80]}, expected a section of settings")

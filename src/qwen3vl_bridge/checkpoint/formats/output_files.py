@@ -34,7 +34,7 @@ from qwen3vl_bridge.checkpoint.formats.tensors import (
     TensorSpec,
 )
 from qwen3vl_bridge.core.atomic import scratch_folder
-from qwen3vl_bridge.core.files import PLEASE_REPORT, CheckpointError
+from qwen3vl_bridge.core.files import CheckpointError
 from qwen3vl_bridge.terminal import in_bytes, show
 
 import xxhash
@@ -110,10 +110,7 @@ class OutputFile:
             elif count and isinstance(content, TensorData):
                 size, start = ITEMSIZE[content.dtype], position - first
                 if start % size or count % size:
-                    raise AssertionError(
-                        f"{self.name}: a range begins or ends within an element of {size} bytes, at byte {start}"
-                        f"{PLEASE_REPORT}"
-                    )
+                    raise AssertionError(f"a range begins or ends within an element of {size} bytes, at byte {start}")
                 yield TensorData(content.slices, content.dtype, content.start + start // size, count // size)
             position, i = position + count, i + 1
 
@@ -163,9 +160,7 @@ class Ranks:
         """
         number = os.environ.get("WORLD_SIZE", "1")
         if not number.isdecimal() or int(number) < 1:
-            raise CheckpointError(
-                f"WORLD_SIZE is {number!r}, expected the number of processes; unset it to run as a single process"
-            )
+            raise CheckpointError(f"WORLD_SIZE is {number!r}, expected the number of processes")
         size = int(number)
         if size == 1:
             return cls()
@@ -176,10 +171,7 @@ class Ranks:
             # torch does not check these before it waits for the other processes.
             rank = os.environ.get("RANK", "0")
             if not rank.isdecimal() or int(rank) >= size:
-                raise CheckpointError(
-                    f"RANK is {rank!r}, expected 0 to {size - 1} for WORLD_SIZE {size}; start the processes with "
-                    "torchrun, or unset WORLD_SIZE to run as a single process"
-                )
+                raise CheckpointError(f"RANK is {rank!r}, expected 0 to {size - 1} for WORLD_SIZE {size}")
             if os.environ.get("MASTER_PORT", "").isdecimal() and "TORCHELASTIC_RUN_ID" not in os.environ:
                 minutes = int(_START_TIMEOUT.total_seconds() // 60)
                 show(
@@ -222,9 +214,7 @@ class Ranks:
             dist.all_gather_object(outcomes, mine, group=self._group)
         except RuntimeError as failure:
             reason = str(failure).splitlines()[0]
-            raise CheckpointError(
-                f"another of the {self.size} processes ended; see its own output for the cause ({reason})"
-            ) from failure
+            raise CheckpointError(f"another of the {self.size} processes ended: {reason}") from failure
         if error is not None:
             raise error
         for rank, (_, message) in enumerate(outcomes):
@@ -431,7 +421,7 @@ def _write_range(
                 written += file.write(block)
                 digest.update(block)
             if written != len(content):
-                raise AssertionError(f"{output.name}: {written} bytes written, expected {len(content)}{PLEASE_REPORT}")
+                raise AssertionError(f"{output.name}: {written} bytes written of {len(content)}")
         file.flush()
         journal.record(part, digest.hexdigest(), handle)
 
@@ -444,6 +434,4 @@ def check_sizes(folder: Path, files: Sequence[OutputFile]) -> None:
             with path.open("rb") as file:  # a network file system asks its server only when a file is opened
                 size = os.fstat(file.fileno()).st_size
         if size != output.nbytes:
-            raise CheckpointError(
-                f"{path} has {size} bytes, expected {output.nbytes}; check the file system, and convert again"
-            )
+            raise CheckpointError(f"{path} has {size} bytes, expected {output.nbytes}")

@@ -25,7 +25,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from qwen3vl_bridge.core.files import PLEASE_REPORT, CheckpointError
+from qwen3vl_bridge.core.files import CheckpointError
 from qwen3vl_bridge.weights import fp8
 from qwen3vl_bridge.weights.rows import TensorSlice
 
@@ -208,7 +208,7 @@ class SliceList:
         """Yield slices of elements [start, start + length) of the sequence. Raise AssertionError if it is shorter."""
         end = start + length
         if end > self.length:
-            raise AssertionError(f"found a selection of elements up to {end} of {self.length}{PLEASE_REPORT}")
+            raise AssertionError(f"elements up to {end} of {self.length}")
         i = bisect_right(self._starts, start) - 1
         while start < end:
             part, first = self._slices[i], self._starts[i]
@@ -415,6 +415,7 @@ class SliceReader:
             yield cast(block, stored, dtype, part.slices[0].tensor)
 
     def _transpose(self, part: TransposedSlice, dtype: str) -> memoryview:
+        """Return the complete transposed matrix of a slice, in a dtype."""
         key = (part.slices, part.columns, dtype)
         if self._matrix is None or self._matrix[0] != key:
             import numpy as np
@@ -463,8 +464,7 @@ class SliceReader:
             if not count:
                 left = len(into) - done
                 raise CheckpointError(
-                    f"{path}, tensor {name}: the file ends at byte {offset + done}, expected {left} more bytes; copy "
-                    "the file again"
+                    f"{path}, tensor {name}: ends at byte {offset + done}, expected {left} more bytes"
                 )
             done += count
 
@@ -502,10 +502,7 @@ def cast(data: memoryview, source: str, target: str, name: str) -> memoryview:
     if ITEMSIZE[target] <= ITEMSIZE[source] and not before.abs().max() <= torch.finfo(after.dtype).max:
         overflown = after.isinf() & before.isfinite()
         if overflown.any():
-            value = before[overflown][0].item()
-            raise CheckpointError(
-                f"{name}: value {value:g} is too large for {target}; choose a dtype with a larger range (--torch-dtype)"
-            )
+            raise CheckpointError(f"{name}: value {before[overflown][0].item():g} is too large for {target}")
     return memoryview(after.view(torch.uint8).numpy())
 
 
@@ -530,5 +527,5 @@ def compare_streams(left: Iterator[memoryview], right: Iterator[memoryview], dty
         a = a[length:] if len(a) > length else next(left, None)
         b = b[length:] if len(b) > length else next(right, None)
     if a is not None or b is not None:
-        raise AssertionError(f"found streams of different lengths, expected the same{PLEASE_REPORT}")
+        raise AssertionError("streams of different lengths")
     return (count, first) if count else None

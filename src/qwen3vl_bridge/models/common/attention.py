@@ -226,7 +226,7 @@ class SegmentAttention(MegatronModule):
         """
         if attention_mask is not None or attention_bias is not None:
             raise ValueError(
-                "found an attention_mask or attention_bias, expected None: the sequence layout describes padding"
+                "attention_mask and attention_bias must be None: padding is described by the sequence layout"
             )
         causal = attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
         if packed_seq_params is None:
@@ -327,7 +327,5 @@ def physical_lengths(params: PackedSeqParams, tokens: int) -> tuple[int, ...]:
     else:
         lengths = tuple(physical_offsets(params).diff().tolist())
     if sum(lengths) != tokens:
-        raise ValueError(
-            f"the segments of packed_seq_params have {sum(lengths)} tokens, expected {tokens}, the tokens of the row"
-        )
+        raise ValueError(f"packed segments hold {sum(lengths)} tokens, the row has {tokens}")
     return lengths

@@ -83,17 +83,14 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
             advice = ""
             if all(name.startswith("mtp.") for name in missing):
                 advice = "; set mtp_num_layers=None to load the model without multi-token prediction"
-            raise ValueError(
-                f"{path} lacks {len(missing)} tensors, expected all that its config.json describes: "
-                f"{_list_names(missing)}{advice}"
-            )
+            raise ValueError(f"{path} lacks {len(missing)} tensors: {_list_names(missing)}{advice}")
         stored_rows = expand(rows, family(self.family).dimensions(stored_config(self.family, hf_pretrained)))
         counted = {name for row in stored_rows for name in row.hf}
         patterns = {_without_numbers(name) for name in counted}
         if uncounted := sorted(name for name in found - counted if _without_numbers(name) in patterns):
             raise ValueError(
-                f"{path} has {len(uncounted)} tensors of more layers or experts than its config.json counts: "
-                f"{_list_names(uncounted)}; use the config.json that these weights were saved with"
+                f"{path} has {len(uncounted)} tensors of layers or experts that its config.json does not count: "
+                f"{_list_names(uncounted)}. Use the config.json that these weights were saved with"
             )
         return super().load_weights_hf_to_megatron(hf_pretrained, megatron_model, *args, **kwargs)
 
@@ -144,7 +141,6 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
         self, hf_pretrained: Any, megatron_model: list[Any], *args: Any, **kwargs: Any
     ) -> list[WeightConversionTask | None]:
         """Return Megatron-Bridge's conversion tasks; for a model that ModelOpt has quantized, without None."""
-        # None stands for a scale, which has no Hugging Face name.
         from modelopt.torch.quantization.utils import is_quantized
 
         tasks = super().build_conversion_tasks(hf_pretrained, megatron_model, *args, **kwargs)
@@ -234,7 +230,7 @@ class _Fp8WeightFiles(_WeightFiles):
         for name in [name for name, tensor in loaded.items() if tensor.dtype == torch.float8_e4m3fn]:
             where = f"{self.model_name_or_path}, tensor {name}"
             if name + SCALES not in self._stored.key_to_filename_map:
-                raise ValueError(f"{where}: found no scales, expected the tensor {name}{SCALES}; copy the model again")
+                raise ValueError(f"{where}: its scales {name}{SCALES} are missing")
             scales = self._stored.load_tensors([name + SCALES])[name + SCALES]
             try:
                 loaded[name] = dequantize(loaded[name], scales, self._block, self._dtype)
@@ -252,6 +248,7 @@ def _read_fp8(hf_pretrained: Any, dtype: torch.dtype) -> None:
 
 
 def _weight_files(hf_pretrained: Any) -> SafeTensorsStateSource | None:
+    """Return the safetensors files of a Hugging Face model; None if it has none."""
     source = getattr(getattr(hf_pretrained, "state", None), "source", None)
     return source if isinstance(source, SafeTensorsStateSource) else None
 
@@ -286,7 +283,7 @@ def provider_by_model_type(
     config = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(dict(hf_config)))
     provider = by_type[model_type]().provider_bridge(types.SimpleNamespace(config=config))
     if unknown := settings.keys() - {field.name for field in dataclasses.fields(provider)}:
-        raise TypeError(f"{', '.join(sorted(unknown))}: expected only fields of {type(provider).__name__}")
+        raise TypeError(f"{type(provider).__name__} has no {', '.join(sorted(unknown))}")
     for name, value in settings.items():
         setattr(provider, name, value)
     return provider

@@ -97,9 +97,7 @@ def backend(config: TransformerConfig) -> BackendSpecProvider:
     if config.transformer_impl != "transformer_engine":
         raise ValueError(f"transformer_impl is {config.transformer_impl!r}, expected 'transformer_engine' or 'local'")
     if not HAVE_TE:
-        raise ModuleNotFoundError(
-            "transformer_impl is 'transformer_engine', expected 'local': Transformer Engine is not installed"
-        )
+        raise ModuleNotFoundError("transformer_impl is 'transformer_engine', which is not installed; use 'local'")
     return TESpecProvider()
 
 

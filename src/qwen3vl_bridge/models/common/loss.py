@@ -164,8 +164,8 @@ def token_losses(
     (length, rows, _), (label_rows, label_length) = hidden.shape, labels.shape
     if label_rows != rows or label_length % length:
         raise ValueError(
-            f"labels have shape {list(labels.shape)}, expected {[rows, length]} as hidden states, or a multiple of "
-            f"{length} tokens under sequence parallelism"
+            f"labels have shape {list(labels.shape)}, expected {[rows, length]}, or a multiple of {length} tokens "
+            "under sequence parallelism"
         )
     chunks = min(-(-labels.numel() // chunk_tokens), length)
     return _ChunkedLosses.apply(head, chunks, on_logits, hook_inputs, hidden, labels, *head.trained_weights())
@@ -173,8 +173,6 @@ def token_losses(
 
 class _ChunkedLosses(torch.autograd.Function):
     """Autograd function for losses of hidden states, computed in chunks, and recomputed in the backward pass."""
-
-    # The weights are arguments of `forward`, so that autograd requests their gradients.
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cuda")  # logits are recomputed with the same autocast

@@ -102,7 +102,7 @@ class MRopeGPTModel(OutputGPTModel):
         """Return the loss of each token [b, s] for labels [b, s] and logits [s, b, padded vocabulary / tp]."""
         if not self.parallel_output and self.pg_collection.tp.size() > 1:
             raise ValueError(
-                f"parallel_output is False, expected True to train with tensor parallelism: {GATHERED_LOGITS}"
+                f"parallel_output is False, expected True to train under tensor parallelism: {GATHERED_LOGITS}"
             )
         if keeps_output(self.output_layer):
             logits = logits.clone()  # ModelOpt reads them after the loss, which may overwrite them
@@ -117,7 +117,6 @@ class MRopeGPTModel(OutputGPTModel):
 
         Their probability and the gradient of their logits are then exactly 0.
         """
-        # Autograd does not record the write: it would copy the full gradient to write this 0 again.
         vocab_size, local_size = self.config.vocab_size, logits.size(-1)
         first = self.pg_collection.tp.rank() * local_size
         if first + local_size > vocab_size:
@@ -214,8 +213,6 @@ class VisionLanguageModel(MegatronModule):
 
     def _reject_process_groups(self, groups: ProcessGroupCollection) -> NoReturn:
         """Raise ValueError for new process groups, which Megatron-Bridge's `eval_cp_context` sets in every module."""
-        # Results would be wrong: attention keeps the group that it was built with, and the vision tower, which is not
-        # context-parallel, would get one.
         built, given = (torch.distributed.get_process_group_ranks(group) for group in (self.cp_group, groups.cp))
         self.config.context_parallel_size = self.cp_group.size()  # eval_cp_context has already changed it
         raise ValueError(
@@ -300,10 +297,7 @@ class VisionLanguageModel(MegatronModule):
                 self.config, self.pg_collection, encode_vision=self.pre_process, **batch
             )
         elif given := [name for name, argument in batch.items() if argument is not None]:
-            raise ValueError(
-                f"found inputs, a complete batch, and also {', '.join(given)}; pass either inputs or the batch in "
-                "separate arguments"
-            )
+            raise ValueError(f"inputs is a complete batch, and {', '.join(given)} is given too: expected one of them")
         check_token_count(self.config, inputs.input_ids.numel())
         settings = dict(runtime_gather_output=runtime_gather_output)
         if output_processor is not None:
@@ -456,10 +450,7 @@ class VisionLanguageModel(MegatronModule):
     def take_received(self) -> Tensor:
         """Return the tensor received from the previous pipeline stage, and clear it. Raise ValueError if it is None."""
         if self.received is None:
-            raise ValueError(
-                "found no tensor from the previous pipeline stage, expected one on any stage but the first; call "
-                "set_input_tensor before forward"
-            )
+            raise ValueError("this is not the first pipeline stage: call set_input_tensor before forward")
         received, self.received = self.received, None
         return received
 

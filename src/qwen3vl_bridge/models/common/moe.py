@@ -45,10 +45,6 @@ class BalancedRouter(BalancingRouter):
     Source of the loss: Fedus et al., Switch Transformers, equation 4; over all ranks, Qiu et al. (arXiv 2501.11873).
     """
 
-    # megatron-core 0.19 weights a loss divided by tokens by the rank's own tokens times the number of ranks. With a
-    # padding mask it weights by N times the number of ranks, because it sums over ranks in place in the tensor that it
-    # then uses as the rank's own (docs/upstream/router_gradient.md).
-
     def balance_microbatch(self, probs: Tensor, scores: Tensor, routing_map: Tensor) -> Tensor:
         """Return `probs` with the balancing loss of a microbatch attached: the backward pass adds its gradient."""
         if not self.get_aux_loss_coeff("aux_loss"):
@@ -141,10 +137,6 @@ def reset_stale_moe_metrics(config: TransformerConfig) -> None:
 
     A process that alternates between two such models (an actor and a critic) empties the tracker at each change.
     """
-    # megatron-core has one tracker per process, with the size of the first model. Layers of a second, deeper model
-    # would be out of its range. Pipeline stages sum their values, so every stage needs the same size, even if it has
-    # recorded nothing: every stage calls this before the routers of a microbatch. For a single model the call is one
-    # comparison. Delete this with docs/upstream/metrics_tracker.md.
     global _tracked_config
     if _tracked_config is not None and _tracked_config() is config:
         return
@@ -220,7 +212,6 @@ class GroupedExperts(SequentialMLP):
 
     def _wait_for_weights(self) -> None:
         """Call the hooks of `overlap_param_gather` that wait for weights, in the order in which these are gathered."""
-        # From the last expert to the first. Each hook starts the next gather.
         for expert in reversed([*self.local_experts]):
             for linear in (getattr(expert, name) for name in EXPERT_LINEARS):
                 for hook in filter(_waits_for_weights, forward_pre_hooks(linear)):

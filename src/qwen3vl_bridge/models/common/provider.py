@@ -78,7 +78,6 @@ class VisionLanguageProvider(CountsOperations, fields.VisionLanguageFields):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a deep copy that shares the P2P communicator with the original."""
-        # Layers with experts copy their configuration.
         if is_student(self):
             return copy.deepcopy(copy.copy(self), memo)
         if (communicator := p2p_communicator(self)) is not None:
@@ -258,7 +257,7 @@ class ExpertsMixin:
         if isinstance(frequency, int):
             return tuple(range(0, layers, frequency))
         if isinstance(frequency, str):
-            raise ValueError(f"moe_layer_freq is the text {frequency!r}, expected a whole number or a list of 0 and 1")
+            raise ValueError(f"moe_layer_freq is the text {frequency!r}, expected a number or a list")
         if len(frequency) != layers:
             raise ValueError(f"moe_layer_freq has {len(frequency)} entries, expected {layers}, one per layer")
         return tuple(layer for layer, has_experts in enumerate(frequency) if has_experts)
@@ -267,7 +266,6 @@ class ExpertsMixin:
 @functools.cache
 def _log_model_class(model_class: type[nn.Module]) -> None:
     """Log the class of the model once, on the first rank."""
-    # A caller that has not imported this package gets Megatron-Bridge's own model without an error.
     if not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
         # RL frameworks leave Python's level at WARNING, and would hide it.
         level = logging.INFO if logger.isEnabledFor(logging.INFO) else logging.WARNING

@@ -55,6 +55,7 @@ def rotate(query: Tensor, key: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rotate_both(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys [t, heads, d] by cosines and sines [t, 1, r], in the dtype of the cosines."""
     return _rotate_one(query, cos, sin), _rotate_one(key, cos, sin)
 
 
@@ -68,7 +69,6 @@ def _rotate_one(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _rotate_fused(x: Tensor, angles: Tensor) -> Tensor:
     """Rotate x [s, b, heads, d] by angles [s * b, 1, 1, r] with Transformer Engine's kernel."""
-    # All tokens are passed as one row, because the kernel uses the same angles for every row.
     tokens = x.flatten(0, 1)[:, None]
     max_tokens = _MAX_ELEMENTS // max(tokens.stride(0), tokens[0].numel())
     if len(tokens) <= max_tokens:  # the backward pass of a split would copy the gradient, even for a single piece
@@ -109,8 +109,6 @@ class InterleavedMRoPE(nn.Module):
 
     def constants(self, device: torch.device) -> tuple[Tensor, Tensor, float]:
         """Return the axis of each frequency, the frequencies, and the scale of cosines and sines."""
-        # Kept per device. As buffers, a model on the meta device would keep them empty and a 16-bit model would round
-        # them.
         if device not in self._constants:
             host, scale = torch.device("cpu"), 1.0
             if self.scaled is None:

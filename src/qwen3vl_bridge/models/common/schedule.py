@@ -106,7 +106,6 @@ class LayerPlan(LayerNodes):
 
     def get_low_precision_context(self) -> AbstractContextManager:
         """Return a context manager for FP8 and, under sequence parallelism, the rank's own random numbers."""
-        # TransformerBlock enters both around all of its layers.
         context = ExitStack()
         if self.config.sequence_parallel:
             context.enter_context(tensor_parallel.get_cuda_rng_tracker().fork())
@@ -116,8 +115,6 @@ class LayerPlan(LayerNodes):
 
 def unpack_then(compute: Callable[..., Any], node: TransformerLayerNode, received: Tensor) -> Any:
     """Unpack the tensor of the previous pipeline stage, then call `compute`, the first layer's node function."""
-    # Not in the embedding node: the schedule sends the gradient of this node's input to the previous stage before the
-    # backward pass of the embedding node.
     state = node.chunk_state
     hidden, arguments = state.model.unpack_received(received, state.inputs)
     # An empty tensor (no images, or no features for later layers) has no gradient.

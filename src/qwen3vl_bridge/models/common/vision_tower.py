@@ -68,8 +68,6 @@ def vision_transformer_config(provider: VisionLanguageFields) -> TransformerConf
 class PatchConv(nn.Conv3d):
     """A convolution with a kernel as large as a patch, computed as a matrix product."""
 
-    # A module of its own, because sharded training gathers the parameters of a module when it is called.
-
     def forward(self, pixel_values: Tensor) -> Tensor:
         """Project patches [N, channels * temporal_patch * patch * patch] to embeddings [N, h]."""
         return F.linear(pixel_values.to(self.weight.dtype), self.weight.flatten(1), self.bias)
@@ -147,7 +145,6 @@ class VisionBlock(TransformerBlock):
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
         """Return the sharded state dict. Mergers are stacked as [mergers, ...], or stored one by one as layers are."""
-        # TransformerBlock assumes that every rank has the full parameters of modules in a list.
         mergers, count = f"{prefix}deepstack_merger_list.", len(self.deepstack_merger_list)
         everything = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         state = {name: tensor for name, tensor in everything.items() if not name.startswith(mergers)}

@@ -103,9 +103,8 @@ def as_model_inputs(
         conversion = OutputConversion.to_caller_order(caller, labels)
     if conversion.slots is not None and cp_size > 1:
         raise ValueError(
-            f"found rows whose tokens the model has to reorder on {cp_size} context-parallel ranks, which cannot put "
-            "their share of the outputs back in order: expected rows padded on the right, or labels [1, tokens] in the "
-            "order of the packed row"
+            f"context parallelism over {cp_size} ranks gives each its share of the outputs, which cannot come back in "
+            "the caller's order: expected rows padded on the right, or labels in the packed row's order, [1, tokens]"
         )
     if labels_are_local and trains_mtp:
         # The next token of a chunk's last token is on another rank.
@@ -193,8 +192,8 @@ def _build_batch(
     real = merge_masks(attention_mask, None if padding_of_packed_row else padding_mask, input_ids)
     if config.moe_layers and real is None and packed_seq_params is None and (input_ids[:, -1] == 0).any():
         _warn_once(
-            "rows end in token 0, with which Megatron-Bridge's collators and steps pad them, but there is no "
-            "attention_mask: experts are balanced over padding as over other tokens. Pass the mask "
+            "rows end in token 0, as Megatron-Bridge's collators and steps lengthen them, and no attention_mask says "
+            "that this is padding: experts are balanced over it like over any token. Give a mask "
             "(dataset.skip_getting_attention_mask_from_dataset=False), or use qwen3vl_bridge.forward_step, which reads "
             "it"
         )
@@ -211,8 +210,8 @@ def _build_batch(
         wrong = (padding & ~masked).flatten().nonzero()
         if len(wrong):
             raise ValueError(
-                f"padding_mask has 0 for token {int(wrong[0])} of the packed row, expected 1, because the token is "
-                "padding by packed_seq_params or attention_mask"
+                f"padding_mask has 0 for token {int(wrong[0])} of the packed row, expected 1 for padding, as "
+                "packed_seq_params or attention_mask have it"
             )
         excluded = masked & ~padding
     if position_ids is not None:
@@ -267,8 +266,8 @@ def _check_position_ids(
     in_order = not bool((same_segment & (text.diff() != 1)).any())  # counts up by one, from any first value
     if not has_masks and not in_order:
         raise ValueError(
-            "position_ids has text positions that do not increase by one in a row, expected one document in each row; "
-            "pass packed_seq_params for rows with several documents, or an attention_mask for padded rows"
+            "position_ids has text positions that don't count up by one in a row: where it packs several documents, "
+            "give packed_seq_params; where it is padded, an attention_mask"
         )
     if position_ids.dim() == 3:
         return position_ids[1:]
@@ -276,12 +275,12 @@ def _check_position_ids(
         return position_ids.expand(3, *rows)
     if not in_order:
         raise ValueError(
-            f"position_ids has shape {rows} in a batch with images or videos, and does not increase by one from token "
-            f"to token, expected {[3, *rows]} (temporal, height and width position), or None to derive them"
+            f"position_ids has shape {rows} in a batch with images or videos, whose tokens have three positions, and "
+            f"does not count up by one over the tokens: expected {[3, *rows]}, or None to derive them"
         )
     _warn_once(
-        "position_ids [rows, tokens] of a batch with images or videos are ignored: positions on three axes are derived "
-        "from the tokens and grids"
+        "position_ids [rows, tokens] are those of text, in a batch with images or videos: they are ignored, and "
+        "positions on three axes are worked out from the tokens and grids"
     )
     return None
 
@@ -311,9 +310,9 @@ def _add_labels(
             values = caller.arrange(values)
         elif packed_shape == caller.shape and caller.sources is not None:
             raise ValueError(
-                f"{name} has shape {list(packed_shape)} for a row that begins with padding and is as long as its "
-                "segment in packed_seq_params, so it may be in the order of the row or of the packed row; pass a row "
-                "without padding on the left"
+                f"labels or loss_mask has shape {list(packed_shape)} for a row that begins with padding and is as long "
+                "as its segment in packed_seq_params, so its order could be either's: expected a row without padding "
+                "on the left"
             )
         batch = replace(batch, **{name: values})
     return batch
@@ -331,8 +330,8 @@ def _check_labels(labels: Tensor, loss_mask: Tensor | None, shapes: list, vocab_
         entries = [labels.min().item(), labels.max().item()] if labels.numel() else []
         raise ValueError(
             f"labels has shape {shape_and_dtype(labels)} and entries in {entries}, expected "
-            f"{_join_shapes(shapes)} of token ids below {vocab_size}; other entries are accepted only where loss_mask "
-            f"is 0, or {IGNORE_INDEX} without a loss_mask"
+            f"{_join_shapes(shapes)} token ids below {vocab_size}, and anything else only where loss_mask is 0, or "
+            f"{IGNORE_INDEX} without one"
         )
     return torch.where(valid, labels, IGNORE_INDEX)
 
@@ -346,24 +345,23 @@ def _warn_once(message: str) -> None:
     logger.warning(message)
 
 
-_NO_CACHE = "the model's forward has no cache; use `qwen3vl_bridge.generate`, which has one"
-_FROM_IDS = "it is derived from the token ids and grids"
+_NO_CACHE = "forward keeps no cache; `qwen3vl_bridge.generate` does"
+_FROM_IDS = "it is worked out from the token ids and grids"
 
 # Arguments that transformers, Megatron-Bridge or RL frameworks may pass, and why this model accepts only None.
 UNSUPPORTED = {
     "inputs_embeds": "the model embeds input_ids itself, images and videos included",
     "past_key_values": _NO_CACHE,
     "inference_params": _NO_CACHE,
-    "cu_seqlens": "pass packed_seq_params instead",
-    "extra_block_kwargs": "they contain DeepStack features, which the model computes itself",
-    "second_per_grid_ts": "Qwen3-VL has the times of video frames in the text",
+    "cu_seqlens": "give packed_seq_params",
+    "extra_block_kwargs": "they carry DeepStack features, which the model makes itself",
+    "second_per_grid_ts": "Qwen3-VL has times in the text",
     "image_input_mask": _FROM_IDS,
     "video_input_mask": _FROM_IDS,
     "cp_img_num": _FROM_IDS,
     "images_padded": _FROM_IDS,
-    "return_logprobs_for_linear_ce_fusion": "the model does not fuse logits and loss; set NeMo-RL's "
-    "use_fused_linear_logprobs=false",
-    "temperature": "pass an output_processor that divides logits by the temperature, as verl's fused kernels do",
+    "return_logprobs_for_linear_ce_fusion": "logits are made and then a loss; NeMo-RL: use_fused_linear_logprobs=false",
+    "temperature": "give output_processor, which divides logits by itself as verl's fused kernels do",
 }
 
 # Returned by processors, and passed by NeMo-RL with another row length: redundant with the token ids.
@@ -420,14 +418,14 @@ def read_arguments(arguments: dict[str, Any], cp_group: ProcessGroup | None = No
         padding = read["attention_mask"]
         if padding.dtype != torch.bool or padding[:, :1].any():
             raise ValueError(
-                f"attention_mask has shape {list(shape)} {padding.dtype}, expected for this shape Transformer Engine's "
-                "mask, booleans that are True for padding on the right; or pass a mask [rows, tokens], 1 for real "
+                f"attention_mask has shape {list(shape)} {padding.dtype}, expected one of that shape to be Transformer "
+                "Engine's, booleans, True for padding, and a token first in each row; or [rows, tokens], 1 for real "
                 "tokens"
             )
         read["attention_mask"] = ~padding
     ids = read["input_ids"]
     if ids is None or ids.dim() != 2 or not ids.numel():
-        return read  # `_build_batch` raises
+        return read  # the caller raises
     cp_size = 1 if cp_group is None else cp_group.size()
     if cp_size > 1 and packed is not None and len(ids) == 1:
         logical, physical = read_segment_lengths(packed)
@@ -476,7 +474,7 @@ def _check_square_mask(square: Tensor, summaries: list[Tensor], rows: int, token
     if not summaries:
         raise ValueError(
             f"attention_mask has shape {list(square.shape)}, expected [{rows}, {tokens}], 1 for real tokens and 0 for "
-            f"padding, or a causal mask [{rows} or 1, 1, {tokens}, {tokens}]"
+            f"padding, or what tokens see, [{rows} or 1, 1, {tokens}, {tokens}]"
         )
     if tokens == 1:
         return None
@@ -487,9 +485,10 @@ def _check_square_mask(square: Tensor, summaries: list[Tensor], rows: int, token
         entries = _read_square_mask(by_row[row], by_row[0, 0, -1])[1].nonzero()
         token, other = entries[0].tolist() if len(entries) else (0, tokens - 1)
         raise ValueError(
-            f"attention_mask has {by_row[row, token, other].item()} for token {token} attending to token {other} of "
-            f"row {row}, expected a causal mask that also hides padding, of booleans, 0 and 1, or numbers to be added; "
-            "or pass a mask [rows, tokens], 1 for real tokens, and packed_seq_params for rows with several documents"
+            f"attention_mask says what each token sees, and has {by_row[row, token, other].item()} for "
+            f"token {token} and token {other} of row {row}. Expected a causal mask that also hides padding, of "
+            "booleans, 0 and 1, or numbers to be added; or [rows, tokens] that only marks padding; several documents "
+            "in a row need packed_seq_params"
         )
     return None if len(real) == 1 and real.all() else real.expand(rows, tokens)
 
@@ -528,7 +527,7 @@ def check_unsupported(others: Mapping[str, Any]) -> None:
     """Raise TypeError for an unknown argument, and ValueError if an argument in `UNSUPPORTED` is not None."""
     for name in others.keys() - _NOT_NEEDED:
         if name not in UNSUPPORTED:
-            raise TypeError(f"found the unknown argument {name!r}, expected only the arguments of as_model_inputs")
+            raise TypeError(f"unexpected argument {name!r}; expected those of as_model_inputs")
         if others[name] is not None:
             raise ValueError(f"{name} is given, expected None: {UNSUPPORTED[name]}")
 
@@ -541,7 +540,7 @@ def check_pixels(config: VisionLanguageFields, **given: Tensor | None) -> None:
         if pixels is not None and (pixels.dim() != 2 or pixels.shape[1] != width or not pixels.is_floating_point()):
             raise ValueError(
                 f"{name} has shape {shape_and_dtype(pixels)}, expected [patches, {width}] floating point, as the "
-                "processor returns it"
+                "processor gives it"
             )
 
 
@@ -551,11 +550,9 @@ def check_inference(context: Any, runtime_gather_output: bool | None, labels: Te
     A forward pass over full prompts is accepted.
     """
     if context is not None and getattr(context, "sequence_len_offset", None) != 0:
-        raise ValueError(f"inference_context already holds tokens, expected an empty context: {_NO_CACHE}")
+        raise ValueError(f"inference_context holds tokens already, expected it to hold none: {_NO_CACHE}")
     if runtime_gather_output and labels is not None:
-        raise ValueError(
-            "runtime_gather_output is True with labels, expected None: the loss is computed from sharded logits"
-        )
+        raise ValueError("runtime_gather_output is True with labels, expected None: the loss is of logits as they lie")
 
 
 def shape_and_dtype(values: Tensor | None) -> str:

@@ -77,7 +77,10 @@ def detect_layout(
 
 
 # Slices of context-parallel ranks have already been gathered when offsets are compared with rows, see `gather_row`.
-_SLICES = "`forward` also accepts a context-parallel slice of a packed row, with packed_seq_params of the full row"
+_SLICES = (
+    "The model's forward also takes one flat row that is a context-parallel rank's share, of offsets that count its "
+    "tokens times the ranks"
+)
 
 
 def _pack_rows(shape: tuple[int, int], keep: Tensor | None, logical: Tensor, physical: Tensor) -> CallerLayout:
@@ -91,8 +94,8 @@ def _pack_rows(shape: tuple[int, int], keep: Tensor | None, logical: Tensor, phy
         if int(logical.max()) > tokens:
             row = int(logical.argmax())
             raise ValueError(
-                f"packed_seq_params has {int(logical[row])} tokens for row {row}, expected at most {tokens}, the "
-                f"tokens of the row, or an attention_mask for the real ones. {_SLICES}"
+                f"packed_seq_params has {int(logical[row])} tokens for row {row} of {tokens}; expected its real "
+                f"tokens, or an attention_mask that tells them. {_SLICES}"
             )
     first, lengths = _find_real_tokens(keep)
     _check_counts(lengths, logical, physical)
@@ -110,9 +113,9 @@ def _split_packed_row(shape: tuple[int, int], keep: Tensor | None, logical: Tens
         logical, physical = F.pad(logical, (0, 1)), F.pad(physical, (0, 1), value=rest)
     elif rest:
         raise ValueError(
-            f"packed_seq_params has {len(physical)} segments of {int(physical.sum())} tokens in all for input_ids of "
-            f"shape {list(shape)}, expected {rows * tokens} tokens, the full batch"
-            + (", or an attention_mask in which the rest is padding" if rows == 1 and rest > 0 else "")
+            f"packed_seq_params has {len(physical)} segments of {int(physical.sum())} tokens in all, input_ids has "
+            f"shape {list(shape)}: expected {rows * tokens} tokens, the whole batch"
+            + (", or an attention_mask that says the rest is padding" if rows == 1 and rest > 0 else "")
             + (f", or one segment for each of {rows} rows" if rows > 1 else "")
             + (f". {_SLICES}" if rest < 0 else "")
         )
@@ -120,8 +123,8 @@ def _split_packed_row(shape: tuple[int, int], keep: Tensor | None, logical: Tens
     inside = [row for row in range(1, rows) if row * tokens not in ends]
     if inside:
         raise ValueError(
-            f"packed_seq_params has {len(physical)} segments, and row {inside[0]} of {tokens} tokens begins inside a "
-            f"segment; expected one segment for each of {rows} rows, or a segment that begins where each row does"
+            f"packed_seq_params has {len(physical)} segments; row {inside[0]} of {tokens} tokens begins inside one. "
+            f"Expected one segment for each of {rows} rows, or rows that begin segments"
         )
     lengths = logical
     if keep is not None:
@@ -130,8 +133,8 @@ def _split_packed_row(shape: tuple[int, int], keep: Tensor | None, logical: Tens
         wrong = (keep.flatten() != (segment_offsets(physical) < lengths[segment])).nonzero()
         if len(wrong):
             raise ValueError(
-                f"attention_mask has padding before real tokens in segment {int(segment[wrong[0]])} of the packed row, "
-                "expected padding only at the end of a segment"
+                f"attention_mask has padding before real tokens in segment {int(segment[wrong[0]])} of the packed row; "
+                "expected a segment's real tokens first and its padding after them"
             )
         _check_counts(lengths, logical, physical)
     return CallerLayout(make_packed_layout(lengths, physical), shape, packed=True)
@@ -141,8 +144,8 @@ def make_packed_layout(lengths: Tensor, physical: Tensor) -> SequenceLayout:
     """Return the layout of one packed row, from the logical and physical lengths [n] of its segments."""
     if (lengths > physical).any() or not physical.any():
         raise ValueError(
-            f"packed_seq_params has segments with {lengths.tolist()} real tokens and padded lengths "
-            f"{physical.tolist()}, expected at most the padded length in each, and at least one token in all"
+            f"packed_seq_params has segments of {lengths.tolist()} tokens in lengths of {physical.tolist()}, expected "
+            "no more tokens than their lengths, and at least one token"
         )
     exists = physical > 0  # offset tables of a fixed size repeat their last entry
     return SequenceLayout.from_lengths(1, lengths[exists].tolist(), physical[exists].tolist())
@@ -163,8 +166,8 @@ def read_segment_lengths(packed: PackedSeqParams) -> tuple[Tensor, Tensor]:
         )
     if packed.local_cp_size is not None:
         raise ValueError(
-            f"packed_seq_params has local_cp_size {packed.local_cp_size}, expected None: all context-parallel ranks "
-            "share each row of this model; turn dynamic context parallelism off"
+            f"packed_seq_params has local_cp_size {packed.local_cp_size}, expected None: this model's rows are shared "
+            "by all context-parallel ranks; turn dynamic context parallelism off"
         )
     physical = given.get("cu_seqlens_q_padded", logical)
     for name, offsets in given.items():
@@ -172,11 +175,9 @@ def read_segment_lengths(packed: PackedSeqParams) -> tuple[Tensor, Tensor]:
             raise ValueError(f"{name} is {offsets.tolist()}, expected offsets that ascend from 0")
         expected = physical if "padded" in name else logical
         if not torch.equal(offsets, expected):
-            raise ValueError(f"{name} is {offsets.tolist()}, expected {expected.tolist()}, the offsets of queries")
+            raise ValueError(f"{name} is {offsets.tolist()}, expected {expected.tolist()} as for queries")
     if logical.shape != physical.shape:
-        raise ValueError(
-            f"cu_seqlens_q has {len(logical)} entries and cu_seqlens_q_padded {len(physical)}, expected the same number"
-        )
+        raise ValueError(f"cu_seqlens_q has {len(logical)} entries, cu_seqlens_q_padded {len(physical)}")
     return logical.diff(), physical.diff()
 
 
@@ -206,14 +207,13 @@ def _mask_trailing_padding(ids: Tensor, pad_token_id: int | None) -> Tensor:
 
 def _check_counts(lengths: Tensor, logical: Tensor, physical: Tensor) -> None:
     """Raise ValueError if `lengths`, the real tokens of each segment by a mask, contradict the offsets."""
-    # Offsets may include the padding of a segment: RL frameworks round lengths up and keep only the rounded ones.
     agree = (lengths == logical) | ((logical == physical) & (lengths <= logical))
     wrong = (~agree).nonzero()
     if len(wrong):
         segment = int(wrong[0])
         raise ValueError(
-            f"segment {segment}: attention_mask has {int(lengths[segment])} real tokens, expected "
-            f"{int(logical[segment])} as packed_seq_params has, in a padded length of {int(physical[segment])}"
+            f"segment {segment}: attention_mask has {int(lengths[segment])} real tokens, packed_seq_params "
+            f"{int(logical[segment])} in a length of {int(physical[segment])}"
         )
 
 
@@ -274,8 +274,8 @@ class OutputConversion(Transferable):
         """
         if self.slots is not None:
             raise ValueError(
-                "output_processor is given with rows whose tokens the model has to reorder, and its outputs cannot be "
-                "put back in order: expected rows padded on the right, or packed_seq_params with labels [1, tokens] in "
-                "the order of the packed row"
+                "output_processor is given for rows that reach the model in another order than the caller's, which "
+                "only the caller can undo in what it returns: expected rows padded on the right, or packed_seq_params "
+                "and labels in the packed row's order, [1, tokens]"
             )
         return replace(self, ignored_labels=None)

@@ -64,8 +64,8 @@ def check_ranks_agree(
     for rank, theirs in enumerate(others, 1):
         if theirs["packed_seq_params"] != first["packed_seq_params"]:
             raise ValueError(
-                f"packed_seq_params has other segments on context-parallel rank {rank} than on rank 0, expected the "
-                "same: the offsets of the full row, of which each rank passes a slice"
+                f"packed_seq_params of context-parallel rank {rank} has other segments than that of rank 0; expected "
+                "the offsets of one full row on every rank, each with its share of it"
             )
         for name in given:
             if theirs[name] != first[name]:
@@ -105,9 +105,6 @@ def gather_row(arguments: Mapping[str, Any], layout: SequenceLayout, group: Proc
     given = {name: values for name in _PER_TOKEN if (values := arguments.get(name)) is not None}
     slices = _gather({name: values for name, values in given.items() if values.shape[-2:] == shape}, group, device)
     ids, masks = slices["input_ids"], {"attention_mask", "padding_mask"} & given.keys()
-    # A full row can be as short as a slice, if padding rounds its only segment up that far. Then all ranks have the
-    # same tokens, masks and positions. If all tokens of the row are identical too, the case is ambiguous: a row with a
-    # mask is taken as full, and a row without as a slice.
     differs = any((slices[name] != slices[name][0]).any() for name in _OF_TOKENS if name in slices)
     if len(layout.lengths) == 1 and not differs and (masks or (ids != ids[0, 0, 0]).any()):
         return {}
@@ -115,8 +112,8 @@ def gather_row(arguments: Mapping[str, Any], layout: SequenceLayout, group: Proc
         if name not in slices:
             axes = "3, " if name == "position_ids" else ""
             raise ValueError(
-                f"{name} has shape {list(given[name].shape)}, expected [{axes}1, {shape[-1]}]: input_ids is the slice "
-                f"of one context-parallel rank of a row of {layout.total} tokens; pass the same slice of {name}"
+                f"{name} has shape {list(given[name].shape)}, expected [{axes}1, {shape[-1]}]: input_ids is one "
+                f"context-parallel rank's slice of a row of {layout.total} tokens, so {name} has to be its slice too"
             )
     index = inverse_token_index(layout, group.size())
     return {name: values.movedim(0, -2).flatten(-2)[..., index] for name, values in slices.items()}

@@ -29,7 +29,6 @@ _EXCLUDED = ("transformer_layer_spec", "deterministic_mode")
 
 def _saved_ffn_size(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return {"ffn_hidden_size": saved width of an expert}, or an empty dict if no width is saved."""
-    # Megatron-Bridge leaves `ffn_hidden_size` at megatron-core's default if every layer has experts.
     width = saved.get("moe_ffn_hidden_size")
     return {} if width is None else {"ffn_hidden_size": width}
 
@@ -63,7 +62,6 @@ class Qwen35VLBridge(FamilyBridge):
 
     def provider_bridge(self, hf_pretrained: Any) -> Any:
         """Return the provider, without multi-token prediction if the checkpoint has no weights for it."""
-        # Checkpoints that transformers has saved do not have these weights.
         provider = super().provider_bridge(hf_pretrained)
         provider.mtp_num_layers = stored_config(FAMILY_NAME, hf_pretrained)["text_config"].get(MTP_LAYERS) or None
         return provider

@@ -178,14 +178,14 @@ def check_package() -> None:
     package, triton = (Version(importlib.import_module(name).__version__) for name in ("fla", "triton"))
     if package < Version(MINIMUM_VERSION):
         raise ValueError(
-            f"flash-linear-attention is {package}, expected {MINIMUM_VERSION} or newer; run pip install '{_PACKAGE}'"
+            f"flash-linear-attention is {package}, expected {MINIMUM_VERSION} or newer: pip install '{_PACKAGE}'"
         )
     is_wrong = Version("3.4") <= triton < Version("3.7.1") and importlib.util.find_spec("tilelang") is None
     if is_wrong and torch.cuda.get_device_capability()[0] == _HOPPER:
         raise ValueError(
-            f"Triton is {triton}, expected 3.7.1 or newer, because it compiles gradients of linear attention wrongly "
-            "for a Hopper GPU (flash-linear-attention raises an error in the first backward pass). Install a newer "
-            "Triton, or tilelang, which flash-linear-attention then uses"
+            f"Triton is {triton}, which compiles gradients of linear attention wrongly for a Hopper GPU "
+            "(flash-linear-attention raises an error in the first backward pass). Install Triton 3.7.1 or newer, or "
+            "tilelang, which flash-linear-attention then uses"
         )
 
 

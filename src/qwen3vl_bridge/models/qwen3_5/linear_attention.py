@@ -78,7 +78,6 @@ class LinearAttention(KeepFloat32, SegmentedGatedDeltaNet):
 
     def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the sharded state dict. Adapters and ModelOpt's scales are split into sections like the projection."""
-        # A rank holds its rows of every section. Concatenating the rows of all ranks would not give the full tensor.
         state = super().sharded_state_dict(prefix, *args, **kwargs)
         local_rows = sum(self.in_proj_split_sections)
         for name in (
@@ -114,7 +113,6 @@ def full_attention_spec(config: TransformerConfig) -> ModuleSpec:
 
 def _full_attention_block(config: TransformerConfig, vp_stage: int | None, pp_rank: int) -> TransformerBlockSubmodules:
     """Return the layer specs of a pipeline stage, with full attention in every layer."""
-    # megatron-core's own specs with full and linear attention need Transformer Engine.
     plain = copy.copy(config)
     plain.experimental_attention_variant = None
     return decoder_block_spec(plain, vp_stage, pp_rank)

@@ -164,9 +164,9 @@ def check_gates(config: VisionLanguageProvider, groups: ProcessGroupCollection) 
     global_group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
     if groups.tp.size() > config.num_query_groups and global_group is not groups.tp:
         raise ValueError(
-            f"tensor_model_parallel_size is {groups.tp.size()} for a model with its own process groups, expected at "
-            f"most {config.num_query_groups}, the number of query groups: gates would belong to other heads. Or use "
-            "the process groups of megatron-core's parallel_state"
+            f"tensor_model_parallel_size is {groups.tp.size()} with {config.num_query_groups} query groups, and the "
+            "model has its own process groups: gates would belong to other heads. Use the groups of megatron-core's "
+            "parallel_state, or at most one rank per query group"
         )
 
 
@@ -179,8 +179,8 @@ class Qwen35VLModel(VisionLanguageModel):
         """Raise ValueError if multi-token prediction is trained and the batch has no labels."""
         if self.config.trains_mtp and self.training and torch.is_grad_enabled() and inputs.next_tokens is None:
             raise ValueError(
-                "the batch has no labels, expected labels on every pipeline stage with mtp_loss_scaling_factor above "
-                "0; or set mtp_loss_scaling_factor=0, which freezes the weights of multi-token prediction"
+                "mtp_loss_scaling_factor is above 0, but the batch has no labels. Pass labels on every pipeline stage, "
+                "or set mtp_loss_scaling_factor=0, which freezes the weights of multi-token prediction"
             )
 
     def embed(self, inputs: ModelInputs, encoded: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, dict[str, Any]]:

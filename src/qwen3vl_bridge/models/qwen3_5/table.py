@@ -18,6 +18,7 @@ _MTP_LAYER = (f"{_MTP}mtp_model_layer.", "mtp.layers.0.")
 
 
 def _full_attention_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightRow, ...]:
+    """Return the weight rows of a full-attention layer with output gates, and of its input norm."""
     return rows.attention_rows(megatron, hf, *indices, kind=GatedQKV, queries="gated_q")
 
 
@@ -51,6 +52,7 @@ def linear_attention_rows() -> tuple[WeightRow, ...]:
 
 
 def _shared_expert_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightRow, ...]:
+    """Return the weight rows of the shared expert and its output gate."""
     megatron, hf = f"{megatron}mlp.shared_experts.", f"{hf}mlp.shared_expert"
     half = ("shared_ffn", "hidden")
     return (

@@ -55,7 +55,6 @@ class Qwen3VLBridge(FamilyBridge):
 
         `AutoBridge.from_auto_config` merges them into a reference configuration, which determines the row length.
         """
-        # Megatron-Bridge's own method does not map the sizes of a text model, and would keep those of the reference.
         text, vision = provider.hf_text_config.to_dict(), provider.vision_config.to_dict()
         del text["max_position_embeddings"]
         return dict(

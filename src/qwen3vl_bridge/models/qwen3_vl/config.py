@@ -41,20 +41,17 @@ def check_settings(config: Any) -> None:
             raise ValueError(f"text_config.num_experts_per_tok is {topk!r}, expected 1 to num_experts ({experts})")
         if len({text[name] for name in ("num_experts", "num_local_experts") if text.get(name)}) > 1:
             raise ValueError(
-                f"text_config.num_experts is {text['num_experts']} and num_local_experts "
-                f"{text['num_local_experts']}, expected the same number; remove one of them"
+                f"text_config.num_experts is {text['num_experts']}, but num_local_experts is "
+                f"{text['num_local_experts']}: expected the same number"
             )
         if not moe_layers_of(text):
             raise ValueError(
                 f"text_config has {experts} experts, but no layer uses them: decoder_sparse_step is "
-                f"{text.get('decoder_sparse_step', 1)} and mlp_only_layers is {text.get('mlp_only_layers')}; change "
-                "these, or set num_experts to 0"
+                f"{text.get('decoder_sparse_step', 1)} and mlp_only_layers is {text.get('mlp_only_layers')}"
             )
         if text.get("moe_intermediate_size") is None:
-            raise ValueError(
-                f"lacks the field text_config.moe_intermediate_size, expected a number: the model has {experts} experts"
-            )
-    hf_config.check_model_type(config, FAMILY_NAME, len(moe_layers_of(text)), "layers with experts")
+            raise ValueError("text_config.moe_intermediate_size is missing, expected the width of an expert")
+    hf_config.check_model_type(config, FAMILY_NAME, len(moe_layers_of(text)), "layers have experts")
 
 
 def check_deepstack(vision: Mapping[str, Any], text_layers: int) -> None:
@@ -66,8 +63,8 @@ def check_deepstack(vision: Mapping[str, Any], text_layers: int) -> None:
         )
     if len(indexes) > text_layers:
         raise ValueError(
-            f"deepstack_visual_indexes has {len(indexes)} layers, expected at most {text_layers}, the number of text "
-            "layers (num_layers): the features of each DeepStack layer are added in a text layer"
+            f"deepstack_visual_indexes has {len(indexes)} layers, but there are only {text_layers} text layers "
+            "(num_layers): each DeepStack layer needs a text layer"
         )
 
 
@@ -94,8 +91,8 @@ def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
     """
     defaults = {"rope_theta": None, "mrope_section": None, "partial_rotary_factor": 1.0}
     rope = hf_config.rope_parameters_of(text, defaults)
-    if (factor := rope.pop("partial_rotary_factor")) != 1.0:
-        raise ValueError(f"partial_rotary_factor is {factor}, expected 1.0 as in every released model")
+    if rope.pop("partial_rotary_factor") != 1.0:
+        raise ValueError("partial_rotary_factor is not 1.0, the value of every released model")
     return rope
 
 

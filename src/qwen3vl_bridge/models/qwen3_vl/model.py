@@ -104,8 +104,9 @@ class DeepStackStage:
         features = self.sent * len(inputs.deepstack.targets)
         if features and not config.variable_seq_lengths:
             raise ValueError(
-                f"variable_seq_lengths is False, expected True: this pipeline stage sends {features} DeepStack "
-                "features, a number that depends on the images of a row. Or give this stage more layers"
+                f"variable_seq_lengths is False, but this pipeline stage sends {features} DeepStack features, and "
+                "their number depends on the images of a row. Set variable_seq_lengths=True, or give this stage more "
+                "layers"
             )
 
     def pack(self, hidden: Tensor, features: Tensor) -> Tensor:
