@@ -31,8 +31,8 @@ def pytest_addoption(parser):
 
 # Folders and files by how long their modules take: the last that xdist gives out are short, its workers end together.
 _LONGEST = (
-    *("training", "parity", "distributed", "models/qwen3_5", "simulation", "checkpoint", "peft", "frameworks"),
-    *("docs", "test_install", "models", "data"),
+    *("recipes/test_twins", "training", "parity", "distributed", "models/qwen3_5", "simulation", "checkpoint", "peft"),
+    *("frameworks", "docs", "test_install", "models", "data"),
 )
 
 

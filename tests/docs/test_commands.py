@@ -42,7 +42,7 @@ from tests.helpers.batches import make_samples
 from tests.helpers.receipts import receipts
 from tests.models import test_toy_family
 from tests.parity.conftest import make_pair
-from tests.training.running import Inputs, inputs, replicated, train  # noqa: F401  a fixture
+from tests.training.running import Inputs, replicated, train
 
 README, QUICKSTART, TRAIN, CONVERT, RECIPES, SCALING, DATA, CALLERS = (
     PAGES[page]
@@ -586,7 +586,7 @@ def test_callers_page_quotes_the_log_line_that_names_the_model_class(untied_fold
 
 
 @pytest.mark.slow
-def test_modelopt_page_python_examples_run(inputs: Inputs, tmp_path):  # noqa: F811
+def test_modelopt_page_python_examples_run(inputs: Inputs, tmp_path):
     from megatron.bridge import AutoBridge
 
     distill, quantize, restore, export = blocks(PAGES["docs/modelopt.md"], "python")

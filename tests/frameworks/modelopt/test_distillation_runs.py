@@ -12,7 +12,7 @@ from megatron.bridge.models.distillation_provider import convert_to_distillation
 from safetensors.torch import load_file
 
 from tests.frameworks.modelopt.support import Recipe, make_larger
-from tests.training.running import Inputs, inputs, losses, replicated, sharded, stored, train  # noqa: F401  a fixture
+from tests.training.running import Inputs, losses, replicated, sharded, stored, train
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def larger(tmp_path_factory) -> Path:
     return make_larger(tmp_path_factory.mktemp("larger"))
 
 
-def distilling(make, inputs: Inputs, teacher: Path, save: Path, **settings: Any) -> Any:  # noqa: F811
+def distilling(make, inputs: Inputs, teacher: Path, save: Path, **settings: Any) -> Any:
     cfg = make(inputs, save, **settings)
     provider = AutoBridge.from_hf_pretrained(str(teacher)).to_megatron_provider(load_weights=True)
     provider.seq_length = cfg.model.seq_length
@@ -30,7 +30,7 @@ def distilling(make, inputs: Inputs, teacher: Path, save: Path, **settings: Any)
 
 
 @pytest.mark.parametrize("make", [replicated, sharded], ids=["distributed optimizer", "Megatron-FSDP"])
-def test_distillation_resumed_run_equals_uninterrupted(make, inputs, larger, tmp_path):  # noqa: F811
+def test_distillation_resumed_run_equals_uninterrupted(make, inputs, larger, tmp_path):
     """With a part of the loss on hidden states, whose fit to the teacher's width is trained, saved and not exported."""
     whole = train(distilling(make, inputs, larger, tmp_path / "whole"))
     first = train(distilling(make, inputs, larger, tmp_path / "halves"), stop_after=3)

@@ -34,7 +34,7 @@ from tests.models.qwen3_5.tiny import make_checkpoint as make_qwen3_5
 from tests.parity.on_ranks import Split, compare
 from tests.parity.references import errors, take_two_steps
 from tests.parity.topologies import TOPOLOGIES, Topology
-from tests.training.running import Inputs, inputs, losses, replicated, sharded, stored, train  # noqa: F401  a fixture
+from tests.training.running import Inputs, losses, replicated, sharded, stored, train
 
 CONTENT = "mixed"
 WEIGHTS = copy.deepcopy(mtq.INT8_DEFAULT_CFG)
@@ -129,7 +129,7 @@ def test_quantized_training_on_two_ranks_matches_transformers(cases, on_ranks, n
     check(on_ranks[number], cases(ON_RANKS[number][1]).limits)
 
 
-def training(inputs: Inputs, start: Path, save: Path | None, teacher: Path | None = None, **settings: Any) -> Any:  # noqa: F811
+def training(inputs: Inputs, start: Path, save: Path | None, teacher: Path | None = None, **settings: Any) -> Any:
     """A run that begins with a quantised checkpoint; of a student, if it has a teacher."""
     settings = dict(checkpoint__pretrained_checkpoint=str(start), model__restore_modelopt_state=True) | settings
     return (
@@ -152,7 +152,7 @@ def larger(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     "distils", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["alone", "from a teacher"]
 )
-def test_resumed_quantized_run_equals_uninterrupted_and_exports_its_weights(inputs, floats, larger, tmp_path, distils):  # noqa: F811
+def test_resumed_quantized_run_equals_uninterrupted_and_exports_its_weights(inputs, floats, larger, tmp_path, distils):
     teacher = larger if distils else None
     whole = train(training(inputs, floats, tmp_path / "whole", teacher))
     first = train(training(inputs, floats, tmp_path / "halves", teacher), stop_after=3)
@@ -175,7 +175,7 @@ def test_resumed_quantized_run_equals_uninterrupted_and_exports_its_weights(inpu
     torch.testing.assert_close(weight.float() * scale, trained, rtol=2**-4, atol=scale.item() * 2**-9)
 
 
-def test_adapters_on_quantized_checkpoint_start_from_its_loss_and_resume(inputs, floats, tmp_path):  # noqa: F811
+def test_adapters_on_quantized_checkpoint_start_from_its_loss_and_resume(inputs, floats, tmp_path):
     """They begin with what it computes, and go on where they stopped."""
     often = dict(train__train_iters=2, logger__log_interval=1, checkpoint__save_interval=1, validation__eval_interval=0)
 
@@ -193,13 +193,13 @@ def test_adapters_on_quantized_checkpoint_start_from_its_loss_and_resume(inputs,
     assert not any("_quantizer." in key for key in stored(tmp_path / "whole"))
 
 
-def test_quantized_training_from_unquantized_checkpoint_raises(inputs):  # noqa: F811
+def test_quantized_training_from_unquantized_checkpoint_raises(inputs):
     for folder in (inputs.megatron, inputs.hf):
         with pytest.raises(RuntimeError, match="No modelopt_state found"):
             train(training(inputs, folder, None))
 
 
-def test_quantized_training_with_fewer_layers_than_checkpoint_raises(inputs, floats):  # noqa: F811
+def test_quantized_training_with_fewer_layers_than_checkpoint_raises(inputs, floats):
     """Megatron-Bridge would train without them."""
     cfg = training(inputs, floats, None)
     cfg.model.num_layers -= 1
@@ -207,7 +207,7 @@ def test_quantized_training_with_fewer_layers_than_checkpoint_raises(inputs, flo
         train(cfg)
 
 
-def test_run_or_export_that_would_drop_quantization_scales_raises(inputs, floats, tmp_path):  # noqa: F811
+def test_run_or_export_that_would_drop_quantization_scales_raises(inputs, floats, tmp_path):
     """A run that does not restore the scales, and our export, would lose them."""
     with pytest.raises(CheckpointError, match="ModelOpt quantized it"):
         train(training(inputs, floats, None, model__restore_modelopt_state=False))
@@ -231,7 +231,7 @@ def allowed_but_for(monkeypatch, cfg: Any, says: str) -> Iterator[None]:
 SHORT = dict(train__train_iters=2, checkpoint__save_interval=2)
 
 
-def test_quantized_fsdp_run_is_rejected_since_its_checkpoint_lacks_quantizers(inputs, floats, tmp_path, monkeypatch):  # noqa: F811
+def test_quantized_fsdp_run_is_rejected_since_its_checkpoint_lacks_quantizers(inputs, floats, tmp_path, monkeypatch):
     start = dict(checkpoint__pretrained_checkpoint=str(floats), model__restore_modelopt_state=True)
     cfg = sharded(inputs, tmp_path, **start, **SHORT)
     with allowed_but_for(monkeypatch, cfg, "its checkpoints have no quantizers"):
@@ -239,7 +239,7 @@ def test_quantized_fsdp_run_is_rejected_since_its_checkpoint_lacks_quantizers(in
     assert (tmp_path / "iter_0000002").is_dir() and not has_modelopt_state(str(tmp_path))
 
 
-def test_quantized_run_with_decentralized_process_groups_raises(inputs, floats, tmp_path, monkeypatch):  # noqa: F811
+def test_quantized_run_with_decentralized_process_groups_raises(inputs, floats, tmp_path, monkeypatch):
     cfg = training(inputs, floats, tmp_path, **SHORT)
     cfg.dist.use_decentralized_pg, cfg.dist.use_gloo_process_groups = True, False
     with (
