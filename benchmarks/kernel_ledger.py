@@ -19,7 +19,7 @@ import qwen3vl_bridge  # noqa: F401  before Megatron
 from qwen3vl_bridge.config.fields import has_transformer_engine
 from qwen3vl_bridge.core.batch import TokenBatch
 from qwen3vl_bridge.models.common.attention import layout_packed_seq_params, packed_seq_params
-from qwen3vl_bridge.models.qwen3_5.delta_rule import packed_row, with_chunks
+from qwen3vl_bridge.models.common.delta_rule import packed_row, with_chunks
 from qwen3vl_bridge.simulation import fake_gpu
 from qwen3vl_bridge.simulation.no_cudnn import without_cudnn
 from qwen3vl_bridge.training.process_groups import initialize

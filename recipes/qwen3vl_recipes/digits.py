@@ -16,6 +16,12 @@ def qwen35_vl_digits_sft_config():
     return _digits("0.8B", "qwen3_5")
 
 
+@recipe(gpus=0)
+def qwen38_flash_next_digits_sft_config():
+    """The same as qwen3_vl_digits_sft_config, for a Qwen3.8-Flash-Next."""
+    return _digits("Flash-Next", "qwen4_exp")
+
+
 def _digits(size, family):
     # A tiny model's activations need little memory.
     cfg = keep_vision_activations(fsdp(sft(size, family=family, seq_length=512, global_batch_size=2)))

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from qwen3vl_bridge.checkpoint.stored_models import ModelConfig
 
 # The name of a recipe: family, size with or without experts, and kind of training.
-_RECIPE = re.compile(r"(qwen35?)_vl_(?:\d+[bm](_a\d+b)?_|(proxy)_)?(\w+)_config")
-_FAMILIES = {"qwen3": "qwen3_vl", "qwen35": "qwen3_5"}
+_RECIPE = re.compile(r"(qwen35?_vl|qwen38_flash)_(?:\d+[bm](_a\d+b)?_|(proxy|next)_)?(\w+)_config")
+_FAMILIES = {"qwen3_vl": "qwen3_vl", "qwen35_vl": "qwen3_5", "qwen38_flash": "qwen4_exp"}
 _DATA = ("dataset.path", "dataset.train_path", "dataset.valid_path", "dataset.test_path")
 
 
@@ -186,5 +186,5 @@ def _parse_recipe_name(recipe: str) -> tuple[str, bool, str] | None:
     """Return (family, whether the model has experts, kind of training) from a recipe name; None for other names."""
     if (found := _RECIPE.fullmatch(recipe)) is None:
         return None
-    family, experts, proxy, kind = found.groups()
-    return _FAMILIES[family], bool(experts or proxy), kind
+    family, experts, has_experts, kind = found.groups()
+    return _FAMILIES[family], bool(experts or has_experts), kind

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 _RUN_FIELDS = {"seq_length"}
 _PARALLELISM = ("tensor_model", "pipeline_model", "context", "expert_model")
 _PRECISION = {"pipeline_dtype", "autocast_dtype"}
-TITLES = {"qwen3_vl": "Qwen3-VL", "qwen3_5": "Qwen3.5-VL"}
+TITLES = {"qwen3_vl": "Qwen3-VL", "qwen3_5": "Qwen3.5-VL", "qwen4_exp": "Qwen3.8-Flash-Next"}
 
 
 def describe_model_kind(family: str, has_experts: bool) -> str:

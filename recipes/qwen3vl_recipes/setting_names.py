@@ -20,6 +20,7 @@ _CLASSES = {
     "model": (
         "qwen3vl_bridge.models.qwen3_vl.provider.Qwen3VLMoEModelProvider",
         "qwen3vl_bridge.models.qwen3_5.provider.Qwen35VLMoEModelProvider",
+        "qwen3vl_bridge.models.qwen4_exp.provider.Qwen4ExpModelProvider",
     ),
     "dataset": ("qwen3vl_bridge.data.dataset_provider.Qwen3VLConversationProvider",),
     "peft": ("qwen3vl_bridge.peft.lora.Qwen3VLLoRA", "qwen3vl_bridge.peft.lora.Qwen3VLDoRA"),

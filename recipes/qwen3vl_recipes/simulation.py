@@ -62,7 +62,7 @@ def enter(gpu: str, arguments: Sequence[str]) -> None:
 
 def run(cfg: ConfigContainer, *, rank: int, gpus: int, gpu: str, as_json: bool, verbose: bool) -> int:
     """Simulate a rank, and print its memory and kernel launches; return 1 if it fails or leaves too little memory."""
-    from qwen3vl_bridge.models.qwen3_5 import delta_rule
+    from qwen3vl_bridge.models.common import delta_rule
     from qwen3vl_bridge.planning.from_config import estimate_run
     from qwen3vl_bridge.simulation.one_rank import has_data, simulate_rank
     from qwen3vl_bridge.upstream.library_logs import without_prints

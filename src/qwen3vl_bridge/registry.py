@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _MEGATRON_BRIDGE = "megatron.bridge.models"
 _SIMILAR = 0.9  # cutoff of `difflib`: accepts another size or release, but no other model
 # Packages of built-in families, each with a `FAMILY`.
-_BUILT_IN = ("qwen3vl_bridge.models.qwen3_vl", "qwen3vl_bridge.models.qwen3_5")
+_BUILT_IN = tuple(f"qwen3vl_bridge.models.{name}" for name in ("qwen3_vl", "qwen3_5", "qwen4_exp"))
 
 Config = Mapping[str, Any]  # a `config.json`
 
@@ -48,6 +48,8 @@ class Family:
         fp8_experts: the layout of experts in released FP8 checkpoints; None for `released_experts`.
         optional: components that a checkpoint may lack: `WeightRow.condition` of the component -> field of
             `text_config` with its number of layers.
+        constants: returns the int64 vectors, by name, that checkpoints of a configuration have beside the weights and
+            that follow from the configuration.
         dist_train: whether the family supports separate vision ranks.
     """
 
@@ -63,6 +65,7 @@ class Family:
     released_experts: ExpertLayout = ExpertLayout.INPUT_MAJOR
     fp8_experts: ExpertLayout | None = None
     optional: Mapping[str, str] = field(default_factory=dict)
+    constants: Callable[[Config], Mapping[str, tuple[int, ...]]] = lambda config: {}
     dist_train: bool = False
 
     @property

@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from qwen3vl_bridge.cli.main import main
+from qwen3vl_bridge.config import hybrid_config as qwen3_5
 from qwen3vl_bridge.data import Conversation, DataError, Encoder
-from qwen3vl_bridge.models.qwen3_5 import config as qwen3_5
 from qwen3vl_bridge.models.qwen3_vl import config as qwen3_vl
 from qwen3vl_bridge.testing.tiny_checkpoint import make_config, make_model, make_qwen3_5_config
 from qwen3vl_bridge.testing.tiny_processor import CONTROL_TOKENS, MARKUP_TOKENS, make_processor

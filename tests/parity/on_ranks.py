@@ -141,7 +141,7 @@ class Split:
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return gradients under Hugging Face names; Megatron stores some weights minus one."""
-        gradients = converted_gradients(self.bridge, self.run.model, lambda p: p.main_grad)
+        gradients = converted_gradients(self.bridge, self.run.model, lambda p: getattr(p, "main_grad", None))
         shifted = shifted_names(self.run.cfg.model)
         return {name: gradient - int(name.endswith(shifted)) for name, gradient in gradients.items()}
 

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from tests.helpers.batches import Sample, make_samples, run_reference
 from tests.helpers.noise import SEEDS, allowed, relative, rounded
 from tests.models.qwen3_5.tiny import run_with_mtp, with_mtp
+from tests.models.qwen4_exp.tiny import as_stored, freeze_indexers
 
 MODULES = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("qwen3_5", "qwen3_5_moe"))
 KERNELS = (
@@ -95,6 +96,7 @@ def train_reference(folder: Path, content: str, seed: int | None = None) -> dict
 
     with torch_linear_attention():
         model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").train()
+    freeze_indexers(model)
     factor = provider_settings(folder).get("mtp_loss_scaling_factor", 0.0)
     if factor:
         with_mtp(model, folder)
@@ -104,7 +106,7 @@ def train_reference(folder: Path, content: str, seed: int | None = None) -> dict
 
 def take_two_steps(model: torch.nn.Module, content: str, factor: float) -> dict[str, Any]:
     named = dict(model.named_parameters(remove_duplicate=False))
-    parameters = list(model.parameters())
+    parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         dict(params=[p for p in parameters if p.ndim > 1], weight_decay=DECAY),
         dict(params=[p for p in parameters if p.ndim <= 1], weight_decay=0.0),
@@ -124,11 +126,11 @@ def take_two_steps(model: torch.nn.Module, content: str, factor: float) -> dict[
         for p in parameters:  # one that was not used decays all the same
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         if step == 0:
-            gradients = {name: p.grad.clone() for name, p in named.items()}
+            gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in named.items()}
         norms.append(torch.nn.utils.clip_grad_norm_(parameters, CLIP).item())
         optimizer.step()
     weights = {name: p.detach().clone() for name, p in named.items()}
-    return dict(losses=losses, norms=norms, gradients=gradients, weights=weights)
+    return dict(losses=losses, norms=norms, gradients=as_stored(gradients), weights=as_stored(weights))
 
 
 def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], scale: float | None = None) -> float:

@@ -5,6 +5,7 @@ The twin has the recipe's settings, a tiny model, and at most two ranks for each
 
 import re
 from dataclasses import dataclass
+from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -198,13 +199,23 @@ def whole(places, tmp_path_factory):
     return found
 
 
+@pytest.fixture
+def names_today(request) -> list[str]:
+    """Return the recipes to train: all, or of a part of the slow tests (`--slow 1/3`) a part that changes daily."""
+    which = request.config.getoption("--slow") or "all"
+    if which == "all":
+        return NAMES
+    parts = int(which.partition("/")[2])
+    return NAMES[date.today().toordinal() // parts % parts :: parts]  # this file's turn comes every `parts` days
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
-def test_recipe_step_with_tiny_model_on_ranks_matches_one_process(ranks, places, whole, tmp_path):
+def test_recipe_step_with_tiny_model_on_ranks_matches_one_process(ranks, names_today, places, whole, tmp_path):
     folders, data = places
     # Recipes of which the twins have the same settings, all of them, are one run.
     alike: dict[str, list[str]] = {}
-    for name in NAMES:
+    for name in names_today:
         if pattern(name).ranks == ranks:
             alike.setdefault(str(twin(name, folders[family(name)], data).to_dict()), []).append(name)
     names = [same[0] for same in alike.values()]

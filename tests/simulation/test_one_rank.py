@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
-from qwen3vl_bridge.models.qwen3_5 import delta_rule
+from qwen3vl_bridge.models.common import delta_rule
 from qwen3vl_bridge.planning import from_config
 from qwen3vl_bridge.planning.parallel_layout import ParallelLayout
 from qwen3vl_bridge.simulation import one_rank

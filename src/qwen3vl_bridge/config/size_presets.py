@@ -64,14 +64,21 @@ def preset_of(name: str, presets: Mapping[str, Preset], hub_ids: Callable[[str],
 
 
 def preset_config(
-    preset: Preset, model_type: str, architecture: str, *, text: Mapping[str, Any], token_ids: Mapping[str, int]
+    preset: Preset,
+    model_type: str,
+    architecture: str,
+    *,
+    text: Mapping[str, Any],
+    token_ids: Mapping[str, int],
+    has_dense_models: bool = True,
 ) -> dict[str, Any]:
     """Return a new `config.json` in the format of transformers 5, without fields that have default values.
 
     `text` has the family's own fields of the text model. `model_type` is the type of the family's dense models, and
-    `architecture` the beginning of their class name in transformers.
+    `architecture` the beginning of their class name in transformers; without `has_dense_models`, they are those of the
+    models with experts.
     """
-    if preset.experts is not None:
+    if preset.experts is not None and has_dense_models:
         model_type, architecture = f"{model_type}_moe", f"{architecture}Moe"
     experts, tower = preset.experts, preset.vision
     shared_text = {

@@ -17,6 +17,7 @@ from typing import Self
 
 from qwen3vl_bridge.core.device_transfer import Transferable
 from qwen3vl_bridge.core.layout import SequenceLayout, next_token_index, token_index
+from qwen3vl_bridge.core.ngrams import NgramHash, ngram_ids
 from qwen3vl_bridge.core.vision_inputs import (
     VisionInputs,
     VisionSettings,
@@ -80,6 +81,9 @@ class ModelInputs(Transferable):
     # For each separate vision rank, the shard that it sends for this batch. None without separate vision ranks.
     vision_shards: tuple[VisionShard, ...] | None = None
     next_tokens: NextTokens | None = None  # None if multi-token prediction is not trained
+    # [L, s / sp, b, heads] int64, hashed n-grams of the tokens of this sequence-parallel rank, for each of the L layers
+    # with n-gram embeddings; None without such layers.
+    ngram_ids: Tensor | None = None
 
     def without_labels(self) -> Self:
         """Return the same inputs without labels, for which the model returns logits."""
@@ -176,6 +180,7 @@ class TokenBatch(Transferable):
         *,
         with_next_tokens: bool = False,
         encode_vision: bool = True,
+        ngram_hashes: Sequence[NgramHash] = (),
     ) -> ModelInputs:
         """Return the inputs of one rank, on the host. Tokens are gathered by `token_index`.
 
@@ -185,6 +190,7 @@ class TokenBatch(Transferable):
             vision_ranks: number of separate vision ranks, which then encode all images; None if there are none.
             with_next_tokens: whether multi-token prediction is trained.
             encode_vision: False for a pipeline stage that does not encode images and videos.
+            ngram_hashes: the hash heads of each layer with n-gram embeddings.
         """
         cp_index = token_index(self.layout, cp_size, cp_rank)  # [s, b]
         sp_index = token_index(self.layout, cp_size, cp_rank, sp_size, sp_rank)  # [s / sp, b]
@@ -222,6 +228,8 @@ class TokenBatch(Transferable):
             fuse=self._vision_rows(cp_index, encoded_index),
             deepstack=self._vision_rows(sp_index, encoded_index),
             next_tokens=self._next_tokens(cp_index, sp_index, encoded_index) if with_next_tokens else None,
+            # N-grams may reach into the chunks of other ranks, so they are hashed before tokens are selected.
+            ngram_ids=ngram_ids(self.input_ids, self.layout, ngram_hashes)[:, sp_index] if ngram_hashes else None,
         )
 
     def vision_shards_of(self, assignment: VisionAssignment) -> tuple[VisionShard, ...]:

@@ -192,6 +192,28 @@ def gather_stacked(local: Tensor, group: torch.distributed.ProcessGroup) -> Tens
     return stacked.view(group.size(), *local.shape)
 
 
+def exchange_parts(parts: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+    """Send part i of `parts` [ranks, ...] to rank i of a group. Return the received parts, ordered by sending rank.
+
+    The backward pass sends gradients back. All ranks must pass tensors with the same shape and dtype.
+    """
+    return tensor_parallel.all_to_all(group, parts)
+
+
+def tokens_to_channels(tokens: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+    """Exchange n tokens of each rank with all channels [n, h] for all tokens with a part of the channels.
+
+    Returns:
+        [ranks * n, h / ranks], tokens ordered by the rank that had them. Rank i gets the i-th part of the channels.
+    """
+    return tensor_parallel.all_to_all_sp2hp(tokens, group=group)
+
+
+def channels_to_tokens(channels: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+    """Return tokens [n, h] of this rank, with all channels, from `channels`, a result of `tokens_to_channels`."""
+    return tensor_parallel.all_to_all_hp2sp(channels, group=group)
+
+
 def exchange_vision_tokens(
     tokens: Tensor,
     features: Tensor,

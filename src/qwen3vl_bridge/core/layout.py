@@ -17,10 +17,11 @@ Legend: B rows, S tokens per row, T = B * S, n segments, cp and sp the sizes of 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Self
+from typing import NamedTuple, Self
 
 from qwen3vl_bridge.core.device_transfer import Transferable
 
@@ -247,6 +248,47 @@ def causal_chunks(layout: SequenceLayout, cp_size: int, cp_rank: int) -> CausalC
         offsets=(query_offsets, key_offsets),
         longest=(longest, longest * max(visible)),
     )
+
+
+class QueryChunk(NamedTuple):
+    """Consecutive tokens of a rank, and the range of tokens of the flat batch that they may attend to."""
+
+    queries: slice  # positions among the rank's tokens, which are flattened row by row
+    keys: slice  # from the start of the first query's segment to the last query
+
+
+def query_chunks(
+    layout: SequenceLayout, size: int, cp_size: int = 1, cp_rank: int = 0, sp_size: int = 1, sp_rank: int = 0
+) -> list[QueryChunk]:
+    """Divide the tokens of a rank (`token_index`) into chunks of at most `size` tokens, for causal attention.
+
+    Bounds are computed on the host from the padded lengths. A chunk may contain tokens of several segments.
+
+    Raises:
+        ValueError: a rank outside its group.
+    """
+    _check_rank("context", cp_size, cp_rank)
+    _check_rank("sequence", sp_size, sp_rank)
+    starts = list(accumulate(layout.padded_lengths, initial=0))
+    row_length = layout.total // cp_size // layout.num_rows
+    local_length = row_length // sp_size
+
+    def locate(query: int) -> tuple[int, int]:
+        """Return the start of a query's segment and the query's token."""
+        row, column = divmod(query, local_length)
+        position = row * row_length + sp_rank * local_length + column  # among tokens of the context-parallel rank
+        segment = bisect_right(starts, position * cp_size) - 1
+        start, length = starts[segment], layout.padded_lengths[segment]
+        # The rank has chunks cp_rank and 2 * cp_size - 1 - cp_rank of the segment.
+        offset, chunk = position - start // cp_size, length // (2 * cp_size)
+        between = (2 * cp_size - 2 - 2 * cp_rank) * chunk if offset >= chunk else 0
+        return start, start + cp_rank * chunk + between + offset
+
+    chunks = []
+    for first in range(0, layout.num_rows * local_length, size):
+        stop = min(first + size, layout.num_rows * local_length)
+        chunks.append(QueryChunk(slice(first, stop), slice(locate(first)[0], locate(stop - 1)[1] + 1)))
+    return chunks
 
 
 def locate_chunks(cu_seqlens: Tensor, num_chunks: int, chunk_size: int) -> tuple[Tensor, Tensor]:

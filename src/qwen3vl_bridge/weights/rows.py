@@ -143,6 +143,10 @@ class WeightRow:
         hf = tuple(fill(name) for name in self.hf)
         return replace(self, megatron=fill(self.megatron), hf=hf, position=numbers, pattern=self.megatron)
 
+    def resolve(self, dimensions: Dimensions) -> WeightRow:
+        """Return an expanded entry with names and shapes that depend on the model's dimensions; by default, itself."""
+        return self
+
     def resolve_shapes(self, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
         """Return `shapes` with sizes in place of symbols. For a packed tensor, it is the shape of one expert."""
         return tuple(tuple(dimensions[d] if isinstance(d, str) else d for d in shape) for shape in self.shapes)
@@ -281,12 +285,12 @@ def expand(rows: tuple[WeightRow, ...], dimensions: Dimensions) -> Iterator[Weig
     for row in rows:
         if row.condition is None or dimensions[row.condition]:
             for numbers in itertools.product(*(dimensions.indices[name] for name in row.indices)):
-                yield row.with_indices(*numbers)
+                yield row.with_indices(*numbers).resolve(dimensions)
 
 
 def parameter_count(rows: tuple[WeightRow, ...], dimensions: Dimensions) -> int:
     """Return the number of parameters of a model, without building it."""
-    return sum(math.prod(shape) for row in expand(rows, dimensions) for shape in row.resolve_shapes(dimensions))
+    return sum(math.prod(row.megatron_shape(dimensions)) for row in expand(rows, dimensions))
 
 
 class ExpertLayout(Enum):
@@ -374,7 +378,7 @@ def shared_name(layer: str) -> str:
 _KINDS_OF_TEXT_LAYERS = ("dense_layers", "moe_layers", "linear_layers", "full_layers")
 _STACKED: Mapping[str, str] = dict.fromkeys(_KINDS_OF_TEXT_LAYERS, "text_layers")
 # These indices stay in the name if layers of one stack differ, as in a model with dense and MoE layers.
-NAMED_IF_MIXED = ("text_layers", *_KINDS_OF_TEXT_LAYERS)
+NAMED_IF_MIXED = ("text_layers", *_KINDS_OF_TEXT_LAYERS, "ple_layers", "ngram_heads")
 
 
 def with_former_mtp_name(name: str) -> str:

@@ -4,8 +4,8 @@ import copy
 from types import SimpleNamespace
 
 from qwen3vl_bridge.config.hf_config import with_scaled_rope
+from qwen3vl_bridge.config.hybrid_config import rope_parameters as of_qwen3_5
 from qwen3vl_bridge.models.common.rope import InterleavedMRoPE
-from qwen3vl_bridge.models.qwen3_5.config import rope_parameters as of_qwen3_5
 from qwen3vl_bridge.models.qwen3_vl.config import rope_parameters as of_qwen3_vl
 
 import pytest

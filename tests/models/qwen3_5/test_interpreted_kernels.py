@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import qwen3vl_bridge  # noqa: F401  before Megatron
+from qwen3vl_bridge.models.common import delta_rule
 from qwen3vl_bridge.models.common.attention import packed_seq_params
-from qwen3vl_bridge.models.qwen3_5 import delta_rule
 
 import pytest
 import torch

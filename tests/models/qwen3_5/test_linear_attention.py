@@ -10,10 +10,10 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+from qwen3vl_bridge.models.common import delta_rule
 from qwen3vl_bridge.models.common.attention import packed_seq_params
-from qwen3vl_bridge.models.qwen3_5 import delta_rule
-from qwen3vl_bridge.models.qwen3_5.delta_rule import causal_conv1d, chunk_gated_delta_rule, l2norm
-from qwen3vl_bridge.models.qwen3_5.linear_attention import LinearAttention, linear_attention_spec
+from qwen3vl_bridge.models.common.delta_rule import causal_conv1d, chunk_gated_delta_rule, l2norm
+from qwen3vl_bridge.models.common.linear_attention import LinearAttention, linear_attention_spec
 from qwen3vl_bridge.upstream import gated_delta_kernels, replacements
 
 import pytest

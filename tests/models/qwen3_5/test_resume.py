@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import CheckpointError, export_checkpoint, import_checkpoint, merge_adapters
-from qwen3vl_bridge.models.qwen3_5 import linear_attention
+from qwen3vl_bridge.models.common import linear_attention
 from qwen3vl_bridge.training.weight_loading import load_model
 
 import pytest

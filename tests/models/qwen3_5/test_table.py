@@ -221,8 +221,8 @@ def test_qwen3_5_provider_unsupported_settings_raise(settings, message):
 
 
 def test_check_gates_tensor_parallel_groups_larger_than_query_groups_raise():
+    from qwen3vl_bridge.models.common.hybrid_model import check_gates
     from qwen3vl_bridge.models.qwen3_5.bridge import provider_from_hf_config
-    from qwen3vl_bridge.models.qwen3_5.model import check_gates
 
     provider = provider_from_hf_config(config_dict("2B"))
     two, four = (SimpleNamespace(tp=SimpleNamespace(size=lambda size=size: size)) for size in (2, 4))

@@ -4,7 +4,7 @@ import importlib.util
 from collections import Counter
 from typing import NamedTuple
 
-from qwen3vl_bridge.models.qwen3_5.delta_rule import CHUNK
+from qwen3vl_bridge.models.common.delta_rule import CHUNK
 
 import pytest
 

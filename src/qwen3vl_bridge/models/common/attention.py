@@ -150,6 +150,22 @@ def attend_last_tokens(query: Tensor, key: Tensor, value: Tensor, *, scale: floa
     return _sdpa(padded, key, value, is_causal=True, scale=scale, dropout=dropout)[:, :, before:]
 
 
+def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scale: float) -> Tensor:
+    """Compute attention of queries to the keys for which `mask` is True, without storing all scores.
+
+    Args:
+        query: [n, heads, s, d].
+        key, value: [n, key heads, t, d].
+        mask: [s, t] bool, with at least one True in each row.
+        scale: as for scaled_dot_product_attention.
+    """
+    groups = query.size(1) // key.size(1)
+    if query.is_cuda and groups > 1:
+        # FlashAttention supports no masks, and the memory-efficient kernel needs as many key heads as query heads.
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    return _sdpa(query, key, value, attn_mask=mask, scale=scale, dropout=0.0)
+
+
 _KERNELS = {
     SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
     SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
@@ -329,3 +345,25 @@ def physical_lengths(params: PackedSeqParams, tokens: int) -> tuple[int, ...]:
     if sum(lengths) != tokens:
         raise ValueError(f"packed segments hold {sum(lengths)} tokens, the row has {tokens}")
     return lengths
+
+
+def physical_layout(
+    params: PackedSeqParams | None, rows: int, tokens: int, device: torch.device | str
+) -> SequenceLayout:
+    """Return the layout of the physical (padded) segments of a batch, for attention in which padding needs no mask.
+
+    Synchronizes with the device only for parameters that another package has created.
+
+    Args:
+        params: parameters of a packed row; None for padded rows, each of which is a segment.
+        rows: number of rows.
+        tokens: number of tokens of a row on all context-parallel ranks.
+        device: device of the layout of padded rows. It is created there without a copy from the host.
+    """
+    if params is None:
+        offsets = torch.arange(0, rows * tokens + 1, tokens, dtype=torch.int32, device=device)
+        return SequenceLayout(offsets, offsets, rows, (tokens,) * rows, (tokens,) * rows)
+    if isinstance(params, HostPackedSeqParams) and params.layout is not None:
+        return params.layout
+    offsets, lengths = physical_offsets(params), physical_lengths(params, tokens)
+    return SequenceLayout(offsets, offsets, 1, lengths, lengths)

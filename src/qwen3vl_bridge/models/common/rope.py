@@ -54,6 +54,13 @@ def rotate(query: Tensor, key: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
     return rotated_query.view(query.shape), rotated_key.view(key.shape)
 
 
+def rotate_heads(x: Tensor, rotary: Tensor) -> Tensor:
+    """Rotate the first r dimensions of x [s, b, heads, d] by `rotary`, the result of `rotation`."""
+    if rotary.dim() == 4:
+        return _rotate_fused(x, rotary)
+    return call_compiled(_rotate_one, *(part.flatten(0, 1) for part in (x, *rotary))).view(x.shape)
+
+
 def _rotate_both(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys [t, heads, d] by cosines and sines [t, 1, r], in the dtype of the cosines."""
     return _rotate_one(query, cos, sin), _rotate_one(key, cos, sin)

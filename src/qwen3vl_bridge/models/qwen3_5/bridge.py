@@ -5,17 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from qwen3vl_bridge.config.hf_config import rope_provider_fields
-from qwen3vl_bridge.models.common.bridge import FamilyBridge, provider_by_model_type, stored_config
-from qwen3vl_bridge.models.common.provider import ExpertsMixin, register_replacement
-from qwen3vl_bridge.models.qwen3_5.config import (
-    FAMILY_NAME,
-    LINEAR,
-    LINEAR_SIZES,
-    MTP_LAYERS,
-    layer_types_of,
-    rope_parameters,
-)
+from qwen3vl_bridge.models.common.bridge import provider_by_model_type
+from qwen3vl_bridge.models.common.hybrid_bridge import HybridBridge
+from qwen3vl_bridge.models.common.provider import register_replacement
+from qwen3vl_bridge.models.qwen3_5.config import FAMILY_NAME
 from qwen3vl_bridge.models.qwen3_5.model import Qwen35VLModel
 from qwen3vl_bridge.models.qwen3_5.provider import Qwen35VLModelProvider, Qwen35VLMoEModelProvider
 
@@ -42,29 +35,10 @@ register_replacement(
 @MegatronModelBridge.register_bridge(
     source=Qwen3_5ForConditionalGeneration, target=Qwen35VLModel, provider=Qwen35VLModelProvider, model_type="qwen3_5"
 )
-class Qwen35VLBridge(FamilyBridge):
+class Qwen35VLBridge(HybridBridge):
     """AutoBridge support for dense Qwen3.5-VL."""
 
     family = FAMILY_NAME
-
-    def provider_fields(self, config: Any) -> dict[str, Any]:
-        """Return the provider's fields from a Hugging Face configuration."""
-        text = config.text_config
-        fields = super().provider_fields(config) | rope_provider_fields(rope_parameters(text.to_dict()))
-        fields |= {name: getattr(text, name) for name in LINEAR_SIZES}
-        fields["linear_attention_freq"] = [int(kind == LINEAR) for kind in layer_types_of(text.to_dict())]
-        if issubclass(self.PROVIDER_CLASS, ExpertsMixin):
-            fields["ffn_hidden_size"] = text.moe_intermediate_size
-            fields["moe_shared_expert_intermediate_size"] = text.shared_expert_intermediate_size
-        else:
-            fields["ffn_hidden_size"] = text.intermediate_size
-        return fields
-
-    def provider_bridge(self, hf_pretrained: Any) -> Any:
-        """Return the provider, without multi-token prediction if the checkpoint has no weights for it."""
-        provider = super().provider_bridge(hf_pretrained)
-        provider.mtp_num_layers = stored_config(FAMILY_NAME, hf_pretrained)["text_config"].get(MTP_LAYERS) or None
-        return provider
 
 
 @MegatronModelBridge.register_bridge(

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from qwen3vl_bridge.config import size_presets
+from qwen3vl_bridge.config.hybrid_config import FULL, LINEAR, LINEAR_SIZES, MTP_LAYERS, TOKENS
 from qwen3vl_bridge.config.size_presets import Experts, Preset, VisionTower
-from qwen3vl_bridge.models.qwen3_5.config import FAMILY_NAME, FULL, LINEAR, LINEAR_SIZES, MTP_LAYERS, TOKENS
+from qwen3vl_bridge.models.qwen3_5.config import FAMILY_NAME
 
 _SMALL = VisionTower(depth=12, hidden=768, ffn=3072, heads=12)
 _MEDIUM = VisionTower(depth=24, hidden=1024, ffn=4096, heads=16)

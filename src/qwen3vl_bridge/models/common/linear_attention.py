@@ -7,17 +7,18 @@ import functools
 from dataclasses import replace
 from typing import Any
 
+from qwen3vl_bridge.models.common import delta_rule
 from qwen3vl_bridge.models.common.attention import HostPackedSeqParams
 from qwen3vl_bridge.models.common.layer_specs import LocalBackend, backend, decoder_block_spec
-from qwen3vl_bridge.models.qwen3_5 import delta_rule
-from qwen3vl_bridge.models.qwen3_5.table import linear_attention_rows
 from qwen3vl_bridge.upstream.gated_delta_kernels import without_package_check
 from qwen3vl_bridge.upstream.gated_delta_net import GatedDeltaRule, SegmentedGatedDeltaNet
 from qwen3vl_bridge.upstream.modelopt_layers import WEIGHT_SCALES
 from qwen3vl_bridge.upstream.module_casts import KeepFloat32
+from qwen3vl_bridge.weights.hybrid_rows import TEXT_LAYER, linear_attention_rows
 from qwen3vl_bridge.weights.rows import ADAPTER_MARK, LINEAR_OUT, MAGNITUDE
 
 import torch
+import torch.nn.functional as F
 from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -38,7 +39,7 @@ class LinearAttention(KeepFloat32, SegmentedGatedDeltaNet):
     """
 
     float32_parameters = tuple(
-        row.megatron.rpartition("self_attention.")[2] for row in linear_attention_rows() if row.float32
+        row.megatron.rpartition("self_attention.")[2] for row in linear_attention_rows(*TEXT_LAYER) if row.float32
     )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -46,6 +47,10 @@ class LinearAttention(KeepFloat32, SegmentedGatedDeltaNet):
         with without_package_check():
             super().__init__(*args, **kwargs)
         self.cast_to_float32()
+
+    def activate_gate(self, gate: Tensor) -> Tensor:
+        """Return the factor of the normalized output for a gate in float32: its SiLU or, in some families, sigmoid."""
+        return torch.sigmoid(gate) if getattr(self.config, "linear_output_gate", "silu") == "sigmoid" else F.silu(gate)
 
     def choose_delta_rule(self, default: GatedDeltaRule | None) -> GatedDeltaRule:
         """Return the function that computes the delta rule; `default` is megatron-core's choice."""

@@ -1,0 +1,70 @@
+"""The Qwen3.8-Flash-Next bridge, registered with Megatron-Bridge: from a Hugging Face configuration to our provider."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from qwen3vl_bridge.models.common.bridge import provider_by_model_type, stored_config
+from qwen3vl_bridge.models.common.hybrid_bridge import HybridBridge
+from qwen3vl_bridge.models.qwen4_exp import config as hf
+from qwen3vl_bridge.models.qwen4_exp.hf_classes import register_configs
+from qwen3vl_bridge.models.qwen4_exp.model import Qwen4ExpModel
+from qwen3vl_bridge.models.qwen4_exp.ngram_mapping import NgramHeadMapping
+from qwen3vl_bridge.models.qwen4_exp.provider import Qwen4ExpModelProvider
+from qwen3vl_bridge.models.qwen4_exp.table import NgramHead
+from qwen3vl_bridge.registry import family
+from qwen3vl_bridge.weights.bridge_mappings import param_mappings
+from qwen3vl_bridge.weights.rows import expand
+
+from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+
+register_configs()
+
+
+@MegatronModelBridge.register_bridge(
+    source="Qwen4ExpForConditionalGeneration",  # a name, because only later releases of transformers have the class
+    target=Qwen4ExpModel,
+    provider=Qwen4ExpModelProvider,
+    model_type=hf.FAMILY_NAME,
+)
+class Qwen4ExpBridge(HybridBridge):
+    """AutoBridge support for Qwen3.8-Flash-Next."""
+
+    family = hf.FAMILY_NAME
+
+    def provider_fields(self, config: Any) -> dict[str, Any]:
+        """Return the provider's fields from a Hugging Face configuration."""
+        text = config.text_config.to_dict()
+        fields = super().provider_fields(config)
+        fields |= {name: text[name] for name in (*hf.RESIDUAL_FIELDS, *hf.NGRAM_FIELDS, "ple_embed_dim")}
+        fields |= {name: text[name] for name in hf.INDEXER_FIELDS if text[name] is not None}
+        return fields | dict(
+            ple_layers=list(hf.ple_layers_of(text)),
+            ngram_seed=text["seed"],
+            linear_output_gate=text["output_gate_type"] or "silu",
+            eos_token_id=hf.eos_of(text),
+        )
+
+    def mapping_registry(self) -> MegatronMappingRegistry:
+        """Return the registry of Megatron-Bridge's parameter mappings, made from the weight table.
+
+        The tensors that store a hash head depend on the sizes of the tables, so these entries are expanded.
+        """
+        model_family = family(self.family)
+        rows = model_family.rows(self.expert_layout())
+        dimensions = model_family.dimensions(stored_config(self.family, self.hf_pretrained))
+        tables = expand(tuple(row for row in rows if isinstance(row, NgramHead)), dimensions)
+        return MegatronMappingRegistry(
+            *param_mappings(tuple(row for row in rows if not isinstance(row, NgramHead))),
+            *(NgramHeadMapping(row, dimensions) for row in tables),
+        )
+
+
+def provider_from_hf_config(hf_config: Mapping[str, Any], **settings: Any) -> Qwen4ExpModelProvider:
+    """Return a provider for a `config.json`, see `provider_by_model_type`.
+
+    The `run_config.yaml` of a converted checkpoint contains the name and the arguments of this function.
+    """
+    return provider_by_model_type((Qwen4ExpBridge,), hf_config, settings)

@@ -1,0 +1,136 @@
+"""The Megatron model of Qwen3.8-Flash-Next: a hybrid model whose hidden states are several residual streams.
+
+The streams begin as copies of the embeddings, and are mixed to one hidden state after the last layer. Multi-token
+prediction (MTP) takes the streams before that: each stream is projected by the same matrix, and the projected
+embedding of the next token is added to every stream.
+
+Source: transformers 5.20, Qwen4ExpTextModel; for MTP, which transformers does not compute, the loaders of two inference
+engines (`docs/qwen4_exp.md`).
+
+Legend of shapes: b rows, s local sequence length, sp sequence-parallel ranks, n streams, h hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qwen3vl_bridge.core.batch import ModelInputs
+from qwen3vl_bridge.models.common.hybrid_model import NEXT, HybridGPTModel, HybridModel
+from qwen3vl_bridge.models.common.layer_specs import backend
+from qwen3vl_bridge.models.common.model import check_received
+from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
+from qwen3vl_bridge.models.qwen4_exp.layer import prediction_layer_spec, stream_block_spec
+from qwen3vl_bridge.models.qwen4_exp.residual import StreamMixer, initialize_replicated
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from torch import Tensor, nn
+
+
+class PredictionLayer(MegatronModule):
+    """The layer of multi-token prediction, with the arguments of megatron-core's MultiTokenPredictionLayer."""
+
+    def __init__(self, config: VisionLanguageProvider, pg_collection: ProcessGroupCollection, norm: Any) -> None:
+        super().__init__(config=config)
+        self.streams, self.tp_group = config.hc_count, pg_collection.tp
+        hidden, eps = config.hidden_size, config.layernorm_epsilon
+        self.enorm = norm(config=config, hidden_size=hidden, eps=eps)
+        self.hnorm = norm(config=config, hidden_size=self.streams * hidden, eps=eps)
+        self.fc_embedding, self.fc_hidden = (
+            nn.Linear(hidden, hidden, bias=False, dtype=config.params_dtype) for _ in range(2)
+        )
+        initialize_replicated(self, config)
+        self.mtp_model_layer = build_module(
+            prediction_layer_spec(config), config=config, layer_number=1, is_mtp_layer=True, pg_collection=pg_collection
+        )
+        self.hyper_connection_mixer = StreamMixer(config)
+
+    def forward(self, hidden_states: Tensor, *, embedding: Tensor, **arguments: Any) -> tuple[Tensor]:
+        """Return a tuple with hidden states [s / sp, b, h] that predict the token after the next.
+
+        Args:
+            hidden_states: [s / sp, b, n * h], the streams after the last layer.
+            embedding: [s / sp, b, h], the embedded next tokens.
+            arguments: further arguments of the layer, and token and position ids, which are not used.
+        """
+        for unused in ("input_ids", "position_ids"):
+            arguments.pop(unused, None)
+        streams = self.fc_hidden(self.hnorm(hidden_states).unflatten(-1, (self.streams, -1)))
+        streams = (streams + self.fc_embedding(self.enorm(embedding)).unsqueeze(-2)).flatten(-2)
+
+        def run(streams: Tensor) -> Tensor:
+            return self.mtp_model_layer(hidden_states=streams, **arguments)[0]
+
+        if self.config.recompute_granularity == "full" and self.training:
+            streams = tensor_parallel.checkpoint(run, False, streams)
+        else:
+            streams = run(streams)
+        return (self.hyper_connection_mixer(streams),)
+
+
+class PredictionBlock(MegatronModule):
+    """Multi-token prediction, with its layer in `layers` as in megatron-core's block."""
+
+    def __init__(self, config: VisionLanguageProvider, pg_collection: ProcessGroupCollection, norm: Any) -> None:
+        super().__init__(config=config)
+        self.layers = nn.ModuleList([PredictionLayer(config, pg_collection, norm)])
+
+
+class Qwen4ExpGPTModel(HybridGPTModel):
+    """The text model, whose layers have residual streams. Its last stage mixes them to one hidden state."""
+
+    block_spec = staticmethod(stream_block_spec)
+
+    def __init__(self, config: VisionLanguageProvider, pg_collection: ProcessGroupCollection, **ends: Any) -> None:
+        super().__init__(config, pg_collection, **ends)
+        if self.post_process:
+            self.hyper_connection_mixer = StreamMixer(config)
+
+    def build_mtp(self, config: VisionLanguageProvider, groups: ProcessGroupCollection) -> nn.Module:
+        """Return the module of multi-token prediction, with its layer in `layers`."""
+        return PredictionBlock(config, groups, backend(config).layer_norm(rms_norm=True))
+
+    def output_states(self, hidden_states: Tensor) -> Tensor:
+        """Mix streams [s / sp, b, n * h] to hidden states [s / sp, b, h]."""
+        return self.hyper_connection_mixer(hidden_states) if self.post_process else hidden_states
+
+
+class Qwen4ExpModel(HybridModel):
+    """One pipeline stage of Qwen3.8-Flash-Next: the vision tower on the first stage, text layers on all stages."""
+
+    language_model_class = Qwen4ExpGPTModel
+
+    def __init__(self, config: VisionLanguageProvider, pg_collection: ProcessGroupCollection, **ends: Any) -> None:
+        super().__init__(config, pg_collection, **ends)
+        if config.freeze_ngram_table:
+            for name, parameter in self.named_parameters():
+                if ".ngram_embedding." in name:
+                    parameter.requires_grad = False
+
+    def embed(self, inputs: ModelInputs, encoded: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, dict[str, Any]]:
+        """Return the streams [s / sp, b, n * h] of tokens and images, and a dict of additional inputs of layers."""
+        hidden, layer_arguments = super().embed(inputs, encoded)
+        return hidden.repeat(1, 1, self.config.hc_count), layer_arguments
+
+    def text_arguments(self, inputs: ModelInputs) -> dict[str, Any]:
+        """Return the ids of n-grams, which every pipeline stage has, as the `context` of layers."""
+        return {} if inputs.ngram_ids is None else {"context": inputs.ngram_ids}
+
+    def pack(self, hidden: Tensor, layer_arguments: dict[str, Any]) -> Tensor:
+        """Return one tensor [.., n * h] with the streams and, if the batch has an MTP loss, embedded next tokens."""
+        if NEXT not in layer_arguments:
+            return super().pack(hidden, layer_arguments)
+        embedded = layer_arguments[NEXT].to(hidden.dtype)
+        return torch.cat((hidden, embedded), -1)
+
+    def unpack(self, received: Tensor, length: int, inputs: ModelInputs) -> tuple[Tensor, dict[str, Any]]:
+        """Return the streams and, if this batch has an MTP loss, the embedded next tokens as a layer argument."""
+        rows, width = len(inputs.input_ids), self.config.hc_count * self.config.hidden_size
+        check_received(received, length * rows, f"{length} tokens of {rows} rows")
+        if not self.predicts(inputs):
+            return received, {}
+        hidden, embedded = received.split([width, self.config.hidden_size], -1)
+        return hidden.contiguous(), {NEXT: embedded.contiguous()}

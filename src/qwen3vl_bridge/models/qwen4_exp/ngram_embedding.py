@@ -1,0 +1,339 @@
+"""The n-gram embedding of a layer: a table divided over ranks, and its injection into the residual streams.
+
+Source: transformers 5.20.2, Qwen4ExpTextNGramEmbedding and Qwen4ExpTextPLELayer.
+
+Legend of shapes: s tokens per row of a context-parallel rank, sp the size of sequence parallelism, b rows,
+n = s / sp * b tokens of a rank, T tokens of the flat batch on all ranks, h hidden size, m residual streams,
+k taps of the convolution.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from qwen3vl_bridge.core.collectives import (
+    channels_to_tokens,
+    device_of_collectives,
+    exchange_parts,
+    max_in_group,
+    tokens_to_channels,
+)
+from qwen3vl_bridge.core.layout import SequenceLayout, segment_offsets, token_index
+from qwen3vl_bridge.upstream.dynamic_shapes import call_compiled
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import (
+    get_cuda_rng_tracker,
+    get_expert_parallel_rng_tracker_name,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+from torch import Tensor, nn
+
+
+class NgramEmbedding(MegatronModule):
+    """Embedding of hashed n-grams. The tables of the hash heads are divided over expert- and tensor-parallel ranks.
+
+    The parameters are `weight{head}` [rows, columns], named by the index of the head in the layer. A group of G ranks,
+    `pg_collection.tp_ep`, shares the tables of its pipeline stage. If there are at most as many ranks as heads, each
+    rank holds the complete tables of heads / G consecutive heads. If there are c ranks per head, each rank holds 1 / c
+    of the columns of one head. As every token looks up exactly one row of every head, the ranks exchange equal numbers
+    of ids and rows, and need not tell each other how many.
+
+    The ranks of the group have different tokens, as for experts, so without sequence parallelism a model with several
+    tensor-parallel ranks cannot be trained; megatron-core's MoE layer raises an error then.
+
+    Weights are initialized by `config.init_method` with the random generator of experts. The values depend on the
+    number of ranks.
+
+    Args:
+        config: the configuration of the text model.
+        rows: number of rows of the table of each head.
+        dim: number of columns of each table, the size of a head's embedding.
+        pg_collection: the process groups of the model.
+
+    Raises:
+        ValueError: the tables cannot be divided over this number of ranks.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, rows: Sequence[int], dim: int, pg_collection: ProcessGroupCollection
+    ) -> None:
+        super().__init__(config)
+        self.groups, self.group = pg_collection, pg_collection.tp_ep
+        ranks, rank, heads = self.group.size(), self.group.rank(), len(rows)
+        per_rank, self.column_parts = max(1, heads // ranks), max(1, ranks // heads)
+        if per_rank * ranks != heads * self.column_parts or dim % self.column_parts:
+            sizes = [size for size in range(1, heads) if heads % size == 0]
+            sizes += [heads * parts for parts in range(1, dim + 1) if dim % parts == 0]
+            raise ValueError(
+                f"expert_model_parallel_size * expert_tensor_parallel_size is {ranks}, expected one of {sizes}: the "
+                f"n-gram embedding divides {heads} hash heads, or the {dim} columns of each head, over these ranks"
+            )
+        self.columns_per_rank = dim // self.column_parts
+        first_head, self.column_part = rank * per_rank // self.column_parts, rank % self.column_parts
+        self.rows = tuple(rows)
+        self.heads = range(first_head, first_head + per_rank)  # of this rank
+        # The part of the columns of these heads that this rank holds.
+        self.columns = slice(self.column_part * self.columns_per_rank, (self.column_part + 1) * self.columns_per_rank)
+        for head in self.heads:
+            shape = rows[head], self.columns_per_rank
+            weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=_device(config)))
+            self._set_attributes(weight)
+            self.register_parameter(f"weight{head}", weight)
+        if config.perform_initialization:
+            self.reset_parameters()
+
+    def _set_attributes(self, weight: nn.Parameter) -> None:
+        """Set the attributes by which megatron-core reduces gradients, computes their norm and chooses an optimizer."""
+        weight.is_embedding_or_output_parameter = True  # Muon is not for tables
+        if self.group.size() == 1:
+            weight.sequence_parallel = self.config.sequence_parallel
+            return
+        # Like a weight of an expert: the gradient of each rank has contributions of the tokens of all ranks of the
+        # group, and is summed over the expert-data-parallel group only. Both groups together have all tokens of a step
+        # once, and megatron-core scales the gradient by 1 / (data- and context-parallel size), as for other weights.
+        weight.allreduce = False
+        # Without this, norms of gradients would include the first expert-tensor-parallel rank only.
+        set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=1, stride=1)
+
+    def reset_parameters(self) -> None:
+        """Initialize the tables of this rank at random."""
+        with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
+            for weight in self._weights():
+                self.config.init_method(weight)
+
+    def _weights(self) -> list[nn.Parameter]:
+        return [self.get_parameter(f"weight{head}") for head in self.heads]
+
+    def forward(self, ngram_ids: Tensor) -> Tensor:
+        """Return the embeddings [s / sp, b, heads * dim] of n-grams with ids [s / sp, b, heads] in their head's table.
+
+        Every rank of the group must call this at the same time.
+        """
+        ids = ngram_ids.flatten(0, 1)
+        tokens, ranks = len(ids), self.group.size()
+        # Megatron's convention is that rows have one length on all ranks unless `variable_seq_lengths` is set. Batches
+        # of evaluation and generation may differ always. Then all ranks exchange as many tokens as the largest needs,
+        # which the host has to wait for.
+        if ranks > 1 and (self.config.variable_seq_lengths or not self.training):
+            longest = int(max_in_group(torch.full((), tokens, device=ids.device), self.group))
+            ids = F.pad(ids, (0, 0, 0, longest - tokens))
+        # [ranks, n, heads per rank]: ids for each owner of a table, then ids from each rank that asks.
+        sent = ids.unflatten(1, (-1, len(self.heads))).repeat_interleave(self.column_parts, 1).transpose(0, 1)
+        received = exchange_parts(sent, self.group)
+        found = [
+            F.embedding(head_ids, weight, sparse=_has_gradient_buffer(weight))
+            for head_ids, weight in zip(received.unbind(-1), self._weights(), strict=True)
+        ]
+        # [ranks, n, columns] from each owner, in the order of heads and of their columns.
+        embeddings = exchange_parts(torch.cat(found, -1), self.group)
+        return embeddings[:, :tokens].transpose(0, 1).reshape(*ngram_ids.shape[:2], -1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, ShardedTensor]:
+        """Return a sharded tensor for each head of this rank. It can be loaded with another number of ranks."""
+        groups = self.groups
+        if self.group.size() == 1:
+            metadata = ensure_metadata_has_dp_cp_group(metadata)
+            replica = (0, groups.tp.rank(), metadata["dp_cp_group"].rank())
+        else:
+            replica = (0, 0, groups.expt_dp.rank())
+        column_axis = len(sharded_offsets) + 1
+        return {
+            f"{prefix}{name}": ShardedTensor.from_rank_offsets(
+                f"{prefix}{name}",
+                weight,
+                *sharded_offsets,
+                (column_axis, self.column_part, self.column_parts),
+                replica_id=replica,
+                prepend_axis_num=len(sharded_offsets),
+            )
+            for name, weight in self.named_parameters()
+        }
+
+
+def _has_gradient_buffer(weight: nn.Parameter) -> bool:
+    """Return True if megatron-core's DDP adds the gradient of `weight` to a buffer, for which it may be sparse.
+
+    A dense gradient would be as large as the table. Megatron-FSDP, which has `get_main_grad`, copies dense gradients.
+    """
+    return hasattr(weight, "main_grad") and not hasattr(weight, "get_main_grad")
+
+
+def _device(config: TransformerConfig) -> torch.device | None:
+    """Return the device of new parameters; None for torch's default device."""
+    by_default = config.use_cpu_initialization or config.init_model_with_meta_device
+    return None if by_default else device_of_collectives()
+
+
+class GroupedRMSNorm(nn.Module):
+    """RMS norm of each residual stream, with the factor 1 + weight, in float32.
+
+    Source: transformers 5.20.2, Qwen4ExpTextRMSNorm with `group_size`.
+
+    Args:
+        config: the configuration of the text model, with `hc_count` residual streams.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.streams, self.eps = config.hc_count, config.layernorm_epsilon
+        channels = config.hc_count * config.hidden_size
+        self.weight = nn.Parameter(torch.zeros(channels, dtype=config.params_dtype, device=_device(config)))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def reset_parameters(self) -> None:
+        """Set the weight to zeros, so that the factor 1 + weight is 1."""
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize each of the m streams of x [..., m * h]."""
+        others = (self.weight, self.streams, self.eps)
+        return call_compiled(_normalize_streams, x.flatten(0, -2), others=others).view(x.shape)
+
+
+def _normalize_streams(x: Tensor, weight: Tensor, streams: int, eps: float) -> Tensor:
+    by_stream = x.float().unflatten(-1, (streams, -1))
+    normed = F.rms_norm(by_stream, by_stream.shape[-1:], eps=eps).flatten(-2)
+    return (normed * (1 + weight.float())).to(x.dtype)
+
+
+class SegmentConvolution(nn.Conv1d):
+    """Causal depthwise convolution of the residual streams' channels within segments, followed by silu.
+
+    It has `ple_conv_kernel_size` taps, which are `ngram_size` tokens apart.
+
+    It needs the tokens before a rank's own. So ranks that divide the tokens of a batch exchange them for channels, and
+    each convolves a part of the channels of all tokens.
+
+    Raises:
+        ValueError: the channels cannot be divided over these ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
+        channels = config.hc_count * config.hidden_size
+        # Context-parallel ranks divide the tokens of a row, and each divides its own over sequence-parallel ranks,
+        # which follow each other in the group.
+        group = pg_collection.tp_cp if config.sequence_parallel else pg_collection.cp
+        if channels % group.size():
+            raise ValueError(
+                f"hc_count * hidden_size is {channels}, expected a multiple of {group.size()}, the number of "
+                "context-parallel times sequence-parallel ranks, over which the n-gram convolution divides channels"
+            )
+        super().__init__(
+            channels,
+            channels,
+            config.ple_conv_kernel_size,
+            groups=channels,
+            dilation=config.ngram_size,
+            bias=False,
+            dtype=config.params_dtype,
+            device=_device(config),
+        )
+        self.weight.sequence_parallel = config.sequence_parallel
+        self.group, self.cp_size = group, pg_collection.cp.size()
+
+    def forward(self, x: Tensor, layout: SequenceLayout) -> Tensor:
+        """Return the convolution of x [s / sp, b, m * h], in its dtype; `layout` is the layout of the full batch."""
+        # The token in each place of an exchanged tensor, and the place of each token.
+        tokens = torch.cat([token_index(layout, self.cp_size, rank).flatten() for rank in range(self.cp_size)])
+        places = torch.empty_like(tokens).scatter_(0, tokens, torch.arange(len(tokens), device=tokens.device))
+        channels = tokens_to_channels(x.flatten(0, 1), self.group).index_select(0, places)
+        positions = segment_offsets(layout.cu_seqlens_padded.diff(), layout.total)
+        weight = self.weight.squeeze(1).chunk(self.group.size())[self.group.rank()]
+        others = (weight, self.dilation[0])
+        convolved = call_compiled(_convolve_segments, channels, positions, others=others)
+        return channels_to_tokens(convolved.index_select(0, tokens), self.group).view(x.shape)
+
+
+class NgramInjection(MegatronModule):
+    """The injection of n-gram embeddings into the residual streams of a layer (the checkpoint's `ple`).
+
+    A value is computed from a token's n-grams, and added to each stream as far as a key of the n-grams matches the
+    stream; and so is a causal convolution of these values over the tokens of a segment.
+
+    All parameters except the tables are the same on all ranks. Padding is at the end of a segment and nothing here
+    looks ahead, so it needs no mask.
+
+    Args:
+        config: the configuration of the text model, with `hc_count`, `ple_embed_dim`, `ple_conv_kernel_size` and
+            `ngram_size`.
+        rows: number of rows of the table of each hash head, from `hash_constants.table_rows`.
+        pg_collection: the process groups of the model.
+
+    Raises:
+        ValueError: the channels, or the tables, cannot be divided over the ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, rows: Sequence[int], pg_collection: ProcessGroupCollection) -> None:
+        super().__init__(config)
+        self.tp_group = pg_collection.tp  # read by sharded_state_dict
+        hidden, channels, ngrams = config.hidden_size, config.hc_count * config.hidden_size, config.ple_embed_dim
+        kind = dict(bias=False, dtype=config.params_dtype, device=_device(config))
+        self.ngram_embedding = NgramEmbedding(config, rows, ngrams // len(rows), pg_collection)
+        self.key_proj = nn.Linear(ngrams, channels, **kind)
+        self.value_proj = nn.Linear(ngrams, hidden, **kind)
+        self.norm_key, self.norm_query, self.norm_conv = (GroupedRMSNorm(config) for _ in range(3))
+        self.conv1d = SegmentConvolution(config, pg_collection)
+        for layer in (self.key_proj, self.value_proj):
+            layer.weight.sequence_parallel = config.sequence_parallel
+        if config.perform_initialization:
+            config.init_method(self.key_proj.weight)
+            config.init_method(self.value_proj.weight)
+
+    def forward(self, streams: Tensor, ngram_ids: Tensor, layout: SequenceLayout) -> Tensor:
+        """Return what is added to the residual streams.
+
+        Args:
+            streams: [s / sp, b, m * h].
+            ngram_ids: [s / sp, b, heads] int64, from `core.ngrams` for the same tokens.
+            layout: the segments of the batch, on the device of the streams.
+
+        Returns:
+            [s / sp, b, m * h] in the dtype of the streams.
+        """
+        embeddings = self.ngram_embedding(ngram_ids)
+        keys, queries = self.norm_key(self.key_proj(embeddings)), self.norm_query(streams)
+        values = _gate_values(keys, queries, self.value_proj(embeddings))
+        return values + self.conv1d(self.norm_conv(values), layout)
+
+
+def _gate_values(keys: Tensor, queries: Tensor, values: Tensor) -> Tensor:
+    """Return values [..., h] for each stream [..., m * h], gated by keys and queries [..., m * h].
+
+    It is not compiled: a compiled function would round scores less than transformers does in 16 bits, and the square
+    root multiplies the difference where a score is near zero.
+    """
+    products = (keys * queries).unflatten(-1, (-1, values.shape[-1]))
+    scores = products.sum(-1, keepdim=True) / math.sqrt(values.shape[-1])
+    # The sign times the square root of the size, which is at least 1e-6: at zero the gradient would be infinite.
+    gates = (scores.abs().clamp_min(1e-6).sqrt() * scores.sign()).sigmoid()
+    return (gates * values.unsqueeze(-2)).flatten(-2)
+
+
+def _convolve_segments(x: Tensor, positions: Tensor, weight: Tensor, dilation: int) -> Tensor:
+    """Return silu of the causal depthwise convolution of x [T, d], which restarts at each segment.
+
+    The products are summed in float32, as by torch's convolution kernels.
+
+    Args:
+        x: [T, d].
+        positions: [T], the index of each token in its segment.
+        weight: [d, k]; the last weight belongs to the token itself, the one before it to the token `dilation` earlier.
+        dilation: distance of the tokens that are multiplied by consecutive weights.
+    """
+    wide, weight, taps = x.float(), weight.float(), weight.shape[-1]
+    y = wide * weight[:, -1]
+    for back in range(1, taps):
+        distance = back * dilation
+        before = F.pad(wide, (0, 0, distance, 0))[: len(x)]
+        y = y + before * weight[:, -1 - back] * (positions >= distance)[:, None]
+    return F.silu(y.to(x.dtype))
