@@ -118,7 +118,7 @@ def converted_gradients(bridge, chunks: list[torch.nn.Module], gradient: Callabl
         found = gradient(p)
         p.data = torch.zeros_like(p) if found is None else found.detach().clone()
     exported = bridge.export_hf_weights(chunks, cpu=True, show_progress=False)
-    gradients = {name: tensor.clone() for name, tensor in exported}
+    gradients = {name: tensor.clone() for name, tensor in exported if tensor.is_floating_point()}
     for p, weight in zip(parameters, weights, strict=True):
         p.data = weight
     return gradients

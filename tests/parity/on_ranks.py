@@ -137,7 +137,7 @@ class Split:
 
     def exported(self) -> dict[str, torch.Tensor]:
         exported = self.bridge.export_hf_weights(self.run.model, cpu=True, show_progress=False)
-        return {name: tensor.clone() for name, tensor in exported}
+        return {name: tensor.clone() for name, tensor in exported if tensor.is_floating_point()}
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return gradients under Hugging Face names; Megatron stores some weights minus one."""

@@ -102,8 +102,15 @@ def broadcast_number(value: Tensor, rank: int) -> Tensor:
 
 def broadcast_in_group(values: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
     """Send the `values` of a group's first rank to all ranks of the group. Return them as a new tensor."""
-    values = values.clone()
-    _broadcast(values, torch.distributed.get_global_rank(group, 0), group)
+    return broadcast_from_rank(values.clone(), 0, group)
+
+
+def broadcast_from_rank(values: Tensor, rank: int, group: torch.distributed.ProcessGroup) -> Tensor:
+    """Send the `values` of a rank of a group to all its ranks, in place, and return them.
+
+    All ranks must pass contiguous tensors with the same shape and dtype.
+    """
+    _broadcast(values, torch.distributed.get_global_rank(group, rank), group)
     return values
 
 

@@ -10,15 +10,17 @@ from qwen3vl_bridge.models.common.hybrid_bridge import HybridBridge
 from qwen3vl_bridge.models.qwen4_exp import config as hf
 from qwen3vl_bridge.models.qwen4_exp.hf_classes import register_configs
 from qwen3vl_bridge.models.qwen4_exp.model import Qwen4ExpModel
-from qwen3vl_bridge.models.qwen4_exp.ngram_mapping import NgramHeadMapping
+from qwen3vl_bridge.models.qwen4_exp.ngram_mapping import NgramHeadMapping, gather_tables
 from qwen3vl_bridge.models.qwen4_exp.provider import Qwen4ExpModelProvider
 from qwen3vl_bridge.models.qwen4_exp.table import NgramHead
 from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.bridge_mappings import param_mappings
-from qwen3vl_bridge.weights.rows import expand
+from qwen3vl_bridge.weights.rows import Dimensions, expand
 
+import torch
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
-from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+from megatron.bridge.models.conversion.model_bridge import HFWeightTuple, MegatronModelBridge
+from megatron.core.utils import unwrap_model
 
 register_configs()
 
@@ -52,14 +54,24 @@ class Qwen4ExpBridge(HybridBridge):
 
         The tensors that store a hash head depend on the sizes of the tables, so these entries are expanded.
         """
-        model_family = family(self.family)
-        rows = model_family.rows(self.expert_layout())
-        dimensions = model_family.dimensions(stored_config(self.family, self.hf_pretrained))
+        rows, dimensions = family(self.family).rows(self.expert_layout()), self._dimensions()
         tables = expand(tuple(row for row in rows if isinstance(row, NgramHead)), dimensions)
         return MegatronMappingRegistry(
             *param_mappings(tuple(row for row in rows if not isinstance(row, NgramHead))),
             *(NgramHeadMapping(row, dimensions) for row in tables),
         )
+
+    def stream_weights_megatron_to_hf(self, megatron_model: Any, hf_pretrained: Any, *args: Any, **kwargs: Any) -> Any:
+        """Yield weights in Hugging Face format, then the n-gram tables and the constants of their hashes."""
+        yield from super().stream_weights_megatron_to_hf(megatron_model, hf_pretrained, *args, **kwargs)
+        chunks = unwrap_model(megatron_model if isinstance(megatron_model, list) else [megatron_model])
+        for name, table in gather_tables(chunks, self._dimensions(), chunks[0].pg_collection):
+            yield HFWeightTuple(name, table)
+        for name, values in family(self.family).constants(stored_config(self.family, hf_pretrained)).items():
+            yield HFWeightTuple(name, torch.tensor(values))
+
+    def _dimensions(self) -> Dimensions:
+        return family(self.family).dimensions(stored_config(self.family, self.hf_pretrained))
 
 
 def provider_from_hf_config(hf_config: Mapping[str, Any], **settings: Any) -> Qwen4ExpModelProvider:

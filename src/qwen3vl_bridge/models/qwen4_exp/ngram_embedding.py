@@ -119,12 +119,8 @@ class NgramEmbedding(MegatronModule):
         """
         ids = ngram_ids.flatten(0, 1)
         tokens, ranks = len(ids), self.group.size()
-        # Megatron's convention is that rows have one length on all ranks unless `variable_seq_lengths` is set. Batches
-        # of evaluation and generation may differ always. Then all ranks exchange as many tokens as the largest needs,
-        # which the host has to wait for.
-        if ranks > 1 and (self.config.variable_seq_lengths or not self.training):
-            longest = int(max_in_group(torch.full((), tokens, device=ids.device), self.group))
-            ids = F.pad(ids, (0, 0, 0, longest - tokens))
+        if ranks > 1:
+            ids = F.pad(ids, (0, 0, 0, self._exchanged_tokens(ngram_ids) - tokens))
         # [ranks, n, heads per rank]: ids for each owner of a table, then ids from each rank that asks.
         sent = ids.unflatten(1, (-1, len(self.heads))).repeat_interleave(self.column_parts, 1).transpose(0, 1)
         received = exchange_parts(sent, self.group)
@@ -135,6 +131,25 @@ class NgramEmbedding(MegatronModule):
         # [ranks, n, columns] from each owner, in the order of heads and of their columns.
         embeddings = exchange_parts(torch.cat(found, -1), self.group)
         return embeddings[:, :tokens].transpose(0, 1).reshape(*ngram_ids.shape[:2], -1)
+
+    def _exchanged_tokens(self, ngram_ids: Tensor) -> int:
+        """Return the number of tokens that all ranks of the group exchange, at least that of ids [s / sp, b, heads].
+
+        Raises:
+            ValueError: rows are longer than `seq_length` without `variable_seq_lengths`.
+        """
+        config, (length, rows, _) = self.config, ngram_ids.shape
+        if config.variable_seq_lengths or not self.training:  # then the host has to wait for the lengths of all ranks
+            return int(max_in_group(torch.full((), length * rows, device=ngram_ids.device), self.group))
+        # Ranks may have rows of other lengths, and must not wait for each other. All fill their rows up.
+        sp_size = self.groups.tp.size() if config.sequence_parallel else 1
+        longest = config.seq_length // (self.groups.cp.size() * sp_size)
+        if length > longest:
+            raise ValueError(
+                f"rows have {length} tokens on each rank, more than the {longest} of seq_length={config.seq_length}: "
+                "raise seq_length, or set variable_seq_lengths=True"
+            )
+        return longest * rows
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
