@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv with what requirements/cpu.txt pins and the project itself, editable; and in it, but not on Python's path,
-# a folder with what requirements/fla.txt pins.
+# a folder each with what requirements/fla.txt and requirements/transformers.txt pin.
 # Does nothing when that is there already. Needs Python 3.12 and a package registry.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -11,7 +11,6 @@ venv=.venv
 owned=$venv/.made-by-setup_env # written first: this script may delete the folder
 pins_done=$venv/.pins-done     # written last: all pins are in
 project_done=$venv/.project-done
-fla_done=$venv/.fla-done
 
 fail() {
     printf 'setup_env: %s\n' "$@" >&2
@@ -62,8 +61,10 @@ if ! cmp -s pyproject.toml "$project_done"; then
     "$venv/bin/python" -m pip install --quiet --no-deps --no-build-isolation --editable .
     cp pyproject.toml "$project_done"
 fi
-if ! cmp -s requirements/fla.txt "$fla_done"; then
-    rm -rf "$venv/fla"
-    "$venv/bin/python" -m pip install --quiet --no-deps --target "$venv/fla" -r requirements/fla.txt
-    cp requirements/fla.txt "$fla_done"
-fi
+for beside in fla transformers; do
+    done=$venv/.$beside-done
+    cmp -s "requirements/$beside.txt" "$done" && continue
+    rm -rf "${venv:?}/$beside"
+    "$venv/bin/python" -m pip install --quiet --no-deps --target "$venv/$beside" -r "requirements/$beside.txt"
+    cp "requirements/$beside.txt" "$done"
+done

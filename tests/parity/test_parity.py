@@ -17,7 +17,8 @@ from tests.parity.conftest import Pair, Results, make_pair
 def run_megatron(pair: Pair, batch: TokenBatch) -> Results:
     """Return logits of each document or row, the summed loss, and its gradients, which are in the parameters too."""
     pair.megatron.zero_grad()
-    inputs = to_device(batch.local(), pair.megatron)
+    arguments = pair.provider.local_arguments(pair.megatron.pg_collection) | dict(with_next_tokens=False)
+    inputs = to_device(batch.local(**arguments), pair.megatron)
     loss = (pair.megatron(inputs=inputs) * inputs.loss_mask).sum()
     loss.backward()
     with torch.no_grad():

@@ -36,6 +36,7 @@ class PredictionLayer(MegatronModule):
     def __init__(self, config: VisionLanguageProvider, pg_collection: ProcessGroupCollection, norm: Any) -> None:
         super().__init__(config=config)
         self.streams, self.tp_group = config.hc_count, pg_collection.tp
+        self.layer_number = 1  # among the layers of multi-token prediction; read by Megatron-Bridge
         hidden, eps = config.hidden_size, config.layernorm_epsilon
         self.enorm = norm(config=config, hidden_size=hidden, eps=eps)
         self.hnorm = norm(config=config, hidden_size=self.streams * hidden, eps=eps)
@@ -109,6 +110,15 @@ class Qwen4ExpModel(HybridModel):
             for name, parameter in self.named_parameters():
                 if ".ngram_embedding." in name:
                     parameter.requires_grad = False
+
+    def check_inputs(self, inputs: ModelInputs) -> None:
+        """Raise ValueError for a batch without ids of n-grams, or without the labels that MTP is trained on."""
+        super().check_inputs(inputs)
+        if self.config.ple_layers and inputs.ngram_ids is None:
+            raise ValueError(
+                "the batch has no ngram_ids, which the n-gram embedding needs: make it with "
+                "TokenBatch.local(**config.local_arguments(groups))"
+            )
 
     def embed(self, inputs: ModelInputs, encoded: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, dict[str, Any]]:
         """Return the streams [s / sp, b, n * h] of tokens and images, and a dict of additional inputs of layers."""
