@@ -208,6 +208,12 @@ class VisionLanguageProvider(CountsOperations, fields.VisionLanguageFields):
     def _init_device(self) -> contextlib.AbstractContextManager:
         return torch.device("meta") if self.init_model_with_meta_device else contextlib.nullcontext()
 
+    def check_wrapping(self, *, fsdp: bool) -> None:
+        """Raise ValueError if the model cannot be trained with Megatron-FSDP (`fsdp`), or without it.
+
+        By default both are accepted; families override the method.
+        """
+
     def provide_distributed_model(self, *args: Any, **kwargs: Any) -> list[torch.nn.Module]:
         """Build and wrap the model as ModelProviderMixin does, and log the trained parameters of each component.
 
@@ -219,6 +225,7 @@ class VisionLanguageProvider(CountsOperations, fields.VisionLanguageFields):
             run_checks(model_validation.ON_TRAIN, self)
             fields.warn_of_unfused_attention(self)
             fsdp = bool(given.get("use_megatron_fsdp"))
+            self.check_wrapping(fsdp=fsdp)
             fields.complete_ddp(self, given.get("ddp_config"), fsdp=fsdp)
         fields.complete_groups(self, given.get("pg_collection"), training=training)
         if self.init_model_with_meta_device and self.transformer_impl == "local":

@@ -17,5 +17,6 @@ FAMILY = Family(
     presets=presets,
     released_experts=ExpertLayout.OUTPUT_MAJOR,
     constants=config.constants_of,
+    fp8_table_field="ple_embedding_dtype",
     optional={"mtp": hybrid_config.MTP_LAYERS},
 )

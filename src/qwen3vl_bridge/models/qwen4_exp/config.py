@@ -169,6 +169,7 @@ def add_dimensions(shared: Dimensions, text: Mapping[str, Any]) -> Dimensions:
         "index_dim": text.get("indexer_head_dim") or 0,
         "index_qk": ((text.get("indexer_n_heads") or 0) + 1) * (text.get("indexer_head_dim") or 0),
         "index_budget": text.get("indexer_budget") or 0,
+        "index_block": text.get("indexer_compress_ratio") or 1,
         "ple": int(bool(layers)),
         "ple_dim": embedded,
         "ple_conv": ngram_field(text, "ple_conv_kernel_size"),

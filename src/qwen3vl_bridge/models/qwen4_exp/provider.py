@@ -115,6 +115,19 @@ class Qwen4ExpModelProvider(HybridExpertsMixin, HybridModelProvider):
             for index in range(len(self.ple_layers))
         )
 
+    def check_wrapping(self, *, fsdp: bool) -> None:
+        """Raise ValueError for Megatron-FSDP with n-gram tables that ranks divide.
+
+        Megatron-FSDP recognizes parameters that ranks divide by the names of experts, and would average the tables of
+        different hash heads.
+        """
+        ranks = self.expert_model_parallel_size * (self.expert_tensor_parallel_size or self.tensor_model_parallel_size)
+        if fsdp and self.ple_layers and ranks > 1:
+            raise ValueError(
+                f"Megatron-FSDP cannot train n-gram tables that {ranks} ranks divide, expected "
+                "expert_model_parallel_size=1 and expert_tensor_parallel_size=1, or use_megatron_fsdp=False"
+            )
+
     def local_arguments(self, groups: ProcessGroupCollection) -> dict[str, Any]:
         """Return the arguments with which `TokenBatch.local` selects the tokens and images of this rank."""
         return super().local_arguments(groups) | dict(ngram_hashes=self.ngram_hashes())
