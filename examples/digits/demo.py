@@ -24,7 +24,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # examples and recipes stand beside the package
 
 GOAL = 0.95
-RECIPES = {"qwen3_vl": "qwen3_vl_digits_sft_config", "qwen3_5": "qwen35_vl_digits_sft_config"}  # by family
+RECIPES = {  # by family
+    "qwen3_vl": "qwen3_vl_digits_sft_config",
+    "qwen3_5": "qwen35_vl_digits_sft_config",
+    "qwen4_exp": "qwen38_flash_next_digits_sft_config",  # needs transformers 5.16 or newer
+}
 _MADE_HERE = ".made_by_the_digits_demo"
 
 

@@ -1,4 +1,4 @@
-"""A tiny random Qwen3-VL or Qwen3.5-VL checkpoint with every component of the released models, and its processor."""
+"""A tiny random checkpoint with every component of a family's released models, and its processor."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 from qwen3vl_bridge.testing.tiny_processor import MERGE, PATCH, TEMPORAL_PATCH, make_processor
 
 import torch
+import transformers
 from transformers import (
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
@@ -19,7 +21,7 @@ from transformers import (
 )
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-FAMILIES = ("qwen3_vl", "qwen3_5")
+FAMILIES = ("qwen3_vl", "qwen3_5", "qwen4_exp")
 VOCAB_SIZE = 512  # more rows than the tokenizer has tokens, as in the released checkpoints
 
 
@@ -125,7 +127,52 @@ def make_qwen3_5_config(tokenizer: PreTrainedTokenizerBase) -> Qwen3_5Config:
     )
 
 
-def make_model(config: Qwen3VLConfig | Qwen3VLMoeConfig | Qwen3_5Config, *, seed: int = 0) -> PreTrainedModel:
+def make_qwen4_exp_config(tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    """Build a tiny Qwen3.8-Flash-Next config: Qwen3.5's layers, residual streams, n-gram embeddings and an indexer.
+
+    Args:
+        tokenizer: The config takes the ids of its special tokens.
+
+    Raises:
+        ImportError: If the installed transformers does not know the model, which is in releases from 5.16 on.
+    """
+    try:
+        from transformers import Qwen4ExpConfig, Qwen4ExpForConditionalGeneration
+    except ImportError as error:
+        raise ImportError(
+            f"transformers {transformers.__version__} cannot build a Qwen3.8-Flash-Next model, expected 5.16 or newer"
+        ) from error
+    like = make_qwen3_5_config(tokenizer)
+    text, vision = like.text_config.to_dict(), like.vision_config.to_dict()
+    for section in (text, vision):
+        del section["model_type"]
+    text |= {
+        **{name: value for name, value in EXPERTS.items() if name != "mlp_only_layers"},
+        "shared_expert_intermediate_size": 56,
+        "output_gate_type": "sigmoid",
+        "hc_count": 4,
+        "hc_lowrank": 24,
+        "ple_layer_ids": [2],
+        "ple_embed_dim": 64,
+        "ngram_size": 3,
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 1009,
+        "make_ngram_vocab_size_divisible_by": 8,
+        "split_ngram_parts": 8,
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 64,
+        "indexer_compress_ratio": 4,
+    }
+    tokens = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    _MODELS[Qwen4ExpConfig] = Qwen4ExpForConditionalGeneration
+    return Qwen4ExpConfig(
+        text_config=text, vision_config=vision, dtype="float32", **{name: getattr(like, name) for name in tokens}
+    )
+
+
+def make_model(config: PreTrainedConfig, *, seed: int = 0) -> PreTrainedModel:
     """Build the model with random weights in float32, in eval mode.
 
     Args:
@@ -160,13 +207,14 @@ def make_checkpoint(
         seed: Seed of the weights.
         tied: Share the input embedding with the output layer.
         moe: Give the layers experts.
-        family: "qwen3_vl" or "qwen3_5". The latter is dense and untied here.
+        family: "qwen3_vl", "qwen3_5" or "qwen4_exp". The second is dense and untied here, the last has experts.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: If the family is unknown, or if `tied` or `moe` is set for qwen3_5.
+        ValueError: If the family is unknown, or if `tied` or `moe` is set for another family than qwen3_vl.
+        ImportError: If the installed transformers does not know the model.
     """
     if family not in FAMILIES or (family != "qwen3_vl" and (tied or moe)):
         raise ValueError(
@@ -175,7 +223,9 @@ def make_checkpoint(
         )
     folder = Path(folder)
     processor = make_processor(VOCAB_SIZE)
-    if family == "qwen3_5":
+    if family == "qwen4_exp":
+        config = make_qwen4_exp_config(processor.tokenizer)
+    elif family == "qwen3_5":
         config = make_qwen3_5_config(processor.tokenizer)
     else:
         config = make_config(processor.tokenizer, tied=tied, moe=moe)

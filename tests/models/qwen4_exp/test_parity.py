@@ -59,7 +59,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-# Measured with MTP: 1.5e-7, 1.7e-4, 1.2e-4 of the largest entry of a gradient (without tensor parallelism 5e-6), and 0.05
+# Measured with MTP: 1.5e-7, 1.7e-4, 1.2e-4 of the largest entry of a gradient (without tensor parallelism 5e-6), 0.05
 # of the learning rate.
 ON_RANKS = {"loss": 1e-6, "grad_norm": 5e-4, "gradient": 5e-4, "weight": 0.2}
 ROWS = ("padded", "packed")
