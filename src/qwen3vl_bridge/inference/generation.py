@@ -234,7 +234,7 @@ def _decode(
             decoder_input=hidden,
             inference_context=cache,
             padding_mask=inputs.padding_mask,
-            extra_block_kwargs=block_kwargs,
+            extra_block_kwargs=block_kwargs | model.text_arguments(inputs),
             runtime_gather_output=False,
         )
         # The output layer may have padding rows.

@@ -23,6 +23,7 @@ from tests.helpers import noise
 from tests.helpers.batches import CONTENTS, Sample, make_batch, make_samples, run_reference
 from tests.helpers.ranks import set_threads
 from tests.models.qwen4_exp.tiny import as_stored, freeze_indexers, make_checkpoint
+from tests.models.test_generation import NEW, answers, load, prompts
 from tests.parity.conftest import Pair, make_pair
 from tests.parity.test_parity import run_megatron
 
@@ -136,9 +137,19 @@ def errors_and_limits(folder: Path) -> dict[str, list[dict[str, float]]]:
     return results
 
 
+def different_tokens(folder: Path) -> int:
+    """Return the number of tokens in answers to prompts of other lengths that differ from those of transformers."""
+    pair = load(folder)
+    batch = prompts("mixed", pair.config)
+    expected = pair.reference.generate(**batch, max_new_tokens=NEW)[:, -NEW:]
+    assert len(expected.unique()) >= 5  # not one token for ever
+    return int((answers(pair, batch) != expected).sum())
+
+
 if __name__ == "__main__":
     set_threads()
     with tempfile.TemporaryDirectory() as scratch:
-        found = errors_and_limits(make_checkpoint(Path(scratch), seed=2))
+        folder = make_checkpoint(Path(scratch), seed=2)
+        found = errors_and_limits(folder) | {"different tokens": different_tokens(folder)}
     print()
     json.dump(found, sys.stdout)

@@ -34,6 +34,11 @@ def test_qwen4_exp_logits_loss_and_gradients_match_transformers(against_transfor
     check(errors, {name: min(limits[name], LARGEST[name]) for name in errors})
 
 
+@needs_newer_transformers
+def test_qwen4_exp_greedy_tokens_match_transformers(against_transformers):
+    assert against_transformers["different tokens"] == 0
+
+
 def own_results(folder: Path) -> dict[str, Any]:
     """Return two steps of the model in one process, in the form of the references of other families."""
     split = Split(folder, Topology(1))

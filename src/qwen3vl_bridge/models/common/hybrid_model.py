@@ -206,11 +206,7 @@ class HybridModel(VisionLanguageModel):
     ) -> Any:
         """Run the text model on the results of `embed` or `receive`, which may include embedded next tokens."""
         prediction, _ = self.output_context(inputs, layer_arguments)
-        return super().decode(inputs, hidden, self.text_arguments(inputs), prediction=prediction, **arguments)
-
-    def text_arguments(self, inputs: ModelInputs) -> dict[str, Any]:
-        """Return additional inputs of the decoder layers that every pipeline stage has; none by default."""
-        return {}
+        return super().decode(inputs, hidden, {}, prediction=prediction, **arguments)
 
     def output_context(
         self, inputs: ModelInputs, layer_arguments: dict[str, Any]

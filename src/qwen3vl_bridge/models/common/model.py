@@ -350,9 +350,13 @@ class VisionLanguageModel(MegatronModule):
             labels=inputs.labels,
             packed_seq_params=layout_packed_seq_params(inputs.layout),
             padding_mask=inputs.padding_mask,
-            extra_block_kwargs=layer_arguments,
+            extra_block_kwargs=layer_arguments | self.text_arguments(inputs),
             **arguments,
         )
+
+    def text_arguments(self, inputs: ModelInputs) -> dict[str, Any]:
+        """Return additional inputs of decoder layers that every pipeline stage has; by default, there are none."""
+        return {}
 
     def check_inputs(self, inputs: ModelInputs) -> None:
         """Raise ValueError if this pipeline stage does not support a batch.
