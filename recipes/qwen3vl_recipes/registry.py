@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
 
-_MODULES = ("qwen3_vl", "qwen35_vl", "digits")
+_MODULES = ("qwen3_vl", "qwen35_vl", "qwen38_flash_next", "digits")
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,8 @@ class Group:
 _FIELDS = ("config/fields.py", "VisionLanguageFields")
 _EXPERTS = ("models/common/provider.py", "ExpertsMixin")
 _QWEN3_VL, _QWEN3_5 = "models/qwen3_vl/provider.py", "models/qwen3_5/provider.py"
+_HYBRID, _QWEN4_EXP = "models/common/hybrid_provider.py", "models/qwen4_exp/provider.py"
+_HYBRID_FIELDS, _HYBRID_EXPERTS = (_HYBRID, "HybridModelProvider"), (_HYBRID, "HybridExpertsMixin")
 _ROWS = ("data/dataset_provider.py", "ConversationRows")
 
 # By the place that a page has for them.
@@ -60,8 +62,11 @@ GROUPS: dict[str, tuple[Group, ...]] = {
         Group("model.", *_EXPERTS),
         Group("model.", _QWEN3_VL, "Qwen3VLModelProvider", (_FIELDS,)),
         Group("model.", _QWEN3_VL, "Qwen3VLMoEModelProvider", (_EXPERTS, _FIELDS)),
-        Group("model.", _QWEN3_5, "Qwen35VLModelProvider", (_FIELDS,)),
-        Group("model.", _QWEN3_5, "Qwen35VLMoEModelProvider", (_EXPERTS, _FIELDS)),
+        Group("model.", *_HYBRID_FIELDS, (_FIELDS,)),
+        Group("model.", *_HYBRID_EXPERTS, (_EXPERTS, _FIELDS)),
+        Group("model.", _QWEN3_5, "Qwen35VLModelProvider", (_HYBRID_FIELDS, _FIELDS)),
+        Group("model.", _QWEN3_5, "Qwen35VLMoEModelProvider", (_HYBRID_EXPERTS, _EXPERTS, _FIELDS)),
+        Group("model.", _QWEN4_EXP, "Qwen4ExpModelProvider", (_HYBRID_FIELDS, _HYBRID_EXPERTS, _EXPERTS, _FIELDS)),
     ),
     "dataset": (
         Group("dataset.", *_ROWS),

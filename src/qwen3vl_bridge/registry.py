@@ -46,8 +46,11 @@ class Family:
             which raises ValueError for an unknown name; optionally `hub_ids`, size -> hub ids. None for no presets.
         released_experts: the layout of experts in released checkpoints, used if nothing else determines it.
         fp8_experts: the layout of experts in released FP8 checkpoints; None for `released_experts`.
+        fp8_only_experts: whether released FP8 checkpoints have only routed experts in FP8, of all linear layers.
         optional: components that a checkpoint may lack: `WeightRow.condition` of the component -> field of
             `text_config` with its number of layers.
+        fp8_table_field: field of `text_config` with the dtype of a table in FP8, whose parts share one scale; None if
+            the family has no such table.
         constants: returns the int64 vectors, by name, that checkpoints of a configuration have beside the weights and
             that follow from the configuration.
         dist_train: whether the family supports separate vision ranks.
@@ -64,7 +67,9 @@ class Family:
     presets: ModuleType | None = None
     released_experts: ExpertLayout = ExpertLayout.INPUT_MAJOR
     fp8_experts: ExpertLayout | None = None
+    fp8_only_experts: bool = False
     optional: Mapping[str, str] = field(default_factory=dict)
+    fp8_table_field: str | None = None
     constants: Callable[[Config], Mapping[str, tuple[int, ...]]] = lambda config: {}
     dist_train: bool = False
 

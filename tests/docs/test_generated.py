@@ -141,7 +141,7 @@ def names_in(pattern: str) -> list[str]:
 def test_released_models_table_has_every_preset():
     section = PAGES["docs/compatibility.md"].partition("## Released models\n")[2].partition("| chat template of |")[0]
     found = [name for pattern in re.findall(r"`(Qwen/.*?)`", section) for name in names_in(pattern)]
-    presets = [family(name).presets for name in ("qwen3_vl", "qwen3_5")]
+    presets = [family(name).presets for name in ("qwen3_vl", "qwen3_5", "qwen4_exp")]
     assert sorted(found) == sorted({name for one in presets for size in one.PRESETS for name in one.hub_ids(size)})
 
 

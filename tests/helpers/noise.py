@@ -47,7 +47,8 @@ def rounded_folder(folder: Path, to: Path, seed: int, dtype: torch.dtype = torch
     for file in to.glob("*.safetensors"):
         tensors = load_file(file)
         for number, (name, x) in enumerate(tensors.items()):
-            tensors[name] = neighbours(x.to(dtype), 1000 * seed + number).to(x.dtype)
+            if x.is_floating_point():
+                tensors[name] = neighbours(x.to(dtype), 1000 * seed + number).to(x.dtype)
         save_file(tensors, file, metadata={"format": "pt"})
     return to
 

@@ -101,7 +101,8 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def build(config, training: TrainingSettings):
+def build(config, training: TrainingSettings, **settings):
+    """Build the model of a configuration with the settings of `training` and of its provider."""
     provider = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
     if training.precision == BF16:
         provider.bf16, provider.params_dtype = True, torch.bfloat16
@@ -115,6 +116,8 @@ def build(config, training: TrainingSettings):
     provider.bias_activation_fusion = training.fused_activation
     provider.loss_chunk_tokens = training.loss_chunk_tokens
     provider.mtp_loss_scaling_factor = 0.1 * training.trains_mtp
+    for name, value in settings.items():
+        setattr(provider, name, value)
     return build_model(provider).train()
 
 

@@ -38,6 +38,8 @@ def sizes_of(family: str, prefix: str, **other: str) -> dict[str, tuple[str, str
 
 SIZES = sizes_of("qwen3_vl", "qwen3_vl")
 SIZES_3_5 = sizes_of("qwen3_5", "qwen35_vl", **{"0.8B": "800m"})
+SIZES_3_8 = {"qwen38_flash_next": ("qwen4_exp", "Flash-Next")}
+KINDS_3_8 = ("sft", "sft_32k", "peft", "pretrain")
 # Where tensor- and context-parallel ranks are bounded by linear attention's sixteen key heads, rows are, too.
 TOO_LONG = {f"qwen35_vl_{size}_sft_256k_config" for size in ("27b", "122b_a10b", "397b_a17b")}
 # Of the sizes of which Megatron-Bridge has them.
@@ -51,6 +53,8 @@ IN_8_BITS = {
 }
 PROXY = {"qwen35_vl_proxy_sft_config", "qwen35_vl_proxy_sft_fsdp_config"}
 DIST_TRAIN = {f"qwen3_vl_{size}_sft_dist_train_config" for size in ("30b_a3b", "235b_a22b")}
+# `--simulate-gpu` refuses separate vision ranks. Qwen3.8-Flash-Next was not simulated yet.
+NOT_SIMULATED = DIST_TRAIN | {f"{size}_{kind}_config" for size in SIZES_3_8 for kind in KINDS_3_8}
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +79,7 @@ def test_recipe_saves_fully_reshardable_optimizer_if_host_memory_suffices(name):
 
 def test_recipes_cover_all_model_sizes_and_training_kinds():
     expected = {f"{size}_{kind}_config" for size in (*SIZES, *SIZES_3_5) for kind in KINDS} - TOO_LONG
+    expected |= {f"{size}_{kind}_config" for size in SIZES_3_8 for kind in KINDS_3_8}
     with_dora = {f"{size}_peft_dora_config" for size in SIZES}
     assert expected | with_dora | DIST_TRAIN | PROXY | IN_8_BITS == set(NAMES)
     assert {name for name in NAMES if "_dist_train_" in name} == DIST_TRAIN
@@ -105,7 +110,7 @@ def test_recipe_finalized_for_its_gpus_has_settings_of_its_name(name):
     assert (model.fp8, model.fp8_param) == ({"cs": "hybrid", "mx": "e4m3"}.get(name[-9:-7]), name in IN_8_BITS)
     for length in ("32k", "128k", "256k"):
         assert (f"_{length}_" in name) == (data.seq_length == int(length[:-1]) * 1024)
-    known = SIZES | SIZES_3_5 | {"qwen35_vl_proxy": ("qwen3_5", "proxy")}
+    known = SIZES | SIZES_3_5 | SIZES_3_8 | {"qwen35_vl_proxy": ("qwen3_5", "proxy")}
     family, size = next(found for begin, found in known.items() if name.startswith(f"{begin}_"))
     presets = registry.family(family).presets
     assert model.family == family
@@ -179,13 +184,13 @@ def test_find_loads_recipe_function_from_user_file(tmp_path):
 
 def test_peft_recipes_use_method_of_their_name_and_adapt_linear_attention():
     names = [name for name in NAMES if "_peft_" in name]
-    assert len(names) == 6 + 6 + 8  # Qwen3.5-VL has no recipes for DoRA
+    assert len(names) == 6 + 6 + 8 + 1  # Qwen3.5-VL and Qwen3.8-Flash-Next have no recipes for DoRA
     for name in names:
         cfg = recipes()[name]()
         assert type(cfg.peft) is (Qwen3VLDoRA if "_dora_" in name else Qwen3VLLoRA)
         whole = cfg.model.tensor_model_parallel_size == cfg.model.pipeline_model_parallel_size == 1
         assert whole or "_dora_" not in name
-        assert "in_proj" in cfg.peft.target_modules or not name.startswith("qwen35_vl_")
+        assert "in_proj" in cfg.peft.target_modules or name.startswith("qwen3_vl_")
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl_2b_peft_config", "qwen3_vl_30b_a3b_peft_dora_config"])
@@ -209,7 +214,7 @@ def test_recipe_estimated_memory_fits_its_gpu(name):
 def test_stored_simulated_memory_of_recipes_matches_planned_memory():
     """The plan is within 2 %, or 5 % under Megatron-FSDP, and 5 % of the GPU remains free."""
     latest = latest_simulations(ROOT / SIMULATIONS)
-    assert latest.keys() == set(NAMES) - DIST_TRAIN  # `--simulate-gpu` refuses separate vision ranks
+    assert latest.keys() == set(NAMES) - NOT_SIMULATED
     for name, ranks in latest.items():
         of_engine = {row["rank"].split()[0] for row in ranks if row["layers"] == "transformer_engine"}
         assert of_engine == {"0", str(recipes()[name].gpus - 1)}, name

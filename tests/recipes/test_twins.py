@@ -24,6 +24,7 @@ from qwen3vl_recipes.registry import recipes
 from tests.helpers.forked import results_of_ranks
 from tests.helpers.noise import SEEDS, allowed, check, rounded_folder
 from tests.models.qwen3_5.tiny import make_checkpoint
+from tests.models.qwen4_exp.tiny import make_checkpoint as make_qwen4_exp
 from tests.training.running import train
 
 WAYS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
@@ -59,6 +60,8 @@ _OF_MODULES = {
 
 
 def family(name: str) -> str:
+    if name.startswith("qwen38_flash_next_"):
+        return "qwen4_exp"
     of_qwen3_5 = name.startswith("qwen35_vl_")
     size = name.removeprefix("qwen35_vl_" if of_qwen3_5 else "qwen3_vl_")
     with_experts = size.startswith("proxy") or re.match(r"\d+b_a\d+b_", size)
@@ -177,6 +180,7 @@ def places(untied_folder, tied_folder, moe_folder, digits, tmp_path_factory):
     folders = {"untied": untied_folder, "tied": tied_folder, "moe": moe_folder}
     for kind, options in (("untied", {}), ("tied", {"tied": True}), ("moe", {"moe": True})):
         folders[f"qwen3_5 {kind}"] = make_checkpoint(tmp_path_factory.mktemp("qwen3_5"), **options)
+    folders["qwen4_exp"] = make_qwen4_exp(tmp_path_factory.mktemp("qwen4_exp"))
     return {kind: str(folder) for kind, folder in folders.items()}, str(digits)
 
 
@@ -188,6 +192,7 @@ def whole(places, tmp_path_factory):
     for name in (
         *("qwen3_vl_2b_sft_config", "qwen3_vl_8b_sft_config", "qwen3_vl_30b_a3b_sft_config"),
         *("qwen35_vl_2b_sft_config", "qwen35_vl_9b_sft_config", "qwen35_vl_35b_a3b_sft_config"),
+        "qwen38_flash_next_sft_config",
     ):
         kind, noises = family(name), []
         (expected,) = train(twin(name, folders[kind], data, whole=True, exact=True))
@@ -218,6 +223,8 @@ def test_recipe_step_with_tiny_model_on_ranks_matches_one_process(ranks, names_t
     for name in names_today:
         if pattern(name).ranks == ranks:
             alike.setdefault(str(twin(name, folders[family(name)], data).to_dict()), []).append(name)
+    if not alike:
+        pytest.skip("no recipe of this part of the slow tests has this number of ranks")
     names = [same[0] for same in alike.values()]
     found = results_of_ranks(steps_of_twins, ranks, names, folders, data, tmp_path)
     assert found.keys() == set(names)

@@ -31,8 +31,14 @@ from qwen3vl_bridge.checkpoint.formats.layouts import (
     TorchDist,
     find_row_owners,
 )
-from qwen3vl_bridge.checkpoint.formats.output_files import OutputFile
-from qwen3vl_bridge.checkpoint.formats.tensors import main_dtype
+from qwen3vl_bridge.checkpoint.formats.output_files import OutputFile, Task
+from qwen3vl_bridge.checkpoint.formats.tensors import (
+    ConstantSlice,
+    SharedScaleSlice,
+    SliceList,
+    TensorSpec,
+    main_dtype,
+)
 from qwen3vl_bridge.checkpoint.fp8_export import QUANTIZATION, Fp8Export, keep_scales
 from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, StoredModel, open_model, open_stored
 from qwen3vl_bridge.core.files import CheckpointError, absolute
@@ -63,6 +69,16 @@ class HFTarget:
         self.settings = {"format": HUGGINGFACE} | self.settings
         self.layout = HuggingFace(self.config.dimensions)
 
+    def complete(self, plan: Plan) -> Plan:
+        """Return a copy of a plan with the constants of the model, and with weights in FP8 if `fp8` is set."""
+        constants = self.config.family.constants(self.config.raw)
+        tasks = (
+            Task(TensorSpec(name, "int64", (len(values),)), SliceList([ConstantSlice(values)]))
+            for name, values in constants.items()
+        )
+        plan = replace(plan, tasks=(*plan.tasks, *tasks))
+        return self.fp8.quantize(plan) if self.fp8 else plan
+
     def plan_files(self, plan: Plan) -> None:
         """Divide the tensors of a plan into safetensors files."""
         self._shards = split_into_shards(plan.tasks, self.max_shard_bytes)
@@ -72,9 +88,10 @@ class HFTarget:
         """Write the files without weights: the index, the configuration, and the tokenizer and processor."""
         write_index(root, self._shards)
         copy_side_files(self.config.folder, root)
-        specs = (task.target for tasks in self._shards.values() for task in tasks)
-        dtype = main_dtype(spec for spec in specs if spec.dtype != E4M3)
-        self.config.write(root, dtype, self.fp8 and self.fp8.quantization)
+        tasks = [task for tasks in self._shards.values() for task in tasks]
+        dtype = main_dtype(task.target for task in tasks if task.target.dtype != E4M3)
+        table = any(isinstance(part, SharedScaleSlice) for task in tasks for part in task.slices)
+        self.config.write(root, dtype, self.fp8 and self.fp8.quantization, has_fp8_table=table)
 
     def open(self, root: Path) -> HFWeights:
         """Open the written weights, with FP8 weights as they are stored."""
@@ -191,6 +208,8 @@ def _extra_states(rows: Collection[WeightRow], layout: TorchDist, *, with_norms:
     """
     keys: dict[str, None] = {}
     for row in rows:
+        if row.replicated:  # a plain torch module
+            continue
         name, stacked = layout.name(row)
         module = name.rpartition(".")[0]
         last = module.rpartition(".")[2]
@@ -303,7 +322,9 @@ def export_checkpoint(
         settings = {"from": stored.ckpt_format, "expert_layout": experts.name if moe else None}
         target = HFTarget(config, experts, settings, max_shard_bytes, stored.float32_in_export(torch_dtype))
         if quantize:
-            target.fp8 = Fp8Export.for_model(config.raw, config.folder, tensors_of(config.rows(experts), target.layout))
+            names = tensors_of(config.rows(experts), target.layout)
+            only_experts = config.family.fp8_only_experts
+            target.fp8 = Fp8Export.for_model(config.raw, config.folder, names, only_experts=only_experts)
         return _plan_conversion("export", megatron_path, hf_path, stored, target, torch_dtype, drop=drop_vocab_padding)
 
     return run_conversion(make_conversion, ConversionOptions(**options))
@@ -368,8 +389,8 @@ def _plan_conversion(
     rows, dtypes = source.config.rows(target.experts), dict(dtype=torch_dtype, float32_as=target.float32_as)
     plan = make_plan(rows, source.layout, target.layout, source.tensors.specs, where=str(source.folder), **dtypes)
     padding = source.check_padding(source.config.dimensions["vocab"], drop=drop)
-    if isinstance(target, HFTarget) and target.fp8:
-        plan = target.fp8.quantize(plan)
+    if isinstance(target, HFTarget):
+        plan = target.complete(plan)
     target.plan_files(plan)
     folders, notes = (source.folder, source.config.folder), [*padding, *source.notes]
     return Conversion(name, str(origin), absolute(path), plan, source.tensors, folders, target, notes)

@@ -1,6 +1,8 @@
 """Export in FP8, like the released models named -FP8: which tensors to quantize, their scales, and `config.json`.
 
-The linear layers of text layers are in FP8, except routers, gates of shared experts and narrow projections of GDN.
+The linear layers of text layers are in FP8, except routers, gates of shared experts and narrow projections of GDN; in
+Qwen3.8-Flash-Next only routed experts (`Family.fp8_only_experts`).
+An n-gram table is written in FP8 only if the imported model had it in FP8: with the scale that its parts share there.
 Source: `quantization_config` and tensors of Qwen3-VL-32B-Instruct-FP8, Qwen3.6-35B-A3B-FP8 and Qwen3.8-27B-FP8.
 """
 
@@ -16,7 +18,14 @@ from typing import Any
 
 from qwen3vl_bridge.checkpoint.conversion_plan import Plan, Task
 from qwen3vl_bridge.checkpoint.formats.huggingface import HFWeights, StoredTensor, has_weights, plan_file, read_header
-from qwen3vl_bridge.checkpoint.formats.tensors import ByteRange, QuantizedSlice, SliceList, SliceReader, TensorSpec
+from qwen3vl_bridge.checkpoint.formats.tensors import (
+    ByteRange,
+    QuantizedSlice,
+    SharedScaleSlice,
+    SliceList,
+    SliceReader,
+    TensorSpec,
+)
 from qwen3vl_bridge.config.hf_config import fp8_block
 from qwen3vl_bridge.weights import fp8
 from qwen3vl_bridge.weights.rows import TensorSlice
@@ -38,16 +47,23 @@ class Fp8Export:
     kept: Mapping[str, StoredTensor]  # scales of the imported model, by name
 
     @classmethod
-    def for_model(cls, config: Mapping[str, Any], folder: Path, names: Collection[str]) -> Fp8Export:
+    def for_model(
+        cls, config: Mapping[str, Any], folder: Path, names: Collection[str], *, only_experts: bool = False
+    ) -> Fp8Export:
         """Return the settings by which a model was quantized, or else those of the released models named -FP8.
 
         Args:
             config: contents of the model's `config.json`.
             folder: the folder with `config.json`, and with scales if the model was in FP8.
             names: names of all tensors except scales.
+            only_experts: whether the released models have only routed experts in FP8.
         """
         if (quantization := config.get(QUANTIZATION)) is None:
-            modules = {module for module in map(_module, names) if not _IN_FP8.fullmatch(module)}
+            modules = {
+                module
+                for module in map(_module, names)
+                if not _IN_FP8.fullmatch(module) or (only_experts and ".experts." not in module)
+            }
             modules |= {f"{module}a" for module in modules if module.endswith(".in_proj_b")}  # both, as vLLM joins them
             quantization = {
                 "activation_scheme": "dynamic",
@@ -64,7 +80,13 @@ class Fp8Export:
         dtype = next((scales.spec.dtype for scales in self.kept.values()), "bfloat16")
         experts = {_expert_layout(name) for name in self.kept if ".experts." in name}
         tasks: list[Task] = []
+        shared: dict[str, StoredTensor] = {}  # scales of tables, of which the plan has all parts
         for task in plan.tasks:
+            scales_name = fp8.find_scales(task.target.name, self.kept)
+            if scales_name != task.target.name + fp8.SCALES:
+                shared[scales_name] = self.kept[scales_name]
+                tasks.append(_with_shared_scale(task, self.kept[scales_name]))
+                continue
             spec, module = task.target, _module(task.target.name)
             had, parts = self.kept.get(spec.name + fp8.SCALES), module.split(".")
             # transformers compares excluded names with the beginnings and the ends of a module's name.
@@ -83,8 +105,24 @@ class Fp8Export:
             weights = QuantizedSlice(tuple(task.slices), spec.shape, size, scales.dtype, kept, False, 0, spec.numel)
             tasks.append(replace(task, target=replace(spec, dtype=fp8.E4M3), slices=SliceList([weights])))
             tasks.append(Task(scales, SliceList([weights._replace(is_scales=True, length=math.prod(shape))])))
-        quantized = {task.target.name for task in tasks for part in task.slices if isinstance(part, QuantizedSlice)}
+        tasks += (
+            Task(stored.spec, SliceList([SharedScaleSlice((), *_scale_of(stored), 0, stored.spec.numel)]))
+            for stored in shared.values()
+        )
+        computed = QuantizedSlice, SharedScaleSlice
+        quantized = {task.target.name for task in tasks for part in task.slices if isinstance(part, computed)}
         return replace(plan, tasks=tuple(tasks), cast=plan.cast | quantized, transposed=plan.transposed - quantized)
+
+
+def _with_shared_scale(task: Task, scale: StoredTensor) -> Task:
+    """Return the task of a part of a table, with its elements in FP8."""
+    spec = task.target
+    weights = SharedScaleSlice(tuple(task.slices), *_scale_of(scale), 0, spec.numel)
+    return replace(task, target=replace(spec, dtype=fp8.E4M3), slices=SliceList([weights]))
+
+
+def _scale_of(stored: StoredTensor) -> tuple[ByteRange, str]:
+    return ByteRange(stored.path, stored.offset, stored.spec.nbytes), stored.spec.dtype
 
 
 def keep_scales(source: Path, target: Path) -> None:

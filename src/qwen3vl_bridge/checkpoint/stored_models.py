@@ -29,7 +29,15 @@ from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, HuggingFace, 
 from qwen3vl_bridge.checkpoint.formats.tensors import Shape, SliceReader, TensorSource, compare_streams, main_dtype
 from qwen3vl_bridge.core.files import CheckpointError, expanded, read_object, write_object
 from qwen3vl_bridge.registry import family_of, family_of_provider
-from qwen3vl_bridge.weights.rows import ADAPTER_MARK, Dimensions, ExpertLayout, WeightRow, detect_expert_layout, expand
+from qwen3vl_bridge.weights.rows import (
+    ADAPTER_MARK,
+    Dimensions,
+    ExpertLayout,
+    TensorSlice,
+    WeightRow,
+    detect_expert_layout,
+    expand,
+)
 
 MANIFEST = "qwen3vl_bridge.json"
 TOOL = "qwen3vl_bridge"
@@ -107,18 +115,28 @@ class ModelConfig:
         changed.dimensions = self.dimensions.with_vocab(rows)
         return changed
 
-    def write(self, folder: Path, dtype: str | None = None, quantization: Mapping[str, Any] | None = None) -> None:
+    def write(
+        self,
+        folder: Path,
+        dtype: str | None = None,
+        quantization: Mapping[str, Any] | None = None,
+        *,
+        has_fp8_table: bool = False,
+    ) -> None:
         """Write `config.json` to a folder if it differs from the existing file.
 
         Args:
             folder: the folder.
             dtype: dtype of the weights; None to keep what the configuration says about dtype and quantization.
             quantization: the quantization of the weights; None for weights that are not quantized.
+            has_fp8_table: whether a table is in FP8 with one scale, as the configuration says.
         """
         raw, path = self.raw if dtype is None else _with_dtype(self.raw, dtype), folder / "config.json"
         if dtype is not None:
             raw.pop("quantization_config", None)
             raw |= {} if quantization is None else {"quantization_config": dict(quantization)}
+            if not has_fp8_table and self.family.fp8_table_field is not None:
+                raw["text_config"].pop(self.family.fp8_table_field, None)
         if raw != read_object(path):
             write_object(path, raw)
 
@@ -291,7 +309,8 @@ def open_model(hf_model: str | Path, *, strict: bool = True, trust_remote_code: 
     modules = {name.partition(".")[0] for row in config.family.rows() for name in row.hf}
     notes += (f"{path} is not read: {weights.why_unread()}" for path in weights.unread_files(modules))
     config = config.for_tensors(weights.specs)
-    if quantized := len(weights.scales):
+    notes += _take_constants(config, weights)
+    if quantized := sum(spec.scales is not None for spec in weights.specs.values()):
         notes.append(f"{quantized} of {len(weights.specs)} tensors are in FP8; they are multiplied by their scales")
     if config.tied:  # the output layer is missing, or has the bytes of the embedding
         original = next(row.hf[0] for row in config.family.rows() if row.is_vocabulary and row.condition is None)
@@ -305,6 +324,40 @@ def open_model(hf_model: str | Path, *, strict: bool = True, trust_remote_code: 
     if not strict:
         notes.extend(drop_unexpected(weights, model.rows, model.layout))
     return model
+
+
+def _take_constants(config: ModelConfig, weights: HFWeights) -> list[str]:
+    """Check the constants of a Hugging Face model and remove them from `weights.specs`; return notes.
+
+    They follow from `config.json` and are no parameters, so Megatron checkpoints do not have them and exports compute
+    them. Some programs do not write them.
+
+    Raises:
+        CheckpointError: a constant has another value than `config.json` says. The hashes of such a model look up other
+            rows of its tables than those that were trained.
+    """
+    constants = config.family.constants(config.raw)
+    if not constants:
+        return []
+    missing = [name for name in constants if name not in weights.specs]
+    with SliceReader(weights) as reader:
+        for name, expected in constants.items():
+            if (spec := weights.specs.pop(name, None)) is None:
+                continue
+            found: Any = spec.describe()
+            if (spec.dtype, spec.shape) == ("int64", (len(expected),)):
+                weights.specs[name] = spec
+                found = tuple(reader.read_elements([TensorSlice(name, 0, spec.numel)], "int64").tolist())
+                del weights.specs[name]
+            if found != expected:
+                shown = list(found) if isinstance(found, tuple) else found
+                raise CheckpointError(
+                    f"{weights.folder}, tensor {name}: found {shown}, expected the int64 values {list(expected)}, "
+                    "which follow from config.json"
+                )
+    if not missing:
+        return []
+    return [f"{len(missing)} of {len(constants)} constants are missing, such as {missing[0]}; an export writes them"]
 
 
 def _check_copy(weights: HFWeights, folder: Path, name: str, original: str) -> None:

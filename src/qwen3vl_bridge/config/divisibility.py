@@ -18,7 +18,8 @@ class IndivisibleSize(NamedTuple):
 
     setting: str  # the provider's setting, or a product of settings
     size: int  # its value
-    parallelism: str  # the parallel sizes that must divide it: "tp", "tp of vision", "ep", "etp" or "tp * cp"
+    # The parallel sizes that must divide it: "tp", "tp of vision", "ep", "etp", "tp * cp" or "ep * etp".
+    parallelism: str
     ranks: int  # their product
     divisor_allowed: bool = False  # True if a divisor of `ranks` is allowed as well
 
@@ -52,11 +53,29 @@ def indivisible_sizes(
             ("linear_num_key_heads", keys, "tp * cp", tp * cp),
             ("linear_num_value_heads", dims["l_value_heads"], "tp * cp", tp * cp),
         ]
+    if dims.indices.get("ple_layers"):
+        # Ranks exchange tokens for channels of all residual streams before the n-gram embedding's convolution.
+        sizes.append(("hc_count * hidden_size", dims["streams_hidden"], "tp * cp", tp * cp))
+        yield from _indivisible_tables(len(dims.indices["ngram_heads"]), dims["ple_dim"], ep * etp)
     yield from (IndivisibleSize(*size) for size in sizes if size[1] % size[3])
     # With fewer query groups than ranks, a rank gathers all groups and takes its own. Source: megatron-core,
     # SelfAttention.
     if dims["kv_heads"] % tp and tp % dims["kv_heads"]:
         yield IndivisibleSize("num_query_groups", dims["kv_heads"], "tp", tp, divisor_allowed=True)
+
+
+def _indivisible_tables(heads: int, columns: int, ranks: int) -> Iterator[IndivisibleSize]:
+    """Yield the size of n-gram tables that `ranks` ranks cannot share: complete hash heads, or columns of one head.
+
+    Args:
+        heads: number of hash heads.
+        columns: number of columns of all heads together.
+        ranks: number of ranks.
+    """
+    if heads % ranks and ranks % heads:
+        yield IndivisibleSize("(ngram_size - 1) * heads_per_ngram", heads, "ep * etp", ranks, divisor_allowed=True)
+    elif ranks > heads and columns % ranks:
+        yield IndivisibleSize("ple_embed_dim", columns, "ep * etp", ranks)
 
 
 class MisalignedDim(NamedTuple):

@@ -27,6 +27,10 @@ class TowerCosts:
     token_pair: float  # attention of the language model, per squared number of tokens in a sample
     patch: float  # vision tower and mergers, per patch
     patch_pair: float  # attention of the vision tower, per squared number of patches in a frame
+    # Sparse attention (QSA): per pair of tokens of which a token attends to at most `budget`. Only these pairs are
+    # counted, although a kernel may compute others. `token_pair` is the indexer's then, of all pairs.
+    sparse_pair: float = 0.0
+    budget: int = 0  # tokens; 0 without sparse attention
 
     def count_flops(self, *, tokens: int, patches: int, patch_pairs: int, token_pairs: int | None = None) -> float:
         """Return the FLOPs of one or several samples.
@@ -39,7 +43,19 @@ class TowerCosts:
         """
         token_pairs = tokens**2 if token_pairs is None else token_pairs
         language = self.token * tokens + self.token_pair * token_pairs
+        language += self.sparse_pair * self._attended_pairs(tokens, token_pairs)
         return language + self.patch * patches + self.patch_pair * patch_pairs
+
+    def _attended_pairs(self, tokens: int, token_pairs: int) -> float:
+        """Return the part of `token_pairs` in which a token attends to at most `budget` tokens.
+
+        A sample of n > `budget` tokens has 2 n * `budget` - `budget`**2 such pairs, as counted by n**2 for all pairs.
+        Several samples count like samples of their mean length, weighted by tokens. If their lengths differ, this is
+        more than the sum over samples.
+        """
+        if token_pairs <= self.budget * tokens:
+            return token_pairs
+        return self.budget * tokens * (2 - self.budget * tokens / token_pairs)
 
 
 @dataclass(frozen=True)
@@ -65,7 +81,7 @@ class _Chain:
     """
 
     def __init__(self, trained: Trained, reached: bool = False) -> None:
-        self.trained, self.reached, self.linear, self.pair = trained, reached, 0.0, 0.0
+        self.trained, self.reached, self.linear, self.pair, self.sparse_pair = trained, reached, 0.0, 0.0, 0.0
 
     def add(self, name: str, inputs: int, outputs: int, trained: bool, times: float = 1) -> None:
         """Add the FLOPs of a linear layer applied `times` times per token or patch. The layer "" has no adapter."""
@@ -75,9 +91,13 @@ class _Chain:
             self.linear += times * rank * (inputs * (2 + self.reached) + 3 * outputs)
         self.reached = self.reached or trained or rank > 0
 
-    def attend(self, width: int) -> None:
+    def attend(self, width: int, *, sparse: bool = False) -> None:
         """Add the FLOPs of both matrix products of attention per pair of tokens; `width` is the sum of head sizes."""
-        self.pair += 2 * width * (1 + 2 * self.reached)
+        flops = 2 * width * (1 + 2 * self.reached)
+        if sparse:
+            self.sparse_pair += flops
+        else:
+            self.pair += flops
 
 
 def tower_costs(config: Mapping, trained: Trained | None = None) -> TowerCosts:
@@ -101,28 +121,70 @@ def model_costs(dims: Dimensions, trained: Trained | None = None) -> TowerCosts:
     text = _Chain(trained, reached=embedded or of_language)  # the embedding comes before all layers
     for layer in dims.indices["text_layers"]:
         name = f"language_model.decoder.layers.{layer}"
+        if layer in dims.indices.get("ple_layers", ()):
+            _add_ngram_embedding(text, dims, of_language)
+        _add_gated_residual(text, dims, of_language)
         if layer in dims.indices.get("linear_layers", ()):
             _add_linear_attention(text, f"{name}.self_attention", dims, of_language)
         else:
             _add_attention(text, f"{name}.self_attention", dims, of_language)
+        _add_gated_residual(text, dims, of_language)
         _add_mlp(text, f"{name}.mlp", dims, of_language, moe=layer in dims.indices["moe_layers"])
         text.reached = text.reached or any(deepstack[layer : layer + 1])  # DeepStack features
+    _add_gated_residual(text, dims, of_language, injects=False)
     text.add("", dims["hidden"], dims["vocab"], of_language)
     if trained.mtp:
         name = "language_model.mtp.layers.0.mtp_model_layer"
-        text.add("", dims["hidden_twice"], dims["hidden"], of_language)
+        # The next token is projected once, and each residual stream.
+        text.add("", dims["hidden"], dims["hidden"], of_language, times=1 + dims.sizes.get("streams", 1))
+        _add_gated_residual(text, dims, of_language)
         _add_attention(text, f"{name}.self_attention", dims, of_language)
+        _add_gated_residual(text, dims, of_language)
         _add_mlp(text, f"{name}.mlp", dims, of_language, moe=bool(dims["mtp_experts"]))
+        _add_gated_residual(text, dims, of_language, injects=False)
         text.add("", dims["hidden"], dims["vocab"], of_language)
     # Causal attention has half of all pairs, so that `pair` is not doubled.
-    return TowerCosts(token=2 * text.linear, token_pair=text.pair, patch=2 * vision.linear, patch_pair=2 * vision.pair)
+    return TowerCosts(
+        token=2 * text.linear,
+        token_pair=text.pair,
+        patch=2 * vision.linear,
+        patch_pair=2 * vision.pair,
+        sparse_pair=text.sparse_pair,
+        budget=dims.sizes.get("index_budget", 0),
+    )
 
 
 def _add_attention(text: _Chain, name: str, dims: Dimensions, trained: bool) -> None:
-    """Add the FLOPs of full attention, including a gate for each query if the family has gates."""
+    """Add the FLOPs of full attention, including a gate for each query and an indexer if the family has them.
+
+    The indexer is never trained. Its scores are products of index queries and keys of blocks. It also counts for short
+    samples, for which it is not run.
+    """
     text.add(f"{name}.linear_qkv", dims["hidden"], dims.sizes.get("gated_q", dims["q"]) + 2 * dims["kv"], trained)
-    text.attend(dims["q"])
+    sparse = bool(dims.sizes.get("index_budget"))
+    if sparse:
+        text.linear += dims["hidden"] * dims["index_qk"]
+        text.pair += (dims["index_qk"] - dims["index_dim"]) / dims["index_block"]
+    text.attend(dims["q"], sparse=sparse)
     text.add(f"{name}.linear_proj", dims["q"], dims["hidden"], trained)
+
+
+def _add_gated_residual(text: _Chain, dims: Dimensions, trained: bool, *, injects: bool = True) -> None:
+    """Add the FLOPs of a gated residual, if the family has them: a projection of low rank and the weight of a block."""
+    if streams := dims.sizes.get("streams"):
+        text.add("", dims["streams_hidden"], dims["lowrank"], trained)
+        text.add("", dims["lowrank"], dims["streams_hidden"], trained)
+        text.add("", dims["streams_hidden"], streams * injects, trained)
+
+
+def _add_ngram_embedding(text: _Chain, dims: Dimensions, trained: bool) -> None:
+    """Add the FLOPs of an n-gram embedding: the projections of keys and values, and the convolution.
+
+    Gradients of looked-up rows are counted if the language model is trained, also if only the table is frozen.
+    """
+    projected = dims["ple_dim"] * (dims["streams_hidden"] + dims["hidden"])
+    text.linear += projected * (1 + 2 * trained)
+    text.add("", dims["ple_conv"], dims["streams_hidden"], trained)
 
 
 def _add_mlp(text: _Chain, name: str, dims: Dimensions, trained: bool, *, moe: bool) -> None:

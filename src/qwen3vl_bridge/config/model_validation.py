@@ -379,6 +379,7 @@ def _check_divisible(provider: VisionLanguageFields) -> None:
         "ep": "expert_model_parallel_size",
         "etp": "expert_tensor_parallel_size",
         "tp * cp": f"{_TP} * {_CP}",
+        "ep * etp": "expert_model_parallel_size * expert_tensor_parallel_size",
     }
     wrong = indivisible_sizes(
         provider.dimensions().with_vocab(provider.padded_vocab_size),

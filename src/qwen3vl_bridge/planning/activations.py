@@ -18,6 +18,10 @@ The tables cover two layer specs:
 Where CPU and GPU differ, `local.kernels` is True for the GPU. There a norm saves only its input, in the model's
 precision. On a CPU torch's norm computes in float32 and also saves the normalized input, and attention copies packed
 rows.
+
+Qwen3.8-Flash-Next: gated residuals, sparse attention and the mixer are tables like the others. The n-gram embedding of
+its few layers, the temporary memory of sparse attention and the indexer, and padded rows are approximate. Every row is
+assumed to be longer than the indexer's budget; shorter ones save about as much.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ from qwen3vl_bridge.weights.rows import Component, Dimensions
 
 # Bytes of a norm's statistic, of attention's log-sum-exp, of an index, and of a float32 element.
 _STATISTIC, _LOGSUMEXP, _INDEX, _FLOAT = 4, 4, 8, 4
+_QUERY_CHUNK = 512  # queries of sparse attention that have a mask at a time: `models/qwen4_exp/indexer.py`
 # Saved tensors that each of `recompute_modules` frees, by the beginnings of their names.
 _FREED_BY_RECOMPUTATION = {
     "core_attn": ("attention: ",),
@@ -61,6 +66,9 @@ class LocalSizes:
         self.norm_e = self.e if self.kernels else _FLOAT  # bytes per element saved by the language model's norms
         self.token = 1 / layout.sequence_ranks  # sequence parallelism: fraction of a token between linear layers
         self.h = dims["hidden"] * self.token  # hidden state between linear layers
+        self.streams = dims.sizes.get("streams", 0)  # of a gated residual; 0 for an ordinary one
+        self.residual = self.h * max(self.streams, 1)  # hidden state between layers
+        self.is_sparse = bool(dims.sizes.get("index_budget"))
         self.heads, self.q = dims["heads"] / layout.tp, dims["q"] / layout.tp
         self.kv_heads = max(dims["kv_heads"] / layout.tp, 1.0)
         self.kv = self.kv_heads * dims["head_dim"]
@@ -97,13 +105,57 @@ def saved_by_norm(local: LocalSizes, name: str, elements: float, groups: float) 
     return saved | {f"{name}: normalized": elements * local.norm_e}
 
 
+def saved_before_block(local: LocalSizes, name: str) -> SavedTensors:
+    """Return the tensors saved by the norm before attention or an MLP, or by the gated residual in its place.
+
+    A gated residual saves the streams, and computes again what makes the block's input of them. Adding the block's
+    output to the streams saves the output and its weight in each stream. Source: `models/qwen4_exp/residual.py`.
+    """
+    if not local.streams:
+        return saved_by_norm(local, name, local.h, local.token)
+    added = (local.h + local.streams * local.token) * local.e
+    return {f"{name}: streams": local.residual * local.e, f"{name}: output of the block and its weights": added}
+
+
+def saved_by_stream_norm(local: LocalSizes, name: str) -> SavedTensors:
+    """Return the tensors saved by an RMS norm of each residual stream."""
+    return saved_by_norm(local, name, local.residual, local.streams * local.token)
+
+
+def saved_by_stream_mixer(local: LocalSizes, name: str) -> SavedTensors:
+    """Return the tensors saved by the module that mixes the residual streams after the last layer."""
+    return {
+        **saved_by_stream_norm(local, name),
+        f"{name}: normalized streams": local.residual * local.e,
+        f"{name}: gates": local.residual * local.e,
+        f"{name}: projections of low rank": 2 * local.dims["lowrank"] * local.token * local.e,
+    }
+
+
+def saved_by_ngram_embedding(local: LocalSizes) -> SavedTensors:
+    """Return the tensors saved by the n-gram embedding of a layer. Approximate, see the module's docstring."""
+    dims, e, residual = local.dims, local.e, local.residual
+    # The convolution multiplies in float32; compiled, it saves its input alone.
+    convolution = e if local.kernels else dims["ple_conv"] * _FLOAT + e
+    return {
+        "n-grams: ids": 2 * len(dims.indices["ngram_heads"]) * local.token * _INDEX,
+        "n-grams: embeddings": dims["ple_dim"] * local.token * e,
+        **saved_by_stream_norm(local, "n-grams: norm of keys"),
+        **saved_by_stream_norm(local, "n-grams: norm of queries"),
+        "n-grams: keys and queries": 2 * residual * e,
+        "n-grams: values before gates": local.h * e,
+        **saved_by_stream_norm(local, "n-grams: norm of values"),
+        "n-grams: convolution": residual * convolution,
+    }
+
+
 def saved_by_attention(local: LocalSizes) -> SavedTensors:
     """Return the tensors saved by self attention and the norm before it."""
     dims, layout, e = local.dims, local.layout, local.e
     # On a CPU a context-parallel rank pads its two chunks of queries by zeros for all tokens before them.
-    attended = layout.cp + 0.5 if layout.cp > 1 and not local.kernels else 1
+    attended = layout.cp + 0.5 if layout.cp > 1 and not (local.kernels or local.is_sparse) else 1
     saved = {
-        **saved_by_norm(local, "norm before attention", local.h, local.token),
+        **saved_before_block(local, "norm before attention"),
         "linear_qkv: input": local.h * e * local.saves_input("linear_qkv"),
         **saved_by_norm(local, "norm of queries", local.q, local.heads),
         **saved_by_norm(local, "norm of keys", local.kv, local.kv_heads),
@@ -115,6 +167,15 @@ def saved_by_attention(local: LocalSizes) -> SavedTensors:
     if gated:  # compiled on a GPU, the gate saves its factors; on a CPU its sigmoid in float32
         saved |= {"gate: input": local.q * e, "gate": local.q * (e if local.kernels else _FLOAT)}
         saved["linear_proj: input"] *= local.saves_input("linear_proj")
+    if local.is_sparse:
+        del saved["attention: log-sum-exp"]
+        # Selected blocks in int32, and the token of each query; and for all tokens the blocks and their first tokens.
+        saved["selected blocks"] = dims["index_budget"] // dims["index_block"] * 4 + _INDEX
+        saved["blocks of tokens"] = _INDEX * (1 + 1 / dims["index_block"]) * layout.cp * local.kernels
+        if layout.cp > 1:
+            saved["keys and values of all context-parallel ranks"] = 2 * local.kv * e * layout.cp
+            if local.te:
+                return saved
     if local.te:  # copies keys and values out of linear_qkv's output
         return saved | {"keys": local.kv * e, "values": local.kv * e}
     if local.norm_e == e:  # these norms save a view of linear_qkv's output, which is saved below
@@ -130,7 +191,7 @@ def saved_by_attention(local: LocalSizes) -> SavedTensors:
             saved["linear_qkv: output"] = 0
     else:
         saved["keys"] = local.kv * e
-    if (local.training.packed and not local.kernels) or layout.cp > 1:
+    if ((local.training.packed and not local.kernels) or layout.cp > 1) and not local.is_sparse:
         saved["attention: output"] = local.q * e * attended
         saved["linear_proj: input"] *= local.saves_input("linear_proj")
     return saved
@@ -151,7 +212,7 @@ def saved_by_linear_attention(local: LocalSizes, slots: float = 1.0) -> SavedTen
     qkv, value, heads = (dims[name] / tp for name in ("l_qkv", "l_value", "l_value_heads"))
     keys, key_heads = 2 * dims["l_key"] / tp, 2 * dims["l_key"] / key_dim / tp  # queries and keys together
     saved = {
-        **saved_by_norm(local, "norm before attention", local.h, local.token),
+        **saved_before_block(local, "norm before attention"),
         "in_proj: input": local.h * e * local.saves_input("in_proj"),
         "in_proj: output, input of the convolution": (qkv + value + 2 * heads) * e,
         "decays: softplus": 2 * heads * _FLOAT,
@@ -190,7 +251,9 @@ def saved_by_linear_attention(local: LocalSizes, slots: float = 1.0) -> SavedTen
         **{f"delta rule: {name}": heads * slots * count * _FLOAT for name, count in delta_rule.items()},
         "delta rule: tokens in slots": slots * _INDEX,
         **saved_by_norm(local, "norm of the output", value, heads),
-        "gate and its activation": 2 * value * _FLOAT,
+        # SiLU saves its input, and the product with the norm its result. A sigmoid, as models with streams have, saves
+        # only the result.
+        "gate and its activation": (1 if local.streams else 2) * value * _FLOAT,
         "norm of the output: result": value * e,
     }
 
@@ -231,7 +294,7 @@ def saved_by_moe(local: LocalSizes) -> SavedTensors:
     # Transformer Engine permutes tokens by a map of int32.
     permutation = 4 * (2 * experts + 1) if local.te else (experts + topk) * _INDEX
     saved = {
-        **saved_by_norm(local, "norm before experts", local.h, local.token),
+        **saved_before_block(local, "norm before experts"),
         "router: top k": local.token * (topk * (2 * _INDEX + _STATISTIC) + scores + 1),
         "experts: permutation of tokens": local.token * permutation,
         "experts: probabilities": routed * _STATISTIC,
@@ -275,11 +338,21 @@ def saved_around_mtp_layer(local: LocalSizes, *, received: bool) -> SavedTensors
     """Return the tensors that multi-token prediction saves outside its layer.
 
     These modules are the norms of hidden states and of embedded next tokens, the projection of both, and the final
-    norm.
+    norm or the mixer of residual streams.
 
     Args:
         received: True if the embedded next tokens come from the previous pipeline stage.
     """
+    if local.streams:
+        of_streams = saved_by_norm(local, "norm of hidden states", local.residual, local.token)
+        if local.norm_e == local.e:  # saved by the mixer of the model
+            of_streams["norm of hidden states: input"] = 0
+        return {
+            **saved_by_norm(local, "norm of next tokens", local.h, local.token),
+            **of_streams,
+            "fc_embedding and fc_hidden: inputs": (local.h + local.residual) * local.e,
+            **saved_by_stream_mixer(local, "mixer after multi-token prediction"),
+        }
     saved = {
         **saved_by_norm(local, "norm of next tokens", local.h, local.token),
         **saved_by_norm(local, "norm of hidden states", local.h, local.token),
@@ -438,9 +511,12 @@ def chunk_activations(
         projected += (hidden + 3 * _INDEX) * work.vision_tokens * (1 + training.trains_mtp)
     stored["vision projection"] = projected
     if chunk.post_process:
-        head = saved_by_norm(local, "final norm", local.h, local.token) | saved_by_output_layer(
-            local, loss_in_chunks=loss_in_chunks
+        final = (
+            saved_by_stream_mixer(local, "mixer")
+            if local.streams
+            else saved_by_norm(local, "final norm", local.h, local.token)
         )
+        head = final | saved_by_output_layer(local, loss_in_chunks=loss_in_chunks)
         stored["loss"] = sum(head.values()) * work.tokens
         logits = _loss_temporary(local, work.tokens, loss_in_chunks=loss_in_chunks)
         # The output weight's gradient stays in memory until that of the embedding is added (tied weights), or until it
@@ -470,8 +546,12 @@ def _text_layers(local: LocalSizes, numbers: Sequence[int], slots: float) -> lis
     by_number: dict[int, LayerActivations] = {}
     for same_kind in group_layers_by_kind(dims, numbers):
         first = same_kind[0]
-        linear, moe = (first in dims.indices.get(name, ()) for name in ("linear_layers", "moe_layers"))
+        linear, moe, ngrams = (
+            first in dims.indices.get(name, ()) for name in ("linear_layers", "moe_layers", "ple_layers")
+        )
         layer = _text_layer(local, moe=moe, slots=slots if linear else None)
+        if ngrams:
+            layer = layer._replace(saved=saved_by_ngram_embedding(local) | layer.saved)
         adapted: list[str] = []
         if training.lora is not None:
             sizes = adapter_sizes(dims, first)
@@ -516,6 +596,11 @@ def _text_layer(local: LocalSizes, *, moe: bool, slots: float | None = None) -> 
             # queries, which it then sums.
             keys = layout.cp + 0.5 if layout.cp > 1 else 1
             attention_gradients = keys * (2 * local.q + 3 * local.kv) + 2 * local.q
+        if local.is_sparse:
+            # For each chunk of queries: keys and values of each head and their gradients, and the mask as numbers.
+            # Gradients of keys and values are summed in float32.
+            of_key = 4 * local.q + (2 * local.kv * _FLOAT + 3 * _QUERY_CHUNK) / local.e
+            attention_gradients = (layout.cp * of_key + 2 * local.q) * kernels
     else:
         before = saved_by_linear_attention(local, slots)
         # For each head: updates and outputs of a chunk, queries, keys and values, and the states between chunks, each
@@ -528,7 +613,10 @@ def _text_layer(local: LocalSizes, *, moe: bool, slots: float | None = None) -> 
     mlp_gradients = (2 if local.training.fused_activation else 3) * local.ffn
     # What the MLP saved is freed before attention's backward pass.
     largest = max(_expert_buffers(local) if moe else mlp_gradients, attention_gradients - sum(mlp.values()) / local.e)
-    return LayerActivations(before | mlp, local.h * local.e, (largest + 2 * local.h) * local.e)
+    if local.streams:
+        # A gated residual computes normalized streams and gates again, and their gradients.
+        largest = max(largest, 5 * local.residual - sum(mlp.values()) / local.e)
+    return LayerActivations(before | mlp, local.residual * local.e, (largest + 2 * local.residual) * local.e)
 
 
 def _expert_buffers(local: LocalSizes) -> float:
@@ -582,14 +670,20 @@ def _multi_token_prediction(local: LocalSizes, chunk: PipelineChunk, *, loss_in_
     applies the output layer a second time.
     """
     received = local.h * local.e * (not chunk.pre_process)
+    if local.streams:  # next tokens are behind the streams of each token, and both are copied from there
+        received += local.residual * local.e * (not chunk.pre_process) + received
     if not chunk.post_process:
         return received, 0.0
     layer = _text_layer(local, moe=bool(local.dims["mtp_experts"]))
-    saved = layer.saved | saved_around_mtp_layer(local, received=not chunk.pre_process)
-    # Full recomputation starts from next tokens, counted in `received` on later stages, and hidden states, which the
-    # output layer saves.
-    layer = layer._replace(saved=saved, input=layer.input * chunk.pre_process)
-    stored, temporary = _apply_recomputation([layer], local.training.recompute)
+    around = saved_around_mtp_layer(local, received=not chunk.pre_process)
+    if local.streams:  # full recomputation is of the layer alone
+        stored, temporary = _apply_recomputation([layer], local.training.recompute)
+        stored += sum(around.values())
+    else:
+        # Full recomputation starts from next tokens, counted in `received` on later stages, and hidden states, which
+        # the output layer saves.
+        layer = layer._replace(saved=layer.saved | around, input=layer.input * chunk.pre_process)
+        stored, temporary = _apply_recomputation([layer], local.training.recompute)
     head = saved_by_output_layer(local, loss_in_chunks=loss_in_chunks)
     head["weighted losses"] = 2 * _FLOAT  # mask and losses, saved by `MTPLossAutoScaler`
     return received + stored + sum(head.values()), temporary

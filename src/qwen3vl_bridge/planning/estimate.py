@@ -129,6 +129,21 @@ def check_trainable(
             f"pp is {layout.pp} with {training.sharding.value}, expected 1: Megatron-FSDP does not support pipeline "
             "stages"
         )
+    if training.sharding.is_fsdp and dims.sizes.get("ple") and layout.ep * layout.expert_tp > 1:
+        raise ValueError(
+            f"ep * etp is {layout.ep * layout.expert_tp} with {training.sharding.value}, expected 1: Megatron-FSDP "
+            "does not support n-gram tables that ranks share"
+        )
+    if dims.sizes.get("streams"):
+        if training.overlaps_experts:
+            raise ValueError(
+                "overlap_moe_expert_parallel_comm is True, expected False: gated residuals do not support it"
+            )
+        if "layernorm" in training.recompute.modules:
+            raise ValueError(
+                "recompute_modules has 'layernorm', expected none: gated residuals are in the place of norms, and are "
+                "always recomputed"
+            )
     if training.lora is not None:
         known = {name for layers in group_layers_by_kind(dims) for name in adapter_sizes(dims, layers[0])}
         if not known & set(training.lora.targets):

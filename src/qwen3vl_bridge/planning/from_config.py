@@ -174,6 +174,7 @@ def _training_settings(cfg: Any) -> TrainingSettings:
         balancing_loss=bool(getattr(model, "moe_aux_loss_coeff", 0)),
         overlaps_experts=model.overlap_moe_expert_parallel_comm,
         trains_mtp=model.trains_mtp,
+        freezes_ngram_table=getattr(model, "freeze_ngram_table", False),
         init_on_cpu=model.init_model_with_meta_device,
         fully_reshardable=cfg.checkpoint.dist_ckpt_optim_fully_reshardable,
     )

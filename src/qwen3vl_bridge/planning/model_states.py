@@ -24,7 +24,10 @@ _EMBEDDING = "language_model.embedding.word_embeddings.weight"
 # of row-parallel layers. All others are divided along one dimension; which one does not change the count.
 _REPLICATED = ("norm.", "_norm_", "mlp.router.", "linear_proj.bias", "linear_fc2.bias")
 # Indices of the weight table that count text layers.
-_LAYERS = ("text_layers", "dense_layers", "moe_layers", "linear_layers", "full_layers")
+_LAYERS = ("text_layers", "dense_layers", "moe_layers", "linear_layers", "full_layers", "ple_layers")
+# Kinds of parameters that EP * ETP ranks share. They belong to the language model, and are frozen with it.
+_NGRAM_TABLE = "ngram_table"
+_SHARED_BY_EXPERT_RANKS = ("experts", _NGRAM_TABLE)
 # Under ZeRO-3: elements of unsharded gradients that wait to be reduced. Half as many weights are gathered in advance.
 # Source: megatron-core 0.19, Megatron-FSDP's `suggested_communication_unit_size`.
 _WAITING_GRADIENTS = 1_000_000_000
@@ -36,11 +39,13 @@ STORED_BYTES = 12
 def _counted_rows(family_name: str) -> tuple[tuple[WeightRow, str, bool], ...]:
     """Return (entry, kind, replicated) for each weight mapping entry (`WeightRow`) of a family.
 
-    The kind is a value of `Component`, or "experts". Replicated parameters are not sharded by tensor parallelism.
+    The kind is a value of `Component`, "experts" or "ngram_table". Replicated parameters are not sharded by tensor
+    parallelism.
     """
     rows = []
     for row in family(family_name).rows():
         kind = "experts" if is_expert_layer(row.megatron) else component_of(row.megatron).value
+        kind = _NGRAM_TABLE if "ngram_heads" in row.indices else kind
         rows.append((row, kind, row.replicated or any(name in row.megatron for name in _REPLICATED)))
     return tuple(rows)
 
@@ -48,7 +53,10 @@ def _counted_rows(family_name: str) -> tuple[tuple[WeightRow, str, bool], ...]:
 def count_parameters(
     dims: Dimensions, layout: ParallelLayout, chunk: PipelineChunk, counted: Callable[[str], bool] | None = None
 ) -> Counter[str]:
-    """Return the number of parameters of a pipeline chunk on one rank, by component; experts are counted separately.
+    """Return the number of parameters of a pipeline chunk on one rank, by component.
+
+    Experts and n-gram tables are counted separately. Hash heads have slightly different numbers of rows; a rank is
+    assumed to have an equal share of all.
 
     Args:
         counted: returns True for the Megatron names of parameters to count; None for all.
@@ -65,6 +73,9 @@ def count_parameters(
             copies = 1
         else:  # outside text layers: in the vision tower, or after the last text layer
             copies = int(chunk.post_process if row.megatron.startswith("language_model.") else chunk.vision)
+        if kind == _NGRAM_TABLE:
+            counts[kind] += _table_parameters(dims, chunk) // (layout.ep * layout.expert_tp)
+            continue
         for name in row.indices:
             if name in _LAYERS:
                 copies *= layers[name]
@@ -76,16 +87,26 @@ def count_parameters(
     return counts
 
 
+def _table_parameters(dims: Dimensions, chunk: PipelineChunk) -> int:
+    """Return the number of parameters of the n-gram tables of the layers of a pipeline chunk."""
+    heads, rows = len(dims.indices["ngram_heads"]), dims.indices["ngram_rows"]
+    return sum(
+        dims["ngram_dim"] * sum(rows[index * heads : (index + 1) * heads])
+        for index, layer in enumerate(dims.indices["ple_layers"])
+        if layer in chunk.layers
+    )
+
+
 def group_layers_by_kind(dims: Dimensions, layers: Iterable[int] | None = None) -> list[list[int]]:
-    """Group the indices of text layers by kind of layer: full or linear attention, dense MLP or experts.
+    """Group the indices of text layers by kind: full or linear attention, dense MLP or experts, with n-grams or not.
 
     Args:
         layers: indices of text layers; None for all.
     """
-    linear, moe = (set(dims.indices.get(name, ())) for name in ("linear_layers", "moe_layers"))
-    kinds: dict[tuple[bool, bool], list[int]] = {}
+    of_kinds = [set(dims.indices.get(name, ())) for name in ("linear_layers", "moe_layers", "ple_layers")]
+    kinds: dict[tuple[bool, ...], list[int]] = {}
     for layer in dims.indices["text_layers"] if layers is None else layers:
-        kinds.setdefault((layer in linear, layer in moe), []).append(layer)
+        kinds.setdefault(tuple(layer in of_kind for of_kind in of_kinds), []).append(layer)
     return list(kinds.values())
 
 
@@ -99,7 +120,7 @@ def adapter_sizes(dims: Dimensions, layer: int) -> dict[str, tuple[int, int]]:
         name, _, parameter = row.megatron.rpartition(".")
         name = name.rpartition(".")[2]
         in_layer = any(layer in dims.indices[index] for index in row.indices if index in _LAYERS)
-        if in_layer and kind != "experts" and name in LINEAR_LAYERS and parameter == "weight":
+        if in_layer and kind not in _SHARED_BY_EXPERT_RANKS and name in LINEAR_LAYERS and parameter == "weight":
             outputs, inputs = row.megatron_shape(dims)
             sizes[name] = inputs, outputs
     return sizes
@@ -146,10 +167,16 @@ def estimate_states(
     held = sum((count_parameters(dims, layout, chunk) for chunk in chunks), Counter())
     frozen = {part.value for part in training.frozen_weights}
     if Component.LANGUAGE_MODEL in training.frozen_weights:
-        frozen.add("experts")
+        frozen.update(_SHARED_BY_EXPERT_RANKS)
+    if training.freezes_ngram_table:
+        frozen.add(_NGRAM_TABLE)
+
+    def is_never_trained(megatron: str) -> bool:
+        """Return True for multi-token prediction without its loss, and for indexers, which get no gradient."""
+        return (is_mtp(megatron) and not training.trains_mtp) or ".indexer." in megatron
+
     trained = Counter({kind: number for kind, number in held.items() if kind not in frozen})
-    if not training.trains_mtp:
-        trained -= sum((count_parameters(dims, layout, chunk, is_mtp) for chunk in chunks), Counter())
+    trained -= sum((count_parameters(dims, layout, chunk, is_never_trained) for chunk in chunks), Counter())
     if training.lora is not None:
         layers = [adapter_sizes(dims, layer) for chunk in chunks for layer in chunk.layers]
         adapted = [sizes[name] for sizes in layers for name in sizes.keys() & training.lora.targets]
@@ -161,9 +188,15 @@ def estimate_states(
 
     # Ranks with the same weights (for experts: with the same experts) share gradients and optimizer state.
     copies, expert_copies = layout.dp * layout.cp, layout.world // (layout.pp * layout.ep * layout.expert_tp)
+    # An n-gram table that no ranks share is an ordinary parameter.
+    like_experts = _SHARED_BY_EXPERT_RANKS if layout.ep * layout.expert_tp > 1 else ("experts",)
+
+    def number_like_experts(count: Counter[str]) -> int:
+        return sum(count[kind] for kind in like_experts)
 
     def shard(count: Counter[str]) -> float:
-        return (count.total() - count["experts"]) / copies + count["experts"] / expert_copies
+        experts = number_like_experts(count)
+        return (count.total() - experts) / copies + experts / expert_copies
 
     def number(count: Counter[str], stage: Sharding) -> float:
         return shard(count) if sharding.includes(stage) else count.total()
@@ -177,7 +210,7 @@ def estimate_states(
     gathered_weights = precision.weight * layer * (1 + in_advance)
     unsharded_gradient = precision.gradient * (training.lora is None)
     torch_adam = not training.transformer_engine and not sharding.is_fsdp
-    experts = Counter(experts=trained["experts"])
+    experts = Counter({kind: trained[kind] for kind in like_experts})
     groups = (trained - experts, experts) if layout.ep > 1 else (trained,)
     gathers_optimizer = sharding is Sharding.OPTIMIZER and training.fully_reshardable
     return ModelStates(

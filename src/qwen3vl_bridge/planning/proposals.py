@@ -122,7 +122,9 @@ def _estimates(
     """Yield the estimates of a layout with no, selective and full recomputation, in this order."""
     modules = {"mlp"}
     if dims.indices["moe_layers"]:
-        modules = {"moe_act", "layernorm"} if training.transformer_engine else {"moe"}
+        # Gated residuals have no norms to recompute.
+        engine = {"moe_act"} if dims.sizes.get("streams") else {"moe_act", "layernorm"}
+        modules = engine if training.transformer_engine else {"moe"}
     text = [Recompute(), Recompute("selective", frozenset(modules)), FULL]
     vision = [Recompute()] if Component.VISION_MODEL in training.frozen_weights else [Recompute(), FULL]
     for recompute, vision_recompute in itertools.product(text, vision):

@@ -159,6 +159,7 @@ class TrainingSettings:
     balancing_loss: bool = True  # of routers
     overlaps_experts: bool = False  # `overlap_moe_expert_parallel_comm`
     trains_mtp: bool = False  # multi-token prediction (MTP); if it is not trained, its weights are only stored
+    freezes_ngram_table: bool = False  # `freeze_ngram_table`
     init_on_cpu: bool = False  # `init_model_with_meta_device`, for Megatron-FSDP
     fully_reshardable: bool = True  # `dist_ckpt_optim_fully_reshardable`
 

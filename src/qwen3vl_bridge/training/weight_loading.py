@@ -37,6 +37,7 @@ from qwen3vl_bridge.upstream.parameter_names import global_name
 from qwen3vl_bridge.upstream.provider_groups import provider_groups
 from qwen3vl_bridge.upstream.wrap_hooks import pre_wrap_hooks, remove_hooks
 from qwen3vl_bridge.weights.rows import (
+    Dimensions,
     TensorSlice,
     WeightRow,
     expand,
@@ -79,6 +80,8 @@ _EXPERT_FIELDS = ("num_moe_experts", "moe_ffn_hidden_size")
 # With tied weights the last pipeline stage has a copy of the embedding with the first name.
 _OUTPUT, _EMBEDDING = "language_model.output_layer.weight", "language_model.embedding.word_embeddings.weight"
 _SECTION, _OPTIMIZER, _WRAPPER = "model.", "optimizer.", "module."
+# Number of elements of a table that are read at a time.
+_TABLE_BLOCK = 1 << 22
 # Megatron-FSDP stores gate and up projection separately, and the sections of linear attention's projection.
 _SECTION_SUFFIXES = ("_w", "_v", ".query", ".key", ".value", ".z", ".beta", ".alpha")
 
@@ -131,6 +134,10 @@ def load_weights(folder: str | Path, model: Sequence[torch.nn.Module], groups: P
                 name = global_name(chunks, config, name, stage)
                 tied = name == _OUTPUT and config.share_embeddings_and_output_weights
                 row = rows[_EMBEDDING if tied else name]
+                columns = getattr(parameter, "stored_columns", None)
+                if columns is not None:  # a rank has all rows of a table, and some of its columns
+                    _read_columns(reader, SliceList(layout.slices(row)), columns, row, dimensions, parameter)
+                    continue
                 group = groups.expt_tp if "experts" in row.indices else groups.tp
                 shape, dimension, ranks, rank = list(parameter.shape), 0, 1, 0
                 if group.size() > 1 and getattr(parameter, "tensor_model_parallel", False):
@@ -370,6 +377,22 @@ def load_in_high_precision(chunks: Chunks) -> Iterator[None]:
         with torch.no_grad():
             parameter.copy_(plain)
         set_high_precision_value(parameter, plain)
+
+
+def _read_columns(
+    reader: SliceReader,
+    slices: SliceList,
+    columns: slice,
+    row: WeightRow,
+    dimensions: Dimensions,
+    parameter: torch.nn.Parameter,
+) -> None:
+    """Fill a parameter with some columns of a stored table, whose elements are `slices`, in blocks of rows."""
+    width = row.megatron_shape(dimensions)[1]
+    dtype, step = str(parameter.dtype).removeprefix("torch."), max(1, _TABLE_BLOCK // width)
+    for first, part in zip(range(0, len(parameter), step), parameter.split(step), strict=True):
+        block = reader.read_elements(slices.select(first * width, len(part) * width), dtype)
+        part.copy_(block.view(-1, width)[:, columns])
 
 
 def _set_parameter(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:

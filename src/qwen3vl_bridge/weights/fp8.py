@@ -1,21 +1,25 @@
 """Quantize and dequantize FP8 weights: e4m3 matrices with one scale per block, as in released -FP8 models.
 
-The scales of a tensor `X` are in `X_scale_inv`; packed experts have the scales of one matrix after the other. The value
-of an element is its product with the scale in float32, rounded once to the dtype that is read. transformers computes
-the same values (5.12, `Fp8Dequantize`), but requires that all blocks are full.
+The scales of a tensor `X` are in `X_scale_inv`; packed experts have the scales of one matrix after the other. The parts
+`X.shard_N.weight` of a table share one scale, `X.weight_scale`. The value of an element is its product with the scale
+in float32, rounded once to the dtype that is read. transformers computes the same values (5.12, `Fp8Dequantize`), but
+requires that all blocks are full.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
 SCALES = "_scale_inv"  # suffix of the name of a weight's scales
+# A part of a table that is stored as several tensors, and the suffix of the scale that all parts share.
+_PART, _SHARED_SCALE = re.compile(r"(.+)\.shard_\d+\.weight"), ".weight_scale"
 E4M3 = "float8_e4m3fn"
 LARGEST = 448  # the largest e4m3 number
 # Dtypes of scales, by torch's names. Qwen's files have bfloat16; the last two are powers of two, called ue8m0.
@@ -24,6 +28,18 @@ SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu", "uint8")
 _PIECE = 1 << 18
 
 Block = tuple[int, int]  # rows and columns with one scale
+
+
+def find_scales(name: str, names: Collection[str]) -> str:
+    """Return the name of the scales of an FP8 tensor: a scale that the parts of a table share, or else its own scales.
+
+    Args:
+        name: name of the tensor.
+        names: names of all tensors of the model, or of all scales.
+    """
+    part = _PART.fullmatch(name)
+    shared = f"{part[1]}{_SHARED_SCALE}" if part else ""
+    return shared if shared in names else name + SCALES
 
 
 def scales_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:
@@ -157,6 +173,18 @@ def quantize(
     check_scales(scales, values.shape, (len(values), width))  # kept scales may be bad, float16 scales may overflow
     scales = scales.to(powers or scales_in)
     return weights, scales.view(torch.uint8) if scales_in == torch.uint8 else scales
+
+
+def quantize_with_scale(values: Tensor, scale: float) -> Tensor:
+    """Return float32 values as e4m3 bytes with a given scale.
+
+    Raises:
+        ValueError: a value is larger than e4m3 can represent with this scale, even if it is rounded.
+    """
+    # Values below this one are rounded to the largest number.
+    if not (largest := values.abs().max().item()) <= scale * (LARGEST + 16):
+        raise ValueError(f"a value of magnitude {largest:g} exceeds {LARGEST} times the scale, which is {scale:g}")
+    return _e4m3(values, values.new_tensor(scale))
 
 
 def _e4m3(values: Tensor, scales: Tensor) -> Tensor:

@@ -412,7 +412,6 @@ def stacked_name(
     """
     name = re.sub(r"mlp\.experts\.(local_experts\.)?", "mlp.experts.experts.", row.pattern)
     name = with_former_mtp_name(name)
-    name = name.replace("weight*", "weight.*")
     if local:
         name = name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
     stacked = []
@@ -420,7 +419,7 @@ def stacked_name(
         if index in named:
             name = name.replace("*", str(number), 1)
         else:
-            name = name.replace(".*", "", 1)
+            name = re.sub(r"\.?\*", "", name, count=1)
             stacked.append((number, len(dimensions.indices[_STACKED.get(index, index)])))
     return name, tuple(stacked)
 

@@ -220,13 +220,14 @@ class HFWeights:
         found = _read_folder(folder) if file is None else read_header(folder / file)
         self._stored = {stored.spec.name: stored for stored in found}
         self.specs = {name: stored.spec for name, stored in self._stored.items()}
+        self._scales_of: dict[str, str] = {}  # FP8 tensor -> tensor with its scales, which may be shared
         if dequantize and any(spec.dtype == fp8.E4M3 for spec in self.specs.values()):
             self.specs = dict(self._dequantize_specs())
 
     @property
     def scales(self) -> dict[str, StoredTensor]:
         """Return a dict from name to tensor of the stored scales of FP8 weights."""
-        names = (name + fp8.SCALES for name, spec in self.specs.items() if spec.scales is not None)
+        names = (scales for name, scales in self._scales_of.items() if name in self.specs)
         return {name: self._stored[name] for name in names}
 
     def _dequantize_specs(self) -> Iterator[tuple[str, TensorSpec]]:
@@ -237,23 +238,27 @@ class HFWeights:
             block = fp8_block(quantization)
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from error
+        in_fp8 = [name for name, spec in self.specs.items() if spec.dtype == fp8.E4M3]
+        self._scales_of = {name: fp8.find_scales(name, self.specs) for name in in_fp8}
+        all_scales = set(self._scales_of.values())
         for name, spec in self.specs.items():
-            weight = self.specs.get(name.removesuffix(fp8.SCALES))
-            if weight is not spec and weight is not None and weight.dtype == fp8.E4M3:
-                continue  # `spec` is the scales of `weight`
+            if name in all_scales:
+                continue
             if spec.dtype != fp8.E4M3:
                 yield name, spec
                 continue
-            scales = self._stored.get(name + fp8.SCALES)
+            scales_name = self._scales_of[name]
+            scales = self._stored.get(scales_name)
             found = "nothing" if scales is None else scales.spec.describe()
-            found_block = None
+            is_shared, found_block = scales_name != name + fp8.SCALES, None
             if scales is not None and len(spec.shape) >= 2:
-                found_block = fp8.match_block(spec.shape, scales.spec.shape, block)
+                found_block = fp8.match_block(spec.shape, scales.spec.shape, None if is_shared else block)
             if scales is None or found_block is None or scales.spec.dtype not in fp8.SCALE_DTYPES:
+                of_each = "matrix" if block is None else f"block of {block[0]} x {block[1]}"
+                expected = "one scale" if is_shared else f"a scale for each {of_each}"
                 raise CheckpointError(
-                    f"{self.folder}, tensor {name} {spec.describe()}: found {found} as {name}{fp8.SCALES}, expected a "
-                    f"scale for each {'matrix' if block is None else f'block of {block[0]} x {block[1]}'}, in "
-                    f"{', '.join(fp8.SCALE_DTYPES)}"
+                    f"{self.folder}, tensor {name} {spec.describe()}: found {found} as {scales_name}, expected "
+                    f"{expected}, in {', '.join(fp8.SCALE_DTYPES)}"
                 )
             stored = BlockScales(
                 ByteRange(scales.path, scales.offset, scales.spec.nbytes), scales.spec.dtype, found_block

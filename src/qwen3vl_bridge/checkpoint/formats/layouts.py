@@ -290,7 +290,7 @@ _SHARDED_BY_ROWS = re.compile(
     r"\.(linear_(qkv|fc1)\.(weight|bias)|(word_embeddings|output_layer|in_proj|conv1d)\.weight)"
 )
 _SHARDED_BY_COLUMNS = re.compile(r"\.(linear_(proj|fc2)|out_proj)\.weight")
-_TEXT_LAYERS = ("text_layers", "dense_layers", "moe_layers", "linear_layers", "full_layers")
+_TEXT_LAYERS = ("text_layers", "dense_layers", "moe_layers", "linear_layers", "full_layers", "ple_layers")
 _LAST_STAGE = ("language_model.decoder.final_layernorm.", "language_model.output_layer.", "language_model.mtp.")
 
 
@@ -345,6 +345,7 @@ def _assign_fsdp_rows(
     for row in rows:
         of_experts, tensors = "experts" in row.indices, layout.tensors(row)
         tp, shape = topology.expert_tp if of_experts else topology.tp, next(iter(tensors.values()))
+        tp = 1 if row.replicated else tp
         shards = tp if _SHARDED_BY_ROWS.search(row.megatron) else 1
         columns = math.prod(shape[1:]) // (tp if _SHARDED_BY_COLUMNS.search(row.megatron) else 1)
         in_layer = row.indices[:1] and row.indices[0].endswith("layers")
@@ -392,7 +393,7 @@ def _assign_stage_rows(
         stage = topology.pp - 1 if row.megatron.startswith(_LAST_STAGE) else stage
         group = _expert_group(row, layout.dimensions, topology)
         # Gate and up projection are concatenated, and each rank has its rows of both.
-        tp = topology.expert_tp if of_experts else topology.tp
+        tp = 1 if row.replicated else topology.expert_tp if of_experts else topology.tp
         halves, shards = len(row.stored_names) // len(tensors), tp if _SHARDED_BY_ROWS.search(row.megatron) else 1
         for name, shape in tensors.items():
             count = shape[len(stacked)] // (halves * shards)
@@ -402,5 +403,12 @@ def _assign_stage_rows(
 
 
 def _expert_group(row: WeightRow, dimensions: Dimensions, topology: Topology) -> int:
-    """Return the expert-parallel rank that holds the expert of an expanded row; 0 for a row without experts."""
+    """Return the rank that holds an expert or a hash head, of the ranks that divide them; 0 for another row.
+
+    The ranks that divide hash heads are expert- and expert-tensor-parallel. If there are more of them than heads, this
+    is the number of the head, which several ranks read.
+    """
+    if "ngram_heads" in row.indices:
+        heads = len(dimensions.indices["ngram_heads"])
+        return row.position[row.indices.index("ngram_heads")] * min(topology.ep * topology.expert_tp, heads) // heads
     return row.expert * topology.ep // dimensions["experts"] if "experts" in row.indices else 0

@@ -3,7 +3,7 @@
 Three words describe pieces of tensors in this package:
 
 - `TensorSlice`: consecutive elements of a stored tensor, in row-major order. A `Slice` is such a slice, or elements
-  computed from slices: transposed, quantized to FP8, or zeros.
+  computed from slices: transposed, quantized to FP8; or zeros, or integers that follow from the configuration.
 - `ByteRange`: consecutive bytes of a file. Files are read, written and resumed by byte range.
 - `Chunk` (`dcp.py`): a hyperrectangle of a tensor, which a torch.distributed.checkpoint folder stores as one item.
 
@@ -17,6 +17,7 @@ import itertools
 import math
 import mmap
 import os
+import struct
 from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
@@ -160,6 +161,21 @@ class ZeroSlice(NamedTuple):
         return ZeroSlice(length)
 
 
+class ConstantSlice(NamedTuple):
+    """Integers that are known without reading a file, the elements of an int64 tensor."""
+
+    values: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        """Return the number of integers."""
+        return len(self.values)
+
+    def cut(self, start: int, length: int) -> ConstantSlice:
+        """Return `length` integers of this slice from element `start` on."""
+        return ConstantSlice(self.values[start : start + length])
+
+
 class QuantizedSlice(NamedTuple):
     """Elements [start, start + length) of matrices quantized to FP8, or of their scales.
 
@@ -180,7 +196,24 @@ class QuantizedSlice(NamedTuple):
         return self._replace(start=self.start + start, length=length)
 
 
-Slice = TensorSlice | TransposedSlice | ZeroSlice | QuantizedSlice
+class SharedScaleSlice(NamedTuple):
+    """Elements [start, start + length) of a tensor quantized to FP8 with a stored scale, or that scale.
+
+    The values to quantize are `slices`, concatenated; none for the scale.
+    """
+
+    slices: tuple[Slice, ...]
+    scale: ByteRange
+    scale_dtype: str
+    start: int
+    length: int
+
+    def cut(self, start: int, length: int) -> SharedScaleSlice:
+        """Return `length` elements of this slice from element `start` on."""
+        return self._replace(start=self.start + start, length=length)
+
+
+Slice = TensorSlice | TransposedSlice | ZeroSlice | ConstantSlice | QuantizedSlice | SharedScaleSlice
 
 
 class SliceList:
@@ -315,8 +348,12 @@ class SliceReader:
                     left -= min(left, len(zeros))
             elif isinstance(part, TransposedSlice):
                 yield from self._read_transposed(part, dtype)
+            elif isinstance(part, ConstantSlice):
+                yield memoryview(struct.pack(f"<{part.length}q", *part.values))
             elif isinstance(part, QuantizedSlice):
                 yield from self._read_quantized(part)
+            elif isinstance(part, SharedScaleSlice):
+                yield from self._read_with_shared_scale(part)
             elif part.plus:  # added in float32 for every dtype, and rounded once
                 import numpy as np
 
@@ -403,6 +440,24 @@ class SliceReader:
             result = result[position - begin : end - begin]
             position += len(result)
             yield memoryview(result.view(torch.uint8).numpy())
+
+    def _read_with_shared_scale(self, part: SharedScaleSlice) -> Iterator[memoryview]:
+        """Yield the bytes of weights quantized with a stored scale, or of the scale."""
+        import torch
+
+        stored = self._read_scales(part.scale, part.scale_dtype)
+        if not part.slices:
+            yield memoryview(stored.view(torch.uint8).numpy())
+            return
+        scale = fp8.scales_to_float32(stored).item()
+        wanted = SliceList(part.slices).select(part.start, part.length)
+        for block in self.read_blocks(wanted, _COMPUTE_DTYPE):
+            try:
+                weights = fp8.quantize_with_scale(torch.frombuffer(block, dtype=torch.float32), scale)
+            except ValueError as error:
+                names = sorted({source.tensor for source in part.slices if isinstance(source, TensorSlice)})
+                raise CheckpointError(f"{', '.join(names)}: {error}; export without --quantize") from error
+            yield memoryview(weights.numpy())
 
     def _read_transposed(self, part: TransposedSlice, dtype: str) -> Iterator[memoryview]:
         specs = [self._source.specs[source.tensor] for source in part.slices]

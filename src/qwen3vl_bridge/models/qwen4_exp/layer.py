@@ -70,9 +70,8 @@ class StreamLayer(TransformerLayer):
 def stream_block_spec(config: TransformerConfig, vp_stage: int | None, pp_rank: int) -> TransformerBlockSubmodules:
     """Return the layer specs of a pipeline stage of the text decoder. The model mixes the streams at its end."""
     block = text_block_spec(config, vp_stage, pp_rank)
-    block.layer_specs = [_with_streams(spec, config) for spec in block.layer_specs]
-    block.layer_norm = IdentityOp
-    return block
+    layers = [_with_streams(spec, config) for spec in block.layer_specs]
+    return dataclasses.replace(block, layer_specs=layers, layer_norm=IdentityOp)
 
 
 def prediction_layer_spec(config: TransformerConfig) -> ModuleSpec:

@@ -24,6 +24,8 @@ from qwen3vl_bridge.models.qwen4_exp.residual import StreamMixer, initialize_rep
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
@@ -78,6 +80,17 @@ class PredictionBlock(MegatronModule):
     def __init__(self, config: VisionLanguageProvider, pg_collection: ProcessGroupCollection, norm: Any) -> None:
         super().__init__(config=config)
         self.layers = nn.ModuleList([PredictionLayer(config, pg_collection, norm)])
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, ShardedTensor]:
+        """Return the sharded tensors of the layer, with the names of megatron-core's own block."""
+        (layer,) = self.layers
+        # By default the tensors in a ModuleList are saved as if all ranks had the same ones.
+        name = f"{prefix}layers.0."
+        sharded = layer.sharded_state_dict(name, sharded_offsets, metadata)
+        apply_prefix_mapping(sharded, {f"{name}mtp_model_layer.": f"{name}transformer_layer."})
+        return sharded
 
 
 class Qwen4ExpGPTModel(HybridGPTModel):

@@ -93,6 +93,7 @@ class NgramEmbedding(MegatronModule):
     def _set_attributes(self, weight: nn.Parameter) -> None:
         """Set the attributes by which megatron-core reduces gradients, computes their norm and chooses an optimizer."""
         weight.is_embedding_or_output_parameter = True  # Muon is not for tables
+        weight.stored_columns = self.columns  # read by `load_weights`
         if self.group.size() == 1:
             weight.sequence_parallel = self.config.sequence_parallel
             return

@@ -149,7 +149,8 @@ def _mtp_rows(experts: ExpertLayout) -> tuple[WeightRow, ...]:
     }
     every = (
         *(
-            single_row(f"{MTP}{name}.weight", f"mtp.{other}.weight", *shape, replicated=True)
+            # The norms are modules of a layer spec, and the projections plain torch modules.
+            single_row(f"{MTP}{name}.weight", f"mtp.{other}.weight", *shape, replicated=name.startswith("fc"))
             for name, (other, shape) in joining.items()
         ),
         *_layer_residual_rows(*MTP_LAYER),

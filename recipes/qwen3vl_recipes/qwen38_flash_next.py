@@ -1,0 +1,29 @@
+"""Recipes of Qwen3.8-Flash-Next, as in `qwen3_vl.py`.
+
+EP divides experts and n-gram tables, so it is large: optimizer states of both are most of the memory. EP is a divisor
+or a multiple of the 16 hash heads, and TP * CP is at most sixteen, as for Qwen3.5. There is no recipe with
+Megatron-FSDP, which supports n-gram tables only without EP.
+"""
+
+from functools import partial
+
+from qwen3vl_recipes import base
+from qwen3vl_recipes.base import peft, sft, sft_32k
+
+on = partial(base.on, family="qwen4_exp")
+
+
+def pretrain(size, **settings):
+    """Pretraining, rows of 8K tokens.
+
+    Pipeline stages exchange residual streams, of which megatron-core does not know the size in advance.
+    """
+    cfg = base.pretrain(size, **settings)
+    cfg.model.variable_seq_lengths = True
+    return cfg
+
+
+qwen38_flash_next_sft_config = on(64, sft, "Flash-Next", tp=4, ep=64, recompute="all")
+qwen38_flash_next_sft_32k_config = on(64, sft_32k, "Flash-Next", tp=4, cp=4, ep=64, recompute="all")
+qwen38_flash_next_peft_config = on(8, peft, "Flash-Next", tp=2, ep=8, recompute="all")
+qwen38_flash_next_pretrain_config = on(128, pretrain, "Flash-Next", tp=2, pp=2, ep=32, recompute="all")
