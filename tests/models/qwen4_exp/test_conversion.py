@@ -361,6 +361,27 @@ def test_import_fp8_table_with_one_scale_gives_dequantized_values(in_8_bits, ckp
     assert "quantization_config" not in config and "ple_embedding_dtype" not in config["text_config"]
 
 
+def test_autobridge_load_of_fp8_checkpoint_gives_dequantized_values(in_8_bits, folders, tmp_path):
+    def dequantized(tensors):
+        tensors.clear()
+        tensors.update(values_of(in_8_bits))
+
+    models = (load_model(in_8_bits), load_model(model_with(tmp_path / "hf", folders["per expert"], dequantized)))
+    found, expected = (parameters(unwrap_model(model)) for model in models)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():  # which is in float32
+        assert torch.equal(found[name], tensor.to(found[name].dtype)), name
+
+
+def test_autobridge_load_with_wrong_hash_constant_raises(folders, tmp_path):
+    def change(tensors):
+        (name,) = (name for name in tensors if name.endswith("ngram_heads_offsets"))
+        tensors[name][1] += 1
+
+    with pytest.raises(ValueError, match=r"ngram_heads_offsets: found \[0, 102, .* expected \[0, 101,"):
+        load_model(model_with(tmp_path / "hf", folders["fused"], change))
+
+
 @pytest.mark.parametrize("ckpt_format", FORMATS)
 def test_export_fp8_of_unchanged_qwen4_exp_restores_every_byte(in_8_bits, ckpt_format, tmp_path):
     import_checkpoint(in_8_bits, tmp_path / "megatron", ckpt_format=ckpt_format)

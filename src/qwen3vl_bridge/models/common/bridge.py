@@ -24,7 +24,7 @@ from qwen3vl_bridge.models.common.provider import ExpertsMixin, VisionLanguagePr
 from qwen3vl_bridge.peft.running_model_export import AdapterConversion
 from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.bridge_mappings import param_mappings
-from qwen3vl_bridge.weights.fp8 import SCALES, Block, dequantize
+from qwen3vl_bridge.weights.fp8 import SCALES, Block, dequantize, find_scales
 from qwen3vl_bridge.weights.rows import ExpertLayout, detect_expert_layout, expand
 
 import torch
@@ -212,7 +212,7 @@ class _Fp8WeightFiles(_WeightFiles):
         super().__init__(path)
         self._stored, self._block, self._dtype = SafeTensorsStateSource(path), block, dtype
         stored = self._stored.key_to_filename_map
-        scales = {name + SCALES for name in stored}
+        scales = {find_scales(name, stored) for name in stored}
         self._files = {name: file for name, file in stored.items() if name not in scales}
 
     @property
@@ -229,11 +229,13 @@ class _Fp8WeightFiles(_WeightFiles):
         loaded = self._stored.load_tensors(keys_to_load)
         for name in [name for name, tensor in loaded.items() if tensor.dtype == torch.float8_e4m3fn]:
             where = f"{self.model_name_or_path}, tensor {name}"
-            if name + SCALES not in self._stored.key_to_filename_map:
-                raise ValueError(f"{where}: its scales {name}{SCALES} are missing")
-            scales = self._stored.load_tensors([name + SCALES])[name + SCALES]
+            of_scales = find_scales(name, stored := self._stored.key_to_filename_map)
+            if of_scales not in stored:
+                raise ValueError(f"{where}: its scales {of_scales} are missing")
+            scales = self._stored.load_tensors([of_scales])[of_scales]
+            block = self._block if of_scales == name + SCALES else None  # the parts of a table share one scale
             try:
-                loaded[name] = dequantize(loaded[name], scales, self._block, self._dtype)
+                loaded[name] = dequantize(loaded[name], scales, block, self._dtype)
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from error
         return loaded
