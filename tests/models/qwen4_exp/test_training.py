@@ -81,6 +81,7 @@ def test_frozen_ngram_table_has_no_gradient(folder):
         (dict(pipeline_model_parallel_size=2), "variable_seq_lengths is False .*, expected True"),
         (dict(overlap_moe_expert_parallel_comm=True), "overlap_moe_expert_parallel_comm"),
         (dict(attention_dropout=0.1), "attention_dropout is 0.1"),
+        (dict(recompute_granularity="selective", recompute_modules=["layernorm"]), "recompute_modules .*'layernorm'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )

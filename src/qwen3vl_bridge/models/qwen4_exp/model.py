@@ -4,8 +4,8 @@ The streams begin as copies of the embeddings, and are mixed to one hidden state
 prediction (MTP) takes the streams before that: each stream is projected by the same matrix, and the projected
 embedding of the next token is added to every stream.
 
-Source: transformers 5.20, Qwen4ExpTextModel; for MTP, which transformers does not compute, the loaders of two inference
-engines (`docs/qwen4_exp.md`).
+Source: transformers 5.20, Qwen4ExpTextModel; for MTP, which transformers does not compute, the names and shapes of the
+released tensors, and public loaders that serve them.
 
 Legend of shapes: b rows, s local sequence length, sp sequence-parallel ranks, n streams, h hidden size.
 """

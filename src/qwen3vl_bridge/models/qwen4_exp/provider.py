@@ -19,7 +19,18 @@ from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5Moe
 
 _NOT_WITH_STREAMS = "gated residuals do not support it"
 
+
+def _check_recomputed_modules(provider: Any) -> None:
+    """Raise ValueError if norms are recomputed: gated residuals are in their place, and always are."""
+    if provider.recompute_granularity == "selective" and "layernorm" in (provider.recompute_modules or ()):
+        raise ValueError(
+            "recompute_modules has 'layernorm', which the model does not have: gated residuals are in the place of "
+            "norms, and are always recomputed"
+        )
+
+
 _CHECKS: tuple[Check, ...] = (
+    _check_recomputed_modules,
     *requires_default("fp32_residual_connection", _NOT_WITH_STREAMS),
     Requires("hidden_dropout", 0.0, why=_NOT_WITH_STREAMS),
     Requires("attention_dropout", 0.0, why="attention to selected blocks does not support it"),
