@@ -75,6 +75,10 @@ _SIZE_FIELDS = (
     *("vocab_size", "share_embeddings_and_output_weights", "moe_layers", "num_moe_experts", "moe_ffn_hidden_size"),
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_conv_kernel_dim", "moe_shared_expert_intermediate_size"),
+    # Of Qwen3.8-Flash-Next. Some change no shape, but which rows of a table are looked up.
+    *("hc_count", "hc_lowrank", "ple_layers", "ple_embed_dim", "ple_conv_kernel_size", "ngram_size"),
+    *("heads_per_ngram", "ngram_vocab_size_base", "ngram_seed", "linear_output_gate"),
+    *("indexer_n_heads", "indexer_head_dim", "indexer_compress_ratio"),
 )
 _EXPERT_FIELDS = ("num_moe_experts", "moe_ffn_hidden_size")
 # With tied weights the last pipeline stage has a copy of the embedding with the first name.

@@ -2,13 +2,16 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from qwen3vl_bridge.models.qwen4_exp import FAMILY
+from qwen3vl_bridge.peft.lora import Qwen3VLLoRA
 
 import pytest
 import torch
 from megatron.bridge import AutoBridge
+from safetensors.torch import load_file
 
 from tests.helpers.batches import make_batch, make_samples
 from tests.helpers.steps import save, set_up, train_step
@@ -61,7 +64,7 @@ def gradients(folder: Path, **settings: Any) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_recomputed_gradients_equal_those_of_stored_activations(folder):
+def test_gradients_with_recompute_equal_those_without(folder):
     expected = gradients(folder)
     for settings in (FULL, dict(recompute_granularity="selective", recompute_modules=["core_attn", "moe"])):
         assert not moved(gradients(folder, **settings), expected)
@@ -81,6 +84,8 @@ def test_frozen_ngram_table_has_no_gradient(folder):
         (dict(pipeline_model_parallel_size=2), "variable_seq_lengths is False .*, expected True"),
         (dict(overlap_moe_expert_parallel_comm=True), "overlap_moe_expert_parallel_comm"),
         (dict(attention_dropout=0.1), "attention_dropout is 0.1"),
+        (dict(fine_grained_activation_offloading=True, offload_modules=["mlp_norm"]), "offload_modules has mlp_norm"),
+        (dict(fp8="hybrid", mtp_loss_scaling_factor=0.1), "multi-token prediction is not computed in FP8"),
         (dict(recompute_granularity="selective", recompute_modules=["layernorm"]), "recompute_modules .*'layernorm'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
@@ -132,3 +137,41 @@ def test_megatron_fsdp_with_divided_ngram_tables_raises(folder):
     provider.check_wrapping(fsdp=False)
     with pytest.raises(ValueError, match=r"Megatron-FSDP .* n-gram tables .* expected expert_model_parallel_size=1"):
         provider.check_wrapping(fsdp=True)
+
+
+def test_callers_batch_with_shared_tables_needs_variable_lengths(folder):
+    provider = AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider(load_weights=False)
+    model = build(provider).train()
+    ids = torch.arange(8)[None]
+    assert model(input_ids=ids).shape == (1, 8, 512)
+    vars(model)["pg_collection"] = SimpleNamespace(tp_ep=SimpleNamespace(size=lambda: 2))  # two ranks
+    with pytest.raises(ValueError, match="variable_seq_lengths is False, expected True: 2 ranks share the n-gram"):
+        model(input_ids=ids)
+
+
+def exported(folder: Path, model: list[torch.nn.Module], **settings: Any) -> dict[str, torch.Tensor]:
+    bridge = AutoBridge.from_hf_pretrained(str(folder))
+    return dict(bridge.export_hf_weights(model, show_progress=False, **settings))
+
+
+def test_export_of_running_model_has_every_tensor_of_its_folder(folder):
+    """On the device of the model too, and with a configuration alone."""
+    bridge = AutoBridge.from_hf_pretrained(str(folder))
+    model = [build(bridge.to_megatron_provider(load_weights=True))]
+    expected = load_file(folder / "model.safetensors")
+    for found in (
+        exported(folder, model),
+        exported(folder, model, cpu=False),
+        dict(AutoBridge.from_hf_config(bridge.hf_pretrained.config).export_hf_weights(model, show_progress=False)),
+    ):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_adapters_of_running_model_are_exported(folder, tmp_path):
+    bridge = AutoBridge.from_hf_pretrained(str(folder))
+    provider = bridge.to_megatron_provider(load_weights=True)
+    provider.register_pre_wrap_hook(lambda chunks: [Qwen3VLLoRA(dim=2)(chunk, training=True) for chunk in chunks])
+    model = build(provider)
+    names = [name for name, _ in bridge.export_adapter_weights([model], show_progress=False)]
+    assert any(".self_attn.q_proj.lora_A" in name for name in names) and not any("indexer" in name for name in names)

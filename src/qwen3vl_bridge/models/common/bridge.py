@@ -257,7 +257,7 @@ def _weight_files(hf_pretrained: Any) -> SafeTensorsStateSource | None:
 
 def stored_config(name: str, hf_pretrained: Any) -> Mapping[str, Any]:
     """Return the contents of a model's `config.json`, without optional components that a local checkpoint lacks."""
-    config, source = hf_pretrained.config.to_dict(), _weight_files(hf_pretrained)
+    config, source = getattr(hf_pretrained, "config", hf_pretrained).to_dict(), _weight_files(hf_pretrained)
     if source is None or not Path(source.model_name_or_path).is_dir() or not source.key_to_filename_map:
         return config
     return family(name).config_of(config, source.key_to_filename_map)

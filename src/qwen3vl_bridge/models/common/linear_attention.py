@@ -151,17 +151,20 @@ def _linear_in_16_bits(base: type[nn.Module]) -> type[nn.Module]:
     return LinearIn16Bits
 
 
+def input_projection(config: TransformerConfig, linear: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of the input projection: `linear`, or a subclass of it that never uses FP8."""
+    return _linear_in_16_bits(linear) if "in_proj" in getattr(config, "layers_in_16_bits", ()) else linear
+
+
 def linear_attention_spec(config: TransformerConfig) -> ModuleSpec:
     """Return the spec of linear attention. Transformer Engine fuses the input norm into the first projection."""
     modules = backend(config)
     is_local = isinstance(modules, LocalBackend)
     in_proj = modules.column_parallel_linear() if is_local else modules.column_parallel_layer_norm_linear()
-    if "in_proj" in getattr(config, "layers_in_16_bits", ()):
-        in_proj = _linear_in_16_bits(in_proj)
     return ModuleSpec(
         module=LinearAttention,
         submodules=GatedDeltaNetSubmodules(
-            in_proj=in_proj,
+            in_proj=input_projection(config, in_proj),
             out_norm=modules.layer_norm(rms_norm=True, for_qk=False),
             out_proj=modules.row_parallel_linear(),
         ),

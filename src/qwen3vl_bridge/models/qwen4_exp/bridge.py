@@ -55,7 +55,7 @@ class Qwen4ExpBridge(HybridBridge):
 
         The tensors that store a hash head depend on the sizes of the tables, so these entries are expanded.
         """
-        rows, dimensions = family(self.family).rows(self.expert_layout()), self._dimensions()
+        rows, dimensions = family(self.family).rows(self.expert_layout()), self._stored_dimensions()
         tables = expand(tuple(row for row in rows if isinstance(row, NgramHead)), dimensions)
         return MegatronMappingRegistry(
             *param_mappings(tuple(row for row in rows if not isinstance(row, NgramHead))),
@@ -80,16 +80,30 @@ class Qwen4ExpBridge(HybridBridge):
                 )
         return super().load_weights_hf_to_megatron(hf_pretrained, megatron_model, *args, **kwargs)
 
-    def stream_weights_megatron_to_hf(self, megatron_model: Any, hf_pretrained: Any, *args: Any, **kwargs: Any) -> Any:
-        """Yield weights in Hugging Face format, then the n-gram tables and the constants of their hashes."""
-        yield from super().stream_weights_megatron_to_hf(megatron_model, hf_pretrained, *args, **kwargs)
-        chunks = unwrap_model(megatron_model if isinstance(megatron_model, list) else [megatron_model])
-        for name, table in gather_tables(chunks, self._dimensions(), chunks[0].pg_collection):
-            yield HFWeightTuple(name, table)
-        for name, values in family(self.family).constants(stored_config(self.family, hf_pretrained)).items():
-            yield HFWeightTuple(name, torch.tensor(values))
+    def stream_weights_megatron_to_hf(
+        self, megatron_model: Any, hf_pretrained: Any, cpu: bool = True, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Yield weights in Hugging Face format, then the n-gram tables and the constants of their hashes.
 
-    def _dimensions(self) -> Dimensions:
+        For a selection of tasks (`conversion_tasks`), the tables are included if one of them is about a table.
+        """
+        yield from super().stream_weights_megatron_to_hf(megatron_model, hf_pretrained, cpu, *args, **kwargs)
+        tasks = kwargs.get("conversion_tasks")
+        if tasks is not None and not any(isinstance(task.mapping, NgramHeadMapping) for task in tasks):
+            return
+        chunks = megatron_model if isinstance(megatron_model, list) else [megatron_model]
+        config = stored_config(self.family, hf_pretrained)
+        layers = unwrap_model(chunks)[0].config.num_layers  # it may have fewer than the checkpoint
+        text = config["text_config"]
+        numbers = [number for number in text.get("ple_layer_ids") or () if number <= layers]
+        config = {**config, "text_config": {**text, "ple_layer_ids": numbers}}
+        for name, part in gather_tables(chunks, family(self.family).dimensions(config)):
+            yield HFWeightTuple(name, part.cpu() if cpu else part)
+        device = None if cpu else next(chunks[0].parameters()).device
+        for name, values in family(self.family).constants(config).items():
+            yield HFWeightTuple(name, torch.tensor(values, device=device))
+
+    def _stored_dimensions(self) -> Dimensions:
         return family(self.family).dimensions(stored_config(self.family, self.hf_pretrained))
 
 

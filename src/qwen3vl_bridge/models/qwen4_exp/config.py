@@ -57,7 +57,7 @@ def check_settings(config: Any) -> None:
             raise ValueError(f"text_config.{name} is {shown(text[name])}, expected {kind.expected}")
     if not hf_config.experts_of(text):
         raise ValueError("text_config.num_experts is 0, expected experts in every layer, as model_type qwen4_exp has")
-    if text.get("hc_count", RESIDUAL_FIELDS["hc_count"]) < 2:
+    if text_field(text, "hc_count") < 2:
         raise ValueError(f"text_config.hc_count is {text['hc_count']}, expected at least 2 residual streams")
     _check_indexer(text)
     if text.get("ple_layer_ids"):
@@ -115,7 +115,7 @@ def _check_ngrams(text: Mapping[str, Any]) -> None:
             )
     if eos_of(text) is None:
         raise ValueError("lacks the field text_config.eos_token_id, which separates documents for the n-gram embedding")
-    parts = ngram_field(text, "split_ngram_parts")
+    parts = text_field(text, "split_ngram_parts")
     for index in range(len(ple_layers_of(text))):
         if (rows := sum(ngram_table_rows(text, index))) % parts:
             raise ValueError(
@@ -124,25 +124,25 @@ def _check_ngrams(text: Mapping[str, Any]) -> None:
 
 
 def eos_of(text: Mapping[str, Any]) -> int | None:
-    """Return the token that ends a document: the first of a list."""
+    """Return `eos_token_id`; if it is a list, its first entry, as transformers does."""
     eos = text.get("eos_token_id")
     return eos[0] if isinstance(eos, list | tuple) and eos else eos
 
 
-def ngram_field(text: Mapping[str, Any], name: str) -> int:
-    """Return a field in `NGRAM_FIELDS`, or its default."""
+def text_field(text: Mapping[str, Any], name: str) -> int:
+    """Return a field of the text model, or its default if it is missing or null."""
     value = text.get(name)
-    return NGRAM_FIELDS[name] if value is None else value
+    return {**RESIDUAL_FIELDS, **NGRAM_FIELDS, "seed": SEED}[name] if value is None else value
 
 
 def ngram_heads(text: Mapping[str, Any]) -> int:
     """Return the number of hash heads: `heads_per_ngram` for each order from 2 to `ngram_size`."""
-    return (ngram_field(text, "ngram_size") - 1) * ngram_field(text, "heads_per_ngram")
+    return (text_field(text, "ngram_size") - 1) * text_field(text, "heads_per_ngram")
 
 
 def ngram_table_rows(text: Mapping[str, Any], index: int) -> tuple[int, ...]:
     """Return the number of rows of each hash head's table, for the PLE layer with this index; see `table_rows`."""
-    base, multiple = (ngram_field(text, name) for name in ("ngram_vocab_size_base", _TABLE_MULTIPLE))
+    base, multiple = (text_field(text, name) for name in ("ngram_vocab_size_base", _TABLE_MULTIPLE))
     return table_rows(base, ngram_heads(text), index, multiple)
 
 
@@ -159,22 +159,22 @@ def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
 
 def add_dimensions(shared: Dimensions, text: Mapping[str, Any]) -> Dimensions:
     """Return the dimensions of a `qwen4_exp` model from those of a hybrid model and the fields of its text model."""
-    streams, hidden = text.get("hc_count", RESIDUAL_FIELDS["hc_count"]), shared["hidden"]
+    streams, hidden = text_field(text, "hc_count"), shared["hidden"]
     layers, heads = ple_layers_of(text), ngram_heads(text)
     embedded = text.get("ple_embed_dim") or hidden
     sizes = {
         "streams": streams,
         "streams_hidden": streams * hidden,
-        "lowrank": text.get("hc_lowrank", RESIDUAL_FIELDS["hc_lowrank"]),
+        "lowrank": text_field(text, "hc_lowrank"),
         "index_dim": text.get("indexer_head_dim") or 0,
         "index_qk": ((text.get("indexer_n_heads") or 0) + 1) * (text.get("indexer_head_dim") or 0),
         "index_budget": text.get("indexer_budget") or 0,
         "index_block": text.get("indexer_compress_ratio") or 1,
         "ple": int(bool(layers)),
         "ple_dim": embedded,
-        "ple_conv": ngram_field(text, "ple_conv_kernel_size"),
+        "ple_conv": text_field(text, "ple_conv_kernel_size"),
         "ngram_dim": embedded // heads,
-        "ngram_parts": ngram_field(text, "split_ngram_parts"),
+        "ngram_parts": text_field(text, "split_ngram_parts"),
     }
     indices = {"ple_layers": layers, "ngram_heads": range(heads)}
     # Rows of each head's own table, layer by layer.
@@ -185,12 +185,12 @@ def add_dimensions(shared: Dimensions, text: Mapping[str, Any]) -> Dimensions:
 def constants_of(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the integer tensors of a checkpoint that follow from its `config.json`: the constants of the hashes."""
     text, constants = config["text_config"], {}
-    base, heads = ngram_field(text, "ngram_vocab_size_base"), ngram_heads(text)
+    base, heads = text_field(text, "ngram_vocab_size_base"), ngram_heads(text)
     for index, layer in enumerate(ple_layers_of(text)):
         prefix = f"model.language_model.layers.{layer}.ple.ple_embedding."
-        sizes, seed = head_sizes(base, heads, index), text.get("seed", SEED)
+        sizes, seed = head_sizes(base, heads, index), text_field(text, "seed")
         constants[f"{prefix}layer_multipliers"] = multipliers(
-            text["vocab_size"], ngram_field(text, "ngram_size"), index, seed
+            text["vocab_size"], text_field(text, "ngram_size"), index, seed
         )
         constants[f"{prefix}ngram_heads_vocab_sizes"] = sizes
         constants[f"{prefix}ngram_heads_offsets"] = tuple(accumulate(sizes[:-1], initial=0))
@@ -205,16 +205,16 @@ def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a `config.json` that identify the model, with normalized values."""
     text = config["text_config"]
     fields = hybrid_config.fields_of(_as_hybrid(config))
-    fields |= {_SECTION + name: text.get(name, default) for name, default in RESIDUAL_FIELDS.items()}
+    fields |= {_SECTION + name: text_field(text, name) for name in RESIDUAL_FIELDS}
     fields |= {_SECTION + name: text.get(name) for name in INDEXER_FIELDS}
     fields |= {
         _SECTION + "ple_layer_ids": [layer + 1 for layer in ple_layers_of(text)],
         _SECTION + "output_gate_type": text.get("output_gate_type") or "silu",
     }
     if ple_layers_of(text):
-        fields |= {_SECTION + name: ngram_field(text, name) for name in NGRAM_FIELDS if name != "split_ngram_parts"}
+        fields |= {_SECTION + name: text_field(text, name) for name in NGRAM_FIELDS if name != "split_ngram_parts"}
         fields[_SECTION + "ple_embed_dim"] = text.get("ple_embed_dim") or text["hidden_size"]
-        fields[_SECTION + "seed"] = text.get("seed", SEED)
+        fields[_SECTION + "seed"] = text_field(text, "seed")
         fields[_SECTION + "eos_token_id"] = eos_of(text)
     return fields
 

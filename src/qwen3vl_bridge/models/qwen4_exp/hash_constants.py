@@ -1,7 +1,7 @@
 """Constants of the n-gram hashes: the primes, the multipliers, and the number of rows of each head's table.
 
-They follow from a model's configuration. Checkpoints also store them, as the integer tensors `ngram_heads_vocab_sizes`
-and `layer_multipliers`.
+They follow from a model's configuration. Checkpoints also store them, as the integer tensors `ngram_heads_vocab_sizes`,
+`ngram_heads_offsets` and `layer_multipliers`.
 
 Source: transformers 5.20.2, Qwen4ExpTextNGramEmbedding; Steele, Lea and Flood, Fast Splittable Pseudorandom Number
 Generators (2014), for splitmix64.
@@ -22,7 +22,7 @@ _LAYER_STEP = 10_007  # distance between the seeds of consecutive layers
 
 @functools.cache
 def head_sizes(base: int, heads: int, layer_index: int) -> tuple[int, ...]:
-    """Return the number of n-grams that each head of a layer tells apart.
+    """Return the modulus, a prime, of each hash head of a layer: the number of its ids.
 
     The sizes are consecutive primes, starting from `base`: the first layer has the first `heads` primes, the second
     layer the next ones.

@@ -57,7 +57,7 @@ class Config(Qwen3_5MoeConfig):
     sub_configs: ClassVar[dict[str, type]] = {"vision_config": VisionConfig, "text_config": TextConfig}
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Read the sections of the file. Some files give the vision tower the type of the complete model."""
+        """Parse `text_config` and `vision_config`; the latter may have the `model_type` of the complete model."""
         if isinstance(self.vision_config, dict) and self.vision_config.get("model_type") == MODEL_TYPE:
             self.vision_config = {**self.vision_config, "model_type": VisionConfig.model_type}
         super().__post_init__(**kwargs)

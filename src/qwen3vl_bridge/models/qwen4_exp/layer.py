@@ -7,7 +7,12 @@ from typing import Any
 
 from qwen3vl_bridge.models.common.attention import physical_layout
 from qwen3vl_bridge.models.common.layer_specs import backend
-from qwen3vl_bridge.models.common.linear_attention import LinearAttention, full_attention_spec, text_block_spec
+from qwen3vl_bridge.models.common.linear_attention import (
+    LinearAttention,
+    full_attention_spec,
+    input_projection,
+    text_block_spec,
+)
 from qwen3vl_bridge.models.qwen4_exp.ngram_embedding import NgramInjection
 from qwen3vl_bridge.models.qwen4_exp.residual import GatedResidual, inject
 from qwen3vl_bridge.models.qwen4_exp.sparse_attention import SparseSelfAttention, sparse_core_attention
@@ -80,11 +85,11 @@ def prediction_layer_spec(config: TransformerConfig) -> ModuleSpec:
 
 
 def _with_streams(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
-    """Return the spec of a hybrid layer with gated residuals in place of its norms, and with indexed attention."""
+    """Return a copy of a layer spec with norms replaced by `GatedResidual`, and full attention by the indexed one."""
     modules, layer = backend(config), spec.submodules
     attention, projection = layer.self_attention, modules.column_parallel_linear()  # without a norm before it
     if attention.module is LinearAttention:
-        submodules = dataclasses.replace(attention.submodules, in_proj=projection)
+        submodules = dataclasses.replace(attention.submodules, in_proj=input_projection(config, projection))
         attention = dataclasses.replace(attention, submodules=submodules)
     else:
         core = sparse_core_attention(attention.submodules.core_attention)

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 
 class PredictionLayer(MegatronModule):
-    """The layer of multi-token prediction, with the arguments of megatron-core's MultiTokenPredictionLayer."""
+    """MTP layer for residual streams. `forward` takes the arguments of megatron-core's MultiTokenPredictionLayer."""
 
     def __init__(self, config: VisionLanguageProvider, pg_collection: ProcessGroupCollection, norm: Any) -> None:
         super().__init__(config=config)
@@ -108,7 +108,7 @@ class Qwen4ExpGPTModel(HybridGPTModel):
         return PredictionBlock(config, groups, backend(config).layer_norm(rms_norm=True))
 
     def output_states(self, hidden_states: Tensor) -> Tensor:
-        """Mix streams [s / sp, b, n * h] to hidden states [s / sp, b, h]."""
+        """Mix streams [s / sp, b, n * h] to hidden states [s / sp, b, h]; only on the last stage."""
         return self.hyper_connection_mixer(hidden_states) if self.post_process else hidden_states
 
 
@@ -117,15 +117,24 @@ class Qwen4ExpModel(HybridModel):
 
     language_model_class = Qwen4ExpGPTModel
 
-    def __init__(self, config: VisionLanguageProvider, pg_collection: ProcessGroupCollection, **ends: Any) -> None:
-        super().__init__(config, pg_collection, **ends)
-        if config.freeze_ngram_table:
-            for name, parameter in self.named_parameters():
-                if ".ngram_embedding." in name:
-                    parameter.requires_grad = False
+    def forward(self, *args: Any, inputs: ModelInputs | None = None, **kwargs: Any) -> Any:
+        """Compute losses, logits or hidden states as VisionLanguageModel does.
+
+        Raises:
+            ValueError: the batch is a caller's, expert-parallel ranks share the n-gram tables, and the model is trained
+                without `variable_seq_lengths`: other ranks may have other numbers of rows, and would wait forever.
+        """
+        ranks = self.pg_collection.tp_ep.size() if self.config.ple_layers else 1
+        is_trained = self.training and torch.is_grad_enabled()
+        if inputs is None and ranks > 1 and is_trained and not self.config.variable_seq_lengths:
+            raise ValueError(
+                f"variable_seq_lengths is False, expected True: {ranks} ranks share the n-gram tables, and their "
+                "batches may have other numbers of rows"
+            )
+        return super().forward(*args, inputs=inputs, **kwargs)
 
     def check_inputs(self, inputs: ModelInputs) -> None:
-        """Raise ValueError for a batch without ids of n-grams, or without the labels that MTP is trained on."""
+        """Raise ValueError for a batch without ids of n-grams; in training with MTP, also for one without labels."""
         super().check_inputs(inputs)
         if self.config.ple_layers and inputs.ngram_ids is None:
             raise ValueError(

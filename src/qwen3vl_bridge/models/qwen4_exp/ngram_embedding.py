@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 
 from qwen3vl_bridge.core.collectives import (
+    broadcast_from_rank,
     channels_to_tokens,
     device_of_collectives,
     exchange_parts,
@@ -25,6 +26,7 @@ from qwen3vl_bridge.upstream.dynamic_shapes import call_compiled
 import torch
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     get_cuda_rng_tracker,
@@ -35,6 +37,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 class NgramEmbedding(MegatronModule):
@@ -86,6 +89,7 @@ class NgramEmbedding(MegatronModule):
             shape = rows[head], self.columns_per_rank
             weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=_device(config)))
             self._set_attributes(weight)
+            weight.requires_grad_(not getattr(config, "freeze_ngram_table", False))
             self.register_parameter(f"weight{head}", weight)
         if config.perform_initialization:
             self.reset_parameters()
@@ -121,6 +125,11 @@ class NgramEmbedding(MegatronModule):
         ids = ngram_ids.flatten(0, 1)
         tokens, ranks = len(ids), self.group.size()
         if ranks > 1:
+            if any(isinstance(weight, DTensor) or hasattr(weight, "get_main_grad") for weight in self._weights()):
+                raise ValueError(
+                    f"n-gram tables are divided over {ranks} ranks, which Megatron-FSDP does not support: set "
+                    "expert_model_parallel_size=1 and expert_tensor_parallel_size=1"
+                )
             ids = F.pad(ids, (0, 0, 0, self._exchanged_tokens(ngram_ids) - tokens))
         # [ranks, n, heads per rank]: ids for each owner of a table, then ids from each rank that asks.
         sent = ids.unflatten(1, (-1, len(self.heads))).repeat_interleave(self.column_parts, 1).transpose(0, 1)
@@ -133,8 +142,32 @@ class NgramEmbedding(MegatronModule):
         embeddings = exchange_parts(torch.cat(found, -1), self.group)
         return embeddings[:, :tokens].transpose(0, 1).reshape(*ngram_ids.shape[:2], -1)
 
+    @torch.no_grad()
+    def gather_table(self, head: int) -> Tensor:
+        """Return the complete table [rows, dim] of a hash head, gathered from the ranks that hold it.
+
+        Every rank of the group must call this at the same time.
+        """
+        held = self.get_parameter(f"weight{head}").data if head in self.heads else None
+        if isinstance(held, DTensor):
+            held = uneven_dtensor_to_full_tensor(held)
+        if self.group.size() == 1:
+            return held
+        first = head // len(self.heads) * self.column_parts
+        parts = []
+        for rank in range(first, first + self.column_parts):
+            if rank == self.group.rank():
+                part = held.contiguous()
+            else:
+                shape = self.rows[head], self.columns_per_rank
+                part = torch.empty(shape, dtype=self.config.params_dtype, device=self._weights()[0].device)
+            parts.append(broadcast_from_rank(part, rank, self.group))
+        return torch.cat(parts, 1)
+
     def _exchanged_tokens(self, ngram_ids: Tensor) -> int:
         """Return the number of tokens that all ranks of the group exchange, at least that of ids [s / sp, b, heads].
+
+        In training without `variable_seq_lengths`, all ranks must have the same number of rows.
 
         Raises:
             ValueError: rows are longer than `seq_length` without `variable_seq_lengths`.
@@ -256,6 +289,10 @@ class SegmentConvolution(nn.Conv1d):
         )
         self.weight.sequence_parallel = config.sequence_parallel
         self.group, self.cp_size = group, pg_collection.cp.size()
+
+    def reset_parameters(self) -> None:
+        """Set the weight to zeros, as transformers does: a new model begins without the convolution."""
+        nn.init.zeros_(self.weight)
 
     def forward(self, x: Tensor, layout: SequenceLayout) -> Tensor:
         """Return the convolution of x [s / sp, b, m * h], in its dtype; `layout` is the layout of the full batch."""

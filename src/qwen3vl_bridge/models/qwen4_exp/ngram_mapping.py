@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Self
 
-from qwen3vl_bridge.core.collectives import broadcast_from_rank, gather_stacked, max_in_group
+from qwen3vl_bridge.core.collectives import broadcast_from_rank, max_in_group
 from qwen3vl_bridge.models.qwen4_exp.layer import StreamLayer
-from qwen3vl_bridge.models.qwen4_exp.ngram_embedding import NgramEmbedding
 from qwen3vl_bridge.models.qwen4_exp.table import NgramHead
 from qwen3vl_bridge.weights.rows import Dimensions
 
 import torch
-import torch.nn.functional as F
 from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 from torch import Tensor, nn
 
 
@@ -47,46 +45,37 @@ class NgramHeadMapping(MegatronParamMapping[dict[str, Tensor]]):
         return {}
 
 
-def gather_tables(
-    chunks: Sequence[nn.Module], dimensions: Dimensions, groups: ProcessGroupCollection
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the value, in host memory, of each part of the n-gram tables; on every rank.
+def gather_tables(chunks: Sequence[nn.Module], dimensions: Dimensions) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and the value of each part of the n-gram tables, on every rank.
 
-    All ranks must call this together.
+    The tables are gathered head by head. All ranks must call this together.
 
     Args:
-        chunks: the parts of the model on this rank.
+        chunks: the parts of the model on this rank, wrapped or not.
         dimensions: the dimensions of the model.
-        groups: the process groups of the model.
     """
-    layers = [layer for chunk in chunks for layer in chunk.decoder.layers if isinstance(layer, StreamLayer)]
+    groups, parameter = get_attr_wrapped_model(chunks[0], "pg_collection"), next(chunks[0].parameters())
+    dtype = unwrap_model(chunks[0]).config.params_dtype
+    layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, StreamLayer)]
     heads = len(dimensions.indices["ngram_heads"])
-    parameter = next(chunks[0].parameters())
     for index, number in enumerate(dimensions.indices["ple_layers"]):
-        owned = [layer.ple.ngram_embedding for layer in layers if layer.layer_number == number + 1]
-        rows = sum(dimensions.indices["ngram_rows"][index * heads : (index + 1) * heads])
-        if owned:
-            table = torch.cat(list(_gather_heads(owned[0])))
-        else:
-            table = parameter.new_empty(rows, dimensions["ngram_dim"], dtype=chunks[0].config.params_dtype)
+        owned = [layer.ple.ngram_embedding for layer in layers if layer.ple and layer.layer_number == number + 1]
+        owner = 0
         if groups.pp.size() > 1:
-            owner = torch.tensor(groups.pp.rank() if owned else 0, device=parameter.device)
-            table = broadcast_from_rank(table, int(max_in_group(owner, groups.pp)), groups.pp)
-        prefix = f"model.language_model.layers.{number}.ple.ple_embedding.ngram_embedding.shard_"
-        for part, tensor in enumerate(table.cpu().chunk(dimensions["ngram_parts"])):
-            yield f"{prefix}{part}.weight", tensor
-
-
-def _gather_heads(embedding: NgramEmbedding) -> Iterator[Tensor]:
-    """Yield the table of each head of a layer, [rows, columns], from all ranks that divide the tables."""
-    tables = [weight.data for weight in embedding.parameters()]
-    if (ranks := embedding.group.size()) == 1:
-        yield from tables
-        return
-    largest, parts = max(embedding.rows), embedding.column_parts
-    # For each head of a rank, [ranks, rows, columns].
-    gathered = [gather_stacked(F.pad(table, (0, 0, 0, largest - len(table))), embedding.group) for table in tables]
-    for owner in range(ranks // parts):
-        for number, of_ranks in enumerate(gathered):
-            rows = embedding.rows[owner * len(gathered) + number]
-            yield torch.cat([part[:rows] for part in of_ranks[owner * parts : (owner + 1) * parts]], 1)
+            rank = torch.tensor(groups.pp.rank() if owned else 0, device=parameter.device)
+            owner = int(max_in_group(rank, groups.pp))
+        sizes = dimensions.indices["ngram_rows"][index * heads : (index + 1) * heads]
+        rows, part = sum(sizes) // dimensions["ngram_parts"], 0
+        rest = parameter.new_empty(0, dimensions["ngram_dim"], dtype=dtype)
+        for head, size in enumerate(sizes):
+            if owned:
+                table = owned[0].gather_table(head)
+            else:
+                table = rest.new_empty(size, dimensions["ngram_dim"])
+            if groups.pp.size() > 1:
+                table = broadcast_from_rank(table.contiguous(), owner, groups.pp)
+            rest = torch.cat((rest, table))
+            while len(rest) >= rows:
+                name = f"model.language_model.layers.{number}.ple.ple_embedding.ngram_embedding.shard_{part}.weight"
+                yield name, rest[:rows].clone()
+                rest, part = rest[rows:], part + 1

@@ -29,8 +29,21 @@ def _check_recomputed_modules(provider: Any) -> None:
         )
 
 
+def _check_offloaded_modules(provider: Any) -> None:
+    """Raise ValueError if norms are offloaded: gated residuals are in their place."""
+    norms = {"attn_norm", "mlp_norm"}.intersection(provider.offload_modules or ())
+    if provider.fine_grained_activation_offloading and norms:
+        raise ValueError(
+            f"offload_modules has {', '.join(sorted(norms))}, which the model does not have: gated residuals are in "
+            "the place of norms"
+        )
+
+
 _CHECKS: tuple[Check, ...] = (
     _check_recomputed_modules,
+    _check_offloaded_modules,
+    Requires("fp8", None, lambda model: model.trains_mtp, why="multi-token prediction is not computed in FP8"),
+    Requires("fp4", None, lambda model: model.trains_mtp, why="multi-token prediction is not computed in FP4"),
     *requires_default("fp32_residual_connection", _NOT_WITH_STREAMS),
     Requires("hidden_dropout", 0.0, why=_NOT_WITH_STREAMS),
     Requires("attention_dropout", 0.0, why="attention to selected blocks does not support it"),

@@ -18,27 +18,26 @@ from qwen3vl_bridge.models.qwen4_exp.ngram_embedding import GroupedRMSNorm
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
 class Residual(NamedTuple):
-    """What a block's output is added to."""
+    """The residual streams, and the factor of a block's output for each stream."""
 
     streams: Tensor  # [s, b, n * h]
     weights: Tensor  # [s, b, n], the factor of the output in each stream
 
 
-class StreamMixer(MegatronModule):
+class StreamMixer(nn.Module):
     """Mix the streams of the residual to one hidden state: the mean of the normalized streams, each times a gate.
 
     The gates come from all streams through a projection of low rank.
     """
 
     def __init__(self, config: TransformerConfig, *, injects: bool = False) -> None:
-        super().__init__(config=config)
+        super().__init__()
         self.streams = config.hc_count
         width, dtype = self.streams * config.hidden_size, config.params_dtype
         self.hc_norm = GroupedRMSNorm(config)
