@@ -177,7 +177,7 @@ _IDENTITY: Mapping[str, Mapping[str, Any]] = {
 
 
 def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `config.json` that identify the model, with normalized values."""
+    """Return the fields of a `config.json` that are equal for the same model, with defaults filled in."""
     text = config["text_config"]
     fields = hf_config.identity_of_config(config, _IDENTITY, rope_parameters(text))
     fields["text_config.head_dim"] = fields["text_config.head_dim"] or HEAD_DIM

@@ -196,7 +196,7 @@ def test_import_missing_hash_constants_adds_note_and_export_writes_them(folders,
 @pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("ckpt_format", FORMATS)
 @pytest.mark.parametrize("kind", ["fused", "per expert", "two tables"])
-def test_load_model_from_imported_qwen4_exp_restores_every_weight(folders, kind, ckpt_format, tmp_path):
+def test_load_model_after_import_matches_hf_weights(folders, kind, ckpt_format, tmp_path):
     expected = parameters(load_model(folders[kind]))
     assert any(".mtp." in name for name in expected)
     import_checkpoint(folders[kind], tmp_path / "megatron", ckpt_format=ckpt_format)
@@ -283,7 +283,7 @@ def test_imported_qwen4_exp_on_ranks_loads_and_is_saved_with_every_byte(layout, 
 @pytest.mark.parametrize(
     "make", [sharded, pytest.param(replicated, marks=pytest.mark.slow)], ids=["fsdp_dtensor", "torch_dist"]
 )
-def test_export_of_trained_qwen4_exp_has_weights_of_run(make, folders, digits, tmp_path):
+def test_export_after_training_matches_weights_of_run(make, folders, digits, tmp_path):
     folder = folders["fused"]
     steps = dict(train__train_iters=1, validation__eval_iters=0, scheduler__lr_warmup_iters=0)
     steps |= dict(model__mtp_loss_scaling_factor=0.1)

@@ -355,7 +355,7 @@ def look_up_varying_numbers() -> list[float]:
     return list(largest(dict(enumerate(errors))).values())
 
 
-def test_ngram_embedding_looks_up_varying_numbers_of_tokens():
+def test_ngram_embedding_with_uneven_tokens_per_rank_matches_one_process():
     assert results_of_ranks(look_up_varying_numbers, 4) == [0] * 6
 
 

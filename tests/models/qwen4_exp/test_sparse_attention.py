@@ -213,7 +213,7 @@ def test_token_blocks_match_loop_over_segments(case):
         assert blocks.range(slice(start, stop)) == range(expected[start], expected[stop - 1] + 1)
 
 
-def test_physical_layout_of_padded_rows_and_packed_rows():
+def test_physical_layout_has_padded_lengths_of_segments():
     padded = physical_layout(None, 2, 6, "cpu")
     assert padded == SequenceLayout.padded_rows([6, 6], 6) and padded.cu_seqlens_padded.tolist() == [0, 6, 12]
     packed = SequenceLayout.packed_row([3, 5], multiple=4)

@@ -70,7 +70,7 @@ def test_torch_dist_names_keep_layer_and_head_of_ngram_tables():
 @pytest.mark.parametrize(("ep", "etp", "expected"), [
     (1, 1, [0, 0, 0, 0]), (2, 1, [0, 0, 1, 1]), (2, 2, [0, 1, 2, 3]), (4, 2, [0, 1, 2, 3]),
 ])  # fmt: skip
-def test_find_row_owners_ngram_heads_belong_to_ranks_that_hold_them(ep, etp, expected):
+def test_find_row_owners_of_ngram_heads_are_ranks_that_hold_them(ep, etp, expected):
     """With eight ranks, two read each head."""
     rows, dimensions = heads_of(make_config())
     layout = TorchDist.for_model(dimensions)
@@ -98,7 +98,7 @@ def model():
     }
 
 
-def test_weight_table_of_released_size_has_its_parameters(model):
+def test_weight_table_of_released_size_has_released_parameter_count(model):
     rows, _ = model
     dimensions = FAMILY.dimensions(config_dict(SIZE))
     assert parameter_count(table(), dimensions) == PARAMETERS

@@ -109,7 +109,7 @@ _MOE_LAYERS = "text_config.layers with experts (decoder_sparse_step, mlp_only_la
 
 
 def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `config.json` that identify the model, with normalized values."""
+    """Return the fields of a `config.json` that are equal for the same model, with defaults filled in."""
     text, moe_layers = config["text_config"], list(moe_layers_of(config["text_config"]))
     fields = hf_config.identity_of_config(config, {"": TOKENS}, rope_parameters(text)) | {
         "vision_config.deepstack_visual_indexes": list(config["vision_config"]["deepstack_visual_indexes"]),

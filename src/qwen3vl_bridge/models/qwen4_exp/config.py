@@ -202,7 +202,7 @@ _SECTION = "text_config."
 
 
 def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `config.json` that identify the model, with normalized values."""
+    """Return the fields of a `config.json` that are equal for the same model, with defaults filled in."""
     text = config["text_config"]
     fields = hybrid_config.fields_of(_as_hybrid(config))
     fields |= {_SECTION + name: text_field(text, name) for name in RESIDUAL_FIELDS}

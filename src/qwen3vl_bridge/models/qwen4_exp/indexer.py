@@ -37,7 +37,7 @@ QUERY_CHUNK = 512  # queries; memory for scores and masks is at most this number
 
 
 class TokenBlocks:
-    """Blocks of consecutive tokens, counted over the whole batch. The last block of a segment may be shorter.
+    """Division of a batch into blocks of consecutive tokens, numbered across segments. A segment's last may be shorter.
 
     Args:
         layout: segments of the batch; no block crosses their ends.
@@ -176,6 +176,6 @@ class Indexer(MegatronModule):
 
 
 def _like(rotary: Tensor, parts: Tensor) -> Tensor:
-    """Return rotations [1 or 2, s, b, r] in the format of `rotary`, the result of `models.common.rope.rotation`."""
+    """Reshape rotations [1 or 2, s, b, r] to the form of `rotary`: fused angles, or cosines and sines."""
     is_fused = rotary.dim() == 4
     return parts.reshape(-1, 1, 1, parts.size(-1)) if is_fused else parts[:, :, :, None]
