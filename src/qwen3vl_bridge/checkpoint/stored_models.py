@@ -342,19 +342,18 @@ def _take_constants(config: ModelConfig, weights: HFWeights) -> list[str]:
     missing = [name for name in constants if name not in weights.specs]
     with SliceReader(weights) as reader:
         for name, expected in constants.items():
-            if (spec := weights.specs.pop(name, None)) is None:
+            if (spec := weights.specs.get(name)) is None:
                 continue
             found: Any = spec.describe()
             if (spec.dtype, spec.shape) == ("int64", (len(expected),)):
-                weights.specs[name] = spec
                 found = tuple(reader.read_elements([TensorSlice(name, 0, spec.numel)], "int64").tolist())
-                del weights.specs[name]
             if found != expected:
                 shown = list(found) if isinstance(found, tuple) else found
                 raise CheckpointError(
                     f"{weights.folder}, tensor {name}: found {shown}, expected the int64 values {list(expected)}, "
                     "which follow from config.json"
                 )
+            del weights.specs[name]
     if not missing:
         return []
     return [f"{len(missing)} of {len(constants)} constants are missing, such as {missing[0]}; an export writes them"]

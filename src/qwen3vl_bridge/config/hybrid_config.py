@@ -96,6 +96,31 @@ def layer_types_of(text: Mapping) -> tuple[str, ...]:
     return tuple(FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(text["num_hidden_layers"]))
 
 
+def released_text_fields(layers: int, value_heads: int) -> dict[str, Any]:
+    """Return the fields of `text_config` that all released hybrid models have, of transformers 5.
+
+    Args:
+        layers: number of layers.
+        value_heads: number of value heads of linear attention.
+    """
+    return {
+        "vocab_size": 248_320,
+        "layer_types": [FULL if layer % 4 == 3 else LINEAR for layer in range(layers)],
+        "head_dim": HEAD_DIM,
+        **LINEAR_SIZES,
+        "linear_num_value_heads": value_heads,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000_000,
+            "partial_rotary_factor": 0.25,
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+        },
+        "eos_token_id": 248_044,
+        MTP_LAYERS: 1,
+    }
+
+
 def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rotary settings of a text configuration, see `rope_parameters_of`.
 
@@ -116,7 +141,7 @@ def add_dimensions(
     shared_ffn: int | None,
     mtp: int | None,
 ) -> Dimensions:
-    """Return the dimensions of a Qwen3.5-VL model.
+    """Return the dimensions of a hybrid model.
 
     Args:
         shared: the dimensions that all families have.

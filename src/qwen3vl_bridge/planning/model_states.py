@@ -17,6 +17,7 @@ from typing import Any
 from qwen3vl_bridge.planning.parallel_layout import ParallelLayout, PipelineChunk
 from qwen3vl_bridge.planning.training_settings import LINEAR_LAYERS, Sharding, TrainingSettings
 from qwen3vl_bridge.registry import family
+from qwen3vl_bridge.weights.hybrid_rows import ngram_head_sizes
 from qwen3vl_bridge.weights.rows import Component, Dimensions, WeightRow, component_of, is_expert_layer, is_mtp
 
 _EMBEDDING = "language_model.embedding.word_embeddings.weight"
@@ -89,9 +90,8 @@ def count_parameters(
 
 def _table_parameters(dims: Dimensions, chunk: PipelineChunk) -> int:
     """Return the number of parameters of the n-gram tables of the layers of a pipeline chunk."""
-    heads, rows = len(dims.indices["ngram_heads"]), dims.indices["ngram_rows"]
     return sum(
-        dims["ngram_dim"] * sum(rows[index * heads : (index + 1) * heads])
+        dims["ngram_dim"] * sum(ngram_head_sizes(dims, index))
         for index, layer in enumerate(dims.indices["ple_layers"])
         if layer in chunk.layers
     )

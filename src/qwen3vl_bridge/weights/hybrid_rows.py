@@ -5,15 +5,22 @@ Standard library only. Source of Megatron's names and values: Megatron-Bridge 0.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from qwen3vl_bridge.weights import rows
-from qwen3vl_bridge.weights.rows import GatedMLP, GatedQKV, WeightRow, ZeroCentered
+from qwen3vl_bridge.weights.rows import Dimensions, GatedMLP, GatedQKV, WeightRow, ZeroCentered
 
 # Prefixes of the parameter names of a text layer, in Megatron and in Hugging Face.
 TEXT_LAYER = ("language_model.decoder.layers.*.", "model.language_model.layers.*.")
 MTP = "language_model.mtp.layers.0."
 MTP_LAYER = (f"{MTP}mtp_model_layer.", "mtp.layers.0.")
+
+
+def ngram_head_sizes(dimensions: Dimensions, index: int) -> Sequence[int]:
+    """Return the number of table rows of each hash head, in the n-gram embedding of layer `ple_layers[index]`."""
+    heads = len(dimensions.indices["ngram_heads"])
+    return dimensions.indices["ngram_rows"][index * heads : (index + 1) * heads]
 
 
 def gated_attention_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightRow, ...]:

@@ -71,20 +71,27 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
         config.json does not count. The Megatron model may have fewer layers than the checkpoint.
 
         Raises:
-            ValueError: tensors are missing, or belong to layers or experts that config.json does not count.
+            ValueError: tensors are missing, or belong to layers or experts that config.json does not count, or a
+                constant of the family has another value than config.json says.
         """
         self.hf_pretrained = hf_pretrained
         _read_fp8(hf_pretrained, unwrap_model(megatron_model)[0].config.params_dtype)
+        path, found = hf_pretrained.model_name_or_path, set(hf_pretrained.state.keys())
+        config = stored_config(self.family, hf_pretrained)
+        for name, expected in family(self.family).constants(config).items():
+            if name in found and (values := hf_pretrained.state[name].tolist()) != list(expected):
+                raise ValueError(
+                    f"{path}, tensor {name}: found {values}, expected {list(expected)}, which follow from config.json"
+                )
         rows = family(self.family).rows(self.expert_layout())
         dimensions = unwrap_model(megatron_model)[0].config.dimensions()
         needed = {name for row in expand(rows, dimensions) for name in row.hf}
-        path, found = hf_pretrained.model_name_or_path, set(hf_pretrained.state.keys())
         if missing := sorted(needed - found):
             advice = ""
             if all(name.startswith("mtp.") for name in missing):
                 advice = "; set mtp_num_layers=None to load the model without multi-token prediction"
             raise ValueError(f"{path} lacks {len(missing)} tensors: {_list_names(missing)}{advice}")
-        stored_rows = expand(rows, family(self.family).dimensions(stored_config(self.family, hf_pretrained)))
+        stored_rows = expand(rows, family(self.family).dimensions(config))
         counted = {name for row in stored_rows for name in row.hf}
         patterns = {_without_numbers(name) for name in counted}
         if uncounted := sorted(name for name in found - counted if _without_numbers(name) in patterns):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from qwen3vl_bridge.config import size_presets
-from qwen3vl_bridge.config.hybrid_config import FULL, LINEAR, LINEAR_SIZES, MTP_LAYERS, TOKENS
+from qwen3vl_bridge.config.hybrid_config import TOKENS, released_text_fields
 from qwen3vl_bridge.config.size_presets import Experts, Preset, VisionTower
 from qwen3vl_bridge.models.qwen3_5.config import FAMILY_NAME
 
@@ -57,21 +57,8 @@ def config_dict(size: str) -> dict[str, Any]:
     preset = PROXY if size == "proxy" else size_presets.preset_of(size, PRESETS, hub_ids)
     experts = preset.experts
     text = {
-        "vocab_size": 248_320,
-        "layer_types": [FULL if layer % 4 == 3 else LINEAR for layer in range(preset.layers)],
-        "head_dim": 256,
+        **released_text_fields(preset.layers, preset.linear_value_heads),
         "attn_output_gate": True,
-        **LINEAR_SIZES,
-        "linear_num_value_heads": preset.linear_value_heads,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10_000_000,
-            "partial_rotary_factor": 0.25,
-            "mrope_interleaved": True,
-            "mrope_section": [11, 11, 10],
-        },
-        "eos_token_id": 248_044,
-        MTP_LAYERS: 1,
         **({"intermediate_size": preset.ffn} if experts is None else {"shared_expert_intermediate_size": experts.ffn}),
     }
     return size_presets.preset_config(preset, FAMILY_NAME, "Qwen3_5", text=text, token_ids=TOKENS)

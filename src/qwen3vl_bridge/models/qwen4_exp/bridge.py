@@ -20,7 +20,6 @@ from qwen3vl_bridge.weights.rows import Dimensions, expand
 import torch
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import HFWeightTuple, MegatronModelBridge
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
 register_configs()
@@ -61,24 +60,6 @@ class Qwen4ExpBridge(HybridBridge):
             *param_mappings(tuple(row for row in rows if not isinstance(row, NgramHead))),
             *(NgramHeadMapping(row, dimensions) for row in tables),
         )
-
-    def load_weights_hf_to_megatron(
-        self, hf_pretrained: Any, megatron_model: list[MegatronModule], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Load weights, and check first that the constants of the hashes are those of the configuration.
-
-        Raises:
-            ValueError: a constant has another value, so that hashes would look up other rows than those trained.
-        """
-        constants = family(self.family).constants(stored_config(self.family, hf_pretrained))
-        stored = set(hf_pretrained.state.keys())
-        for name, expected in constants.items():
-            if name in stored and (found := hf_pretrained.state[name].tolist()) != list(expected):
-                raise ValueError(
-                    f"{hf_pretrained.model_name_or_path}, tensor {name}: found {found}, expected {list(expected)}, "
-                    "which follow from config.json"
-                )
-        return super().load_weights_hf_to_megatron(hf_pretrained, megatron_model, *args, **kwargs)
 
     def stream_weights_megatron_to_hf(
         self, megatron_model: Any, hf_pretrained: Any, cpu: bool = True, *args: Any, **kwargs: Any

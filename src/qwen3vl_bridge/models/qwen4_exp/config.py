@@ -19,7 +19,7 @@ from qwen3vl_bridge.weights.rows import Dimensions
 FAMILY_NAME = "qwen4_exp"
 INDEXED = "indexed_attention"  # transformers' name in memory of what files call full attention
 
-# Fields of the text model -> field of the provider, with defaults; None for a field that must be there.
+# Fields of the text model, which the provider has under the same names, with defaults.
 RESIDUAL_FIELDS: Mapping[str, int] = {"hc_count": 4, "hc_lowrank": 320}
 NGRAM_FIELDS: Mapping[str, int] = {
     "ple_conv_kernel_size": 4,
@@ -50,7 +50,8 @@ def check_settings(config: Any) -> None:
     Raises:
         ValueError: a field is missing, invalid or not supported; the message names it.
     """
-    hybrid_config.check_settings(_as_hybrid(config))
+    config = _as_hybrid(config)
+    hybrid_config.check_settings(config)
     text = config["text_config"]
     for name, kind in _FIELDS.items():
         if text.get(name) is not None and not kind.fits(text[name]):
@@ -74,7 +75,7 @@ def _as_hybrid(config: Any) -> Any:
 
 
 def _check_indexer(text: Mapping[str, Any]) -> None:
-    if FULL not in layer_types_of(_as_hybrid({"text_config": text})["text_config"]):
+    if FULL not in layer_types_of(text):
         return
     for name in INDEXER_FIELDS:
         if text.get(name) is None:
@@ -106,7 +107,7 @@ def _check_ngrams(text: Mapping[str, Any]) -> None:
             f"text_config.ple_embed_dim is {dim}, expected a multiple of the {heads} hash heads "
             "((ngram_size - 1) * heads_per_ngram)"
         )
-    types = layer_types_of(_as_hybrid({"text_config": text})["text_config"])
+    types = layer_types_of(text)
     for layer in text["ple_layer_ids"]:
         if layer > len(types) or types[layer - 1] != LINEAR:
             raise ValueError(

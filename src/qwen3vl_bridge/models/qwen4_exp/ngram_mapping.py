@@ -8,6 +8,7 @@ from typing import Self
 from qwen3vl_bridge.core.collectives import broadcast_from_rank, max_in_group
 from qwen3vl_bridge.models.qwen4_exp.layer import StreamLayer
 from qwen3vl_bridge.models.qwen4_exp.table import NgramHead
+from qwen3vl_bridge.weights.hybrid_rows import ngram_head_sizes
 from qwen3vl_bridge.weights.rows import Dimensions
 
 import torch
@@ -57,14 +58,13 @@ def gather_tables(chunks: Sequence[nn.Module], dimensions: Dimensions) -> Iterat
     groups, parameter = get_attr_wrapped_model(chunks[0], "pg_collection"), next(chunks[0].parameters())
     dtype = unwrap_model(chunks[0]).config.params_dtype
     layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, StreamLayer)]
-    heads = len(dimensions.indices["ngram_heads"])
     for index, number in enumerate(dimensions.indices["ple_layers"]):
         owned = [layer.ple.ngram_embedding for layer in layers if layer.ple and layer.layer_number == number + 1]
         owner = 0
         if groups.pp.size() > 1:
             rank = torch.tensor(groups.pp.rank() if owned else 0, device=parameter.device)
             owner = int(max_in_group(rank, groups.pp))
-        sizes = dimensions.indices["ngram_rows"][index * heads : (index + 1) * heads]
+        sizes = ngram_head_sizes(dimensions, index)
         rows, part = sum(sizes) // dimensions["ngram_parts"], 0
         rest = parameter.new_empty(0, dimensions["ngram_dim"], dtype=dtype)
         for head, size in enumerate(sizes):

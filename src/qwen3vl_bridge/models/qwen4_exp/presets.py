@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from qwen3vl_bridge.config import size_presets
-from qwen3vl_bridge.config.hybrid_config import FULL, LINEAR, LINEAR_SIZES, MTP_LAYERS, TOKENS
+from qwen3vl_bridge.config.hybrid_config import TOKENS, released_text_fields
 from qwen3vl_bridge.config.size_presets import Experts, Preset, VisionTower
 from qwen3vl_bridge.models.qwen4_exp.config import FAMILY_NAME
 
@@ -16,10 +15,6 @@ _VISION = VisionTower(depth=27, hidden=1152, ffn=4304, heads=16)
 PRESETS: Mapping[str, Preset] = {
     "Flash-Next": Preset(2560, 0, 48, 24, 2, linear_value_heads=48, vision=_VISION, experts=Experts(512, 10, 640)),
 }
-
-# A small proxy for tests of parallelism: four layers, sixteen experts, small n-gram tables. It is not released.
-PROXY = replace(PRESETS["Flash-Next"], layers=4, vision=replace(_VISION, depth=2), experts=Experts(16, 2, 640))
-_PROXY_FIELDS = {"ngram_vocab_size_base": 100_000}
 
 
 def hub_ids(size: str) -> tuple[str, ...]:
@@ -33,24 +28,11 @@ def config_dict(size: str) -> dict[str, Any]:
     Raises:
         ValueError: the size or hub id is unknown.
     """
-    is_proxy = size == "qwen4_exp-proxy"
-    preset = PROXY if is_proxy else size_presets.preset_of(size, PRESETS, hub_ids)
+    preset = size_presets.preset_of(size, PRESETS, hub_ids)
     assert preset.experts is not None
     text = {
-        "vocab_size": 248_320,
-        "layer_types": [FULL if layer % 4 == 3 else LINEAR for layer in range(preset.layers)],
-        "head_dim": 256,
-        **LINEAR_SIZES,
-        "linear_num_value_heads": preset.linear_value_heads,
+        **released_text_fields(preset.layers, preset.linear_value_heads),
         "output_gate_type": "sigmoid",
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10_000_000,
-            "partial_rotary_factor": 0.25,
-            "mrope_interleaved": True,
-            "mrope_section": [11, 11, 10],
-        },
-        "eos_token_id": 248_044,
         "shared_expert_intermediate_size": preset.experts.ffn,
         "hc_count": 4,
         "hc_lowrank": 320,
@@ -67,8 +49,6 @@ def config_dict(size: str) -> dict[str, Any]:
         "indexer_head_dim": 128,
         "indexer_budget": 2048,
         "indexer_compress_ratio": 4,
-        MTP_LAYERS: 1,
-        **(_PROXY_FIELDS if is_proxy else {}),
     }
     return size_presets.preset_config(
         preset, FAMILY_NAME, "Qwen4Exp", text=text, token_ids=TOKENS, has_dense_models=False

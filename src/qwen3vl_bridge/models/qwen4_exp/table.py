@@ -18,6 +18,7 @@ from qwen3vl_bridge.weights.hybrid_rows import (
     TEXT_LAYER,
     gated_attention_rows,
     linear_attention_rows,
+    ngram_head_sizes,
     shared_expert_rows,
 )
 from qwen3vl_bridge.weights.rows import Dimensions, ExpertLayout, TensorSlice, WeightRow, single_row
@@ -59,10 +60,9 @@ class NgramHead(WeightRow):
     def _rows(self, dimensions: Dimensions) -> tuple[int, int, int]:
         """Return the number of rows of a part, and the first and the end of this head's rows in the table."""
         layer, head = self.position
-        index, heads = dimensions.indices["ple_layers"].index(layer), len(dimensions.indices["ngram_heads"])
-        of_layer = dimensions.indices["ngram_rows"][index * heads : (index + 1) * heads]
-        start = sum(of_layer[:head])
-        return sum(of_layer) // dimensions["ngram_parts"], start, start + of_layer[head]
+        sizes = ngram_head_sizes(dimensions, dimensions.indices["ple_layers"].index(layer))
+        start = sum(sizes[:head])
+        return sum(sizes) // dimensions["ngram_parts"], start, start + sizes[head]
 
 
 def _without_norms(table: Iterable[WeightRow]) -> tuple[WeightRow, ...]:
