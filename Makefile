@@ -24,7 +24,7 @@ tiny-model: env ## make the demo's tiny model only, in out/digits/hf
 	$(PY) examples/digits/demo.py --model-only $(DEMO_ARGS)
 
 # On the CPU, also where there is a GPU; `make gpu-check` runs what needs one.
-test: lint ## lint, then all tests but slow ones (how long: CONTRIBUTING.md)
+test: lint ## lint, then all tests but slow ones
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-full: ## lint, then all tests
