@@ -38,7 +38,8 @@ from qwen3vl_bridge.weights.rows import Component, Dimensions
 
 # Bytes of a norm's statistic, of attention's log-sum-exp, of an index, and of a float32 element.
 _STATISTIC, _LOGSUMEXP, _INDEX, _FLOAT = 4, 4, 8, 4
-_QUERY_CHUNK = 512  # queries of sparse attention that have a mask at a time: `models/qwen4_exp/indexer.py`
+_PAIRS_OF_PIECE = 2048  # of sparse attention: `PIECE` in `models/qwen4_exp/sparse_kernels.py`
+_SORTED_PAIR = 32  # bytes that torch.sort needs for each int32 on a GPU; measured on the fake GPU
 # Saved tensors that each of `recompute_modules` frees, by the beginnings of their names.
 _FREED_BY_RECOMPUTATION = {
     "core_attn": ("attention: ",),
@@ -168,10 +169,12 @@ def saved_by_attention(local: LocalSizes) -> SavedTensors:
         saved |= {"gate: input": local.q * e, "gate": local.q * (e if local.kernels else _FLOAT)}
         saved["linear_proj: input"] *= local.saves_input("linear_proj")
     if local.is_sparse:
-        del saved["attention: log-sum-exp"]
-        # Selected blocks in int32, and the token of each query; and for all tokens the blocks and their first tokens.
-        saved["selected blocks"] = dims["index_budget"] // dims["index_block"] * 4 + _INDEX
-        saved["blocks of tokens"] = _INDEX * (1 + 1 / dims["index_block"]) * layout.cp * local.kernels
+        # In int32 the selected blocks, with kernels also each query's own block and the number of blocks. The token of
+        # each query. The first token of each block of the batch.
+        saved["selected blocks"] = (dims["index_budget"] // dims["index_block"] + 2 * local.kernels) * 4 + _INDEX
+        saved["first tokens of blocks"] = _INDEX / dims["index_block"] * layout.cp * local.kernels
+        if not local.kernels:
+            del saved["attention: log-sum-exp"]
         if layout.cp > 1:
             saved["keys and values of all context-parallel ranks"] = 2 * local.kv * e * layout.cp
             if local.te:
@@ -596,11 +599,14 @@ def _text_layer(local: LocalSizes, *, moe: bool, slots: float | None = None) -> 
             # queries, which it then sums.
             keys = layout.cp + 0.5 if layout.cp > 1 else 1
             attention_gradients = keys * (2 * local.q + 3 * local.kv) + 2 * local.q
-        if local.is_sparse:
-            # For each chunk of queries: keys and values of each head and their gradients, and the mask as numbers.
-            # Gradients of keys and values are summed in float32.
-            of_key = 4 * local.q + (2 * local.kv * _FLOAT + 3 * _QUERY_CHUNK) / local.e
-            attention_gradients = (layout.cp * of_key + 2 * local.q) * kernels
+        if local.is_sparse and kernels:
+            # Gradients of outputs and queries, and either the sort of pairs of queries and blocks, or sorted queries
+            # and the gradients of keys and values: of pieces in float32, and their sums.
+            # Source: `models/qwen4_exp/sparse_kernels.py`.
+            blocks, pieces = 1 + dims["index_budget"] // dims["index_block"], layout.cp / dims["index_block"]
+            pieces += blocks / _PAIRS_OF_PIECE
+            of_keys = 2 * local.kv * (pieces * dims["index_block"] * _FLOAT + layout.cp * local.e) + 4 * blocks
+            attention_gradients = 2 * local.q + max(_SORTED_PAIR * blocks, of_keys) / local.e
     else:
         before = saved_by_linear_attention(local, slots)
         # For each head: updates and outputs of a chunk, queries, keys and values, and the states between chunks, each

@@ -95,8 +95,8 @@ class Indexer(MegatronModule):
     def forward(self, hidden: Tensor, rotary: Tensor, layout: SequenceLayout) -> Tensor:
         """Return the selected blocks [s, b, k] int32 of each token of this context-parallel rank.
 
-        Blocks are counted over the whole batch (`TokenBlocks`). Entries are -1 where a token sees fewer complete
-        blocks. The order of blocks has no meaning. There is no host-device synchronization.
+        Blocks are counted over the whole batch (`TokenBlocks`). The last entries are -1 where a token sees fewer
+        complete blocks. There is no host-device synchronization.
 
         Args:
             hidden: [s / sp, b, h], the input of attention on this rank.
@@ -170,7 +170,8 @@ class Indexer(MegatronModule):
         is_complete = (first >= segment_starts[:, None]) & (first + blocks.ratio <= tokens[:, None] + 1)
         scores.masked_fill_(~is_complete, -torch.inf)
         k = self.config.indexer_budget // blocks.ratio
-        best = scores.topk(min(k, len(candidates)), sorted=False)
+        # Sorted, so that entries of -1 are last. Kernels stop at the last block.
+        best = scores.topk(min(k, len(candidates)))
         selected = (best.indices + candidates.start).masked_fill(best.values == -torch.inf, -1)
         return F.pad(selected, (0, k - selected.size(1)), value=-1).int()
 

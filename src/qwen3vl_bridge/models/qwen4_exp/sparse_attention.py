@@ -1,7 +1,8 @@
 """QSA, sparse attention: each token attends to the blocks of tokens that the indexer selects, and to its own block.
 
-It is computed in chunks of queries with a mask for each chunk. Masks and scores are made again in the backward pass, so
-memory grows with the number of tokens and not with its square.
+On a GPU Triton kernels compute it (`sparse_kernels.py`). Elsewhere it is computed in chunks of queries with a mask for
+each chunk. Both compute scores again in the backward pass, so memory grows with the number of tokens and not with its
+square.
 
 Legend of shapes: b rows, s tokens of a row on this context-parallel rank, t = b * s, T tokens of the batch, n queries
 of a chunk, m keys of a chunk, d head dimension, k selected blocks. Keys and values may have fewer heads than queries.
@@ -22,16 +23,27 @@ from qwen3vl_bridge.core.layout import (
     query_chunks,
     token_index,
 )
-from qwen3vl_bridge.models.common.attention import attend_masked, physical_layout
+from qwen3vl_bridge.models.common.attention import attend_masked, packed_seq_params, physical_layout
 from qwen3vl_bridge.models.common.rope import RotarySelfAttention
 from qwen3vl_bridge.models.qwen4_exp.indexer import QUERY_CHUNK, Indexer, TokenBlocks
 
 import torch
+import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+
+
+def attended_blocks(selection: Tensor, tokens: Tensor, blocks: TokenBlocks) -> Tensor:
+    """Return the blocks of each query [n, 1 + k] int32: its own block if that is incomplete, and the selected ones.
+
+    Entries of -1 are no block. The arguments are those of `selected_tokens_mask`.
+    """
+    own = blocks.of_tokens[tokens]
+    is_complete = tokens - blocks.offsets[own] == blocks.ratio - 1
+    return torch.cat((own.masked_fill(is_complete, -1)[:, None].int(), selection), 1)
 
 
 def selected_tokens_mask(selection: Tensor, tokens: Tensor, blocks: TokenBlocks, keys: slice) -> Tensor:
@@ -46,12 +58,9 @@ def selected_tokens_mask(selection: Tensor, tokens: Tensor, blocks: TokenBlocks,
         blocks: the blocks of the batch.
         keys: range of the m tokens.
     """
-    columns = blocks.range(keys)
-    own = blocks.of_tokens[tokens]
-    is_complete = tokens - blocks.offsets[own] == blocks.ratio - 1
-    attended = torch.cat((selection, own.masked_fill(is_complete, -1)[:, None]), 1)
+    columns, attended = blocks.range(keys), attended_blocks(selection, tokens, blocks)
     # Entries of -1 go to an additional column, which no token belongs to.
-    column = (attended - columns.start).masked_fill(attended < 0, len(columns))
+    column = (attended - columns.start).masked_fill(attended < 0, len(columns)).long()
     chosen = torch.zeros(len(tokens), len(columns) + 1, dtype=torch.bool, device=tokens.device)
     chosen.scatter_(1, column, True)
     is_visible = torch.arange(keys.start, keys.stop, device=tokens.device) <= tokens[:, None]
@@ -151,8 +160,12 @@ def sparse_core_attention(base: type[nn.Module]) -> type[nn.Module]:
             super().__init__(config, layer_number, attn_mask_type, attention_type, **given, **arguments)
             # Names that Transformer Engine's class does not use.
             self.compress_ratio = config.indexer_compress_ratio
-            self.gather_group = pg_collection.cp if config.context_parallel_size > 1 else None
+            self.budget = config.indexer_budget
+            self.gather_group = group = pg_collection.cp if config.context_parallel_size > 1 else None
+            self.cp_ranks, self.cp_rank = (1, 0) if group is None else (group.size(), group.rank())
             self.product_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+            sizes = config.kv_channels, config.indexer_compress_ratio
+            self.has_kernels = config.kv_channels >= 16 and all(size & (size - 1) == 0 for size in sizes)
             self.dropout_rate = config.attention_dropout if attention_dropout is None else attention_dropout
 
         def forward(
@@ -190,28 +203,88 @@ def sparse_core_attention(base: type[nn.Module]) -> type[nn.Module]:
             is_packed = query.dim() == 3
             if is_packed:
                 query, key, value = (x[:, None] for x in (query, key, value))
-            cp_size, cp_rank = (1, 0) if (group := self.gather_group) is None else (group.size(), group.rank())
             length, rows = query.shape[:2]
-            layout = physical_layout(packed_seq_params, rows, cp_size * length, query.device)
-            by_row = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value, attention_mask))
-            query, key, value, selection = by_row
-            output = AttendSelectedTokens.apply(
-                query,
-                *self.gather_keys(key, value, layout),
-                selection,
-                token_index(layout, cp_size, cp_rank).T.flatten(),
-                TokenBlocks(layout, self.compress_ratio),
-                query_chunks(layout, QUERY_CHUNK, cp_size, cp_rank),
-                self.product_scale,
-            ).flatten(1)
+            layout = physical_layout(packed_seq_params, rows, self.cp_ranks * length, query.device)
+            query, key, value, selection = (
+                x.transpose(0, 1).flatten(0, 1) for x in (query, key, value, attention_mask)
+            )
+            if is_packed and min(layout.padded_lengths) <= self.budget < max(layout.padded_lengths):
+                return self.attend_by_length(query, key, value, selection, layout, attn_mask_type)
+            output = self.attend_selected(query, key, value, selection, layout)
             return output if is_packed else output.view(rows, length, -1).transpose(0, 1).contiguous()
+
+        def attend_by_length(
+            self,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            selection: Tensor,
+            layout: SequenceLayout,
+            attn_mask_type: AttnMaskType,
+        ) -> Tensor:
+            """Attend to all visible tokens in segments of at most `budget` tokens, and to selected blocks in others.
+
+            Blocks selected for queries of short segments are all visible ones, so the result is the same. The base
+            class computes many queries with the same keys at a time, which a kernel for selected blocks cannot do.
+
+            Args are those of `attend_selected`, for a packed row with segments of both kinds.
+            """
+            lengths = layout.cu_seqlens_padded.diff()
+            is_long = lengths > self.budget
+            # Computed on the device: a copy of indices from the host would synchronize.
+            segments = is_long.argsort(stable=True)
+            segment_of = layout.segment_ids()[token_index(layout, self.cp_ranks, self.cp_rank).T.flatten()]
+            slots = is_long[segment_of].argsort(stable=True)
+            short_lengths = tuple(n for n in layout.padded_lengths if n <= self.budget)
+            long_lengths = tuple(n for n in layout.padded_lengths if n > self.budget)
+            of_short, of_long = segments.split([len(short_lengths), len(long_lengths)])
+            short, long = slots.split([sum(n) // self.cp_ranks for n in (short_lengths, long_lengths)])
+
+            offsets = F.pad(lengths[of_short].cumsum(0, dtype=torch.int32), (1, 0))
+            short_layout = SequenceLayout(offsets, offsets, 1, short_lengths, short_lengths)
+            parts = (x.index_select(0, short) for x in (query, key, value))
+            params = packed_seq_params(offsets, short_lengths, short_layout)
+            short_output = super().forward(*parts, None, attn_mask_type=attn_mask_type, packed_seq_params=params)
+
+            offsets = F.pad(lengths[of_long].cumsum(0, dtype=torch.int32), (1, 0))
+            long_layout = SequenceLayout(offsets, offsets, 1, long_lengths, long_lengths)
+            # Blocks of earlier short segments are not counted in the row of long segments.
+            blocks = (lengths + self.compress_ratio - 1) // self.compress_ratio
+            shift = blocks.masked_fill(is_long, 0).cumsum(0, dtype=torch.int32)[segment_of]
+            selection = torch.where(selection < 0, selection, selection - shift[:, None])
+            parts = (x.index_select(0, long) for x in (query, key, value, selection))
+            long_output = self.attend_selected(*parts, long_layout)
+            return torch.cat((short_output, long_output)).index_select(0, slots.argsort())
+
+        def attend_selected(
+            self, query: Tensor, key: Tensor, value: Tensor, selection: Tensor, layout: SequenceLayout
+        ) -> Tensor:
+            """Return attention to selected blocks [t, heads * d].
+
+            Args:
+                query, key, value: [t, heads, d], row by row.
+                selection: selected blocks [t, k] int32 of the layout.
+                layout: segments of the batch.
+            """
+            key, value = self.gather_keys(key, value, layout)
+            tokens = token_index(layout, self.cp_ranks, self.cp_rank).T.flatten()
+            blocks = TokenBlocks(layout, self.compress_ratio)
+            if query.is_cuda and self.has_kernels:
+                from qwen3vl_bridge.models.qwen4_exp.sparse_kernels import AttendBlocks  # imports Triton
+
+                attended = attended_blocks(selection, tokens, blocks)
+                arguments = attended, tokens, blocks.offsets, blocks.ratio, self.product_scale
+                return AttendBlocks.apply(query, key, value, *arguments).flatten(1)
+            chunks = query_chunks(layout, QUERY_CHUNK, self.cp_ranks, self.cp_rank)
+            arguments = selection, tokens, blocks, chunks, self.product_scale
+            return AttendSelectedTokens.apply(query, key, value, *arguments).flatten(1)
 
         def gather_keys(self, key: Tensor, value: Tensor, layout: SequenceLayout) -> Sequence[Tensor]:
             """Return keys and values [T, heads, d] in the order of the batch, from [t, heads, d] of each rank."""
             if self.gather_group is None:
                 return key, value
             gathered = gather_over_context(torch.cat((key, value), -1), self.gather_group).flatten(0, 1)
-            return gathered.index_select(0, inverse_token_index(layout, self.gather_group.size())).chunk(2, -1)
+            return gathered.index_select(0, inverse_token_index(layout, self.cp_ranks)).chunk(2, -1)
 
     SparseCoreAttention.__name__ = SparseCoreAttention.__qualname__ = f"Sparse{base.__name__}"
     return SparseCoreAttention
