@@ -29,6 +29,8 @@ from qwen3vl_bridge.core.batch import TokenBatch
 from qwen3vl_bridge.core.layout import SequenceLayout, segment_multiple
 from qwen3vl_bridge.core.vision_inputs import VisionSettings
 from qwen3vl_bridge.data.dataset_provider import Qwen3VLConversationProvider
+from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
+from qwen3vl_bridge.models.qwen4_exp.ngram_embedding import NgramEmbedding
 from qwen3vl_bridge.planning.hardware import GIB
 from qwen3vl_bridge.simulation.fake_gpu import Event, between, mark, on_sync, read_log
 from qwen3vl_bridge.simulation.no_cudnn import without_cudnn
@@ -121,10 +123,12 @@ def simulate_rank(cfg: ConfigContainer, *, rank: int, world: int, log: Path) -> 
         raise ValueError(f"rank is {rank}, expected 0 to {world - 1}")
     if cfg.train.micro_batch_size != 1:
         raise ValueError(f"train.micro_batch_size is {cfg.train.micro_batch_size}, expected 1 (a packed row)")
-    if cfg.model.dist_train.use_dist_train or cfg.model.variable_seq_lengths:
+    if cfg.model.dist_train.use_dist_train:
+        raise ValueError("model.dist_train.use_dist_train is True, expected False: vision ranks cannot be simulated")
+    if cfg.model.variable_seq_lengths and getattr(cfg.model.vision_config, "deepstack_visual_indexes", ()):
         raise ValueError(
-            "model.variable_seq_lengths or model.dist_train is set, with which ranks send each other sizes; a "
-            "simulation has only one rank: expected model.variable_seq_lengths=False and no separate vision ranks"
+            "model.variable_seq_lengths is True, expected False: pipeline stages tell each other how many DeepStack "
+            "features they send, which one simulated rank cannot know"
         )
     gc.freeze()  # compiling runs many garbage collections, which need not traverse imported modules
     report = Simulation(rank, world)
@@ -133,6 +137,8 @@ def simulate_rank(cfg: ConfigContainer, *, rank: int, world: int, log: Path) -> 
     _shorten(cfg, world)
     simulated_gpu.join_fake_ranks(rank, world, recorder.note_collective)
     simulated_gpu.take_no_values()
+    if cfg.model.variable_seq_lengths:
+        _assume_lengths(cfg.model)
     weight_loading.Pretrained = _NoWeights
     StepGuard.on_train_step_end = RunLog.on_train_step_end = lambda *_: None  # these would read losses and norms
     if cfg.model.num_moe_experts:
@@ -153,6 +159,18 @@ def simulate_rank(cfg: ConfigContainer, *, rank: int, world: int, log: Path) -> 
     if report.error is None:
         _count_launches(between(read_log(log), f"step {_COUNTED}", "end"), report)
     return report
+
+
+def _assume_lengths(model: VisionLanguageProvider) -> None:
+    """Replace the exchange of lengths between ranks by those of a row of `seq_length` tokens.
+
+    The host waits for these exchanges in a run, and a simulation does not count this.
+    """
+    divided_by = model.context_parallel_size * (model.tensor_model_parallel_size if model.sequence_parallel else 1)
+    # Stages send all residual streams, and the embedded next tokens of multi-token prediction.
+    width = model.hidden_size * (getattr(model, "hc_count", 1) + getattr(model, "trains_mtp", False))
+    simulated_gpu.receive_shape((model.seq_length // divided_by, 1, width))
+    NgramEmbedding._exchanged_tokens = lambda self, ids: ids.size(0) * ids.size(1)
 
 
 def _shorten(cfg: ConfigContainer, world: int) -> None:
@@ -243,7 +261,8 @@ def largest_row(cfg: ConfigContainer) -> TokenBatch:
 def full_row(cfg: ConfigContainer) -> TokenBatch:
     """Return a packed row of `seq_length` tokens with images of equal size, and four other tokens per image.
 
-    Images are as large as the row and the dataset's `max_patches` allow.
+    Each image is a segment, or all are one segment if attention is sparse. Images are as large as the row and the
+    dataset's `max_patches` allow.
     """
     model, length = cfg.model, cfg.dataset.seq_length
     vision = model.vision_config
@@ -255,11 +274,13 @@ def full_row(cfg: ConfigContainer) -> TokenBatch:
     tokens = max(min(each - 4, max_tokens // images), 1)
     height = math.isqrt(tokens)
     width = tokens // height
+    # Sparse attention needs a segment longer than its budget. The planner expects one, too.
+    segments = [each * images] if getattr(model, "indexer_budget", 0) > each else [each] * images
     image = [model.vision_start_token_id, *[model.image_token_id] * (height * width), model.vision_end_token_id]
     text = 0  # any other token
     ids = [*image, *[text] * (each - len(image))] * images
     ids = torch.tensor(ids + [text] * (length - len(ids)))[None]
-    layout = SequenceLayout.packed_row([each] * images, multiple=multiple, total=length)
+    layout = SequenceLayout.packed_row(segments, multiple=multiple, total=length)
     grids = torch.tensor([(1, merge * height, merge * width)] * images)
     patches = int(grids.prod(-1).sum())
     features = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2

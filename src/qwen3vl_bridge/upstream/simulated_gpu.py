@@ -1,9 +1,9 @@
 """Replacements in a process that simulates one rank of a run on a fake GPU, which computes no values.
 
 Replaced, in torch and Megatron: process groups and collectives (the other ranks do not exist), gradient norms, tuning
-of kernels, and what asks the driver (nothing is computed), the counts of tokens for each expert (an equal share), and
-products of all experts (their sizes are logged). None of them has an extension point. Nothing is put back: the process
-ends after the simulation.
+of kernels, and what asks the driver (nothing is computed), the counts of tokens for each expert (an equal share), the
+shapes that pipeline stages tell each other, and products of all experts (their sizes are logged). None of them has an
+extension point. Nothing is put back: the process ends after the simulation.
 
 Borrowed: `torch._inductor`'s tuner, torch's backend "fake" of `torch.testing._internal`, and `torch.utils._pytree`.
 Delete what torch or Megatron can do without values, such as to train on meta tensors.
@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
 from megatron.core.optimizer import optimizer
 from megatron.core.pipeline_parallel import utils
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.moe import token_dispatcher
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
@@ -117,6 +118,12 @@ def balance_routing() -> None:
 
     replace(dispatcher, "preprocess", balanced, When.SIMULATION)
     replace(token_dispatcher, "gather_from_sequence_parallel_region", gathered, When.SIMULATION)
+
+
+def receive_shape(shape: tuple[int, int, int]) -> None:
+    """Let pipeline stages receive tensors of this shape with `variable_seq_lengths`, instead of asking each other."""
+    answer = lambda *_, **__: (list(shape), list(shape))  # noqa: E731  for stages that receive nothing it has no effect
+    replace(P2PCommunicator, "_communicate_shapes", answer, When.SIMULATION)
 
 
 def mark_grouped_products(begin: Callable[[int], None], end: Callable[[], None]) -> None:
