@@ -1,4 +1,4 @@
-r"""Fine-tune Qwen3-VL or Qwen3.5-VL with a recipe: `qwen3vl train`, from a clone.
+r"""Fine-tune a model with a recipe: `qwen3vl train`, from a clone.
 
 For example, on one node:
 

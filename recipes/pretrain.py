@@ -1,4 +1,4 @@
-r"""Pretrain Qwen3-VL or Qwen3.5-VL with a recipe: `qwen3vl train --from-scratch`, from a clone.
+r"""Pretrain a model with a recipe: `qwen3vl train --from-scratch`, from a clone.
 
 For example, on each of eight nodes (docs/recipes.md has a script for Slurm):
 

@@ -2,9 +2,9 @@
 
     python examples/digits/demo.py [--family qwen3_5] [--hf-model FOLDER | --model-only] [--work-dir FOLDER]
 
-The demo makes a tiny Qwen3-VL or Qwen3.5-VL checkpoint (or takes yours), converts it for Megatron, fine-tunes it on
-scanned handwritten digits, exports it, and lets transformers read digits that it has not seen. With --model-only it
-only makes the tiny checkpoint, for training on your own data.
+The demo makes a tiny checkpoint of a family (or takes yours), converts it for Megatron, fine-tunes it on scanned
+handwritten digits, exports it, and lets transformers read digits that it has not seen. With --model-only it only makes
+the tiny checkpoint, for training on your own data.
 """
 
 from __future__ import annotations

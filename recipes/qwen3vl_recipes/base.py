@@ -204,6 +204,7 @@ def on(
     recompute: int | Literal["all"] | None = None,
     overlap: bool = False,
     init_on_cpu: bool = False,
+    reshardable: bool = True,
     **sizes: int,
 ) -> Recipe:
     """Return a recipe for a number of GPUs.
@@ -218,6 +219,7 @@ def on(
         recompute: number of layers for `recompute_layers`; None to keep what the kind sets.
         overlap: overlap the expert all-to-all with compute; not possible with full recomputation.
         init_on_cpu: initialize the full model on the CPU before Megatron-FSDP shards it; needs initial weights.
+        reshardable: `dist_ckpt_optim_fully_reshardable`; False if machines have too little host memory for it.
         **sizes: arguments of `set_parallel_sizes`.
     """
 
@@ -226,6 +228,7 @@ def on(
         cfg = set_parallel_sizes(cfg, **sizes)
         cfg.model.overlap_moe_expert_parallel_comm = overlap
         cfg.model.init_model_with_meta_device = init_on_cpu
+        cfg.checkpoint.dist_ckpt_optim_fully_reshardable = reshardable
         return cfg if recompute is None else recompute_layers(cfg, recompute)
 
     words = [f"{name.upper()} {number}" for name, number in sizes.items()]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qwen3vl_bridge.config.other_trainers import explain_unsupported
+from qwen3vl_bridge.registry import titles
 from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, CommandParser, escape_unprintable, show, show_error
 from qwen3vl_bridge.training.allocator import use_expandable_segments
 
@@ -94,7 +95,8 @@ def train(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl train"
 
 def _parser(prog: str) -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog=prog, description="Train Qwen3-VL or Qwen3.5-VL with a recipe, from given weights or from scratch.",
+        prog=prog, description="Train a model with a recipe, from given weights or from scratch. Supported are "
+        f"{', '.join(titles().values())}.",
         epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add = parser.add_argument

@@ -15,7 +15,7 @@ from qwen3vl_bridge.data.data_paths import check_data_paths
 from qwen3vl_bridge.terminal import show
 
 from qwen3vl_recipes import setting_names
-from qwen3vl_recipes.paths import TITLES, describe_model_kind
+from qwen3vl_recipes.paths import describe_model_kind
 from qwen3vl_recipes.registry import find, recipes
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def check_model(args: Namespace, *, downloads: bool, has_first_weights: bool) ->
         _check_continued_run(args, config)
     found = config.family.name, bool(config.dimensions.indices["moe_layers"])
     intended = _parse_recipe_name(args.recipe)
-    if intended is None or found[0] not in TITLES or (found[0] == intended[0] and found[1] >= intended[1]):
+    if intended is None or found[0] not in _FAMILIES.values() or (found[0] == intended[0] and found[1] >= intended[1]):
         return
     fitting = [name for name in recipes() if _parse_recipe_name(name) == (*found, intended[2])]
     raise ValueError(

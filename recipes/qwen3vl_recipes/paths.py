@@ -7,6 +7,8 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qwen3vl_bridge.registry import titles
+
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
 
@@ -16,12 +18,11 @@ logger = logging.getLogger(__name__)
 _RUN_FIELDS = {"seq_length"}
 _PARALLELISM = ("tensor_model", "pipeline_model", "context", "expert_model")
 _PRECISION = {"pipeline_dtype", "autocast_dtype"}
-TITLES = {"qwen3_vl": "Qwen3-VL", "qwen3_5": "Qwen3.5-VL", "qwen4_exp": "Qwen3.8-Flash-Next"}
 
 
 def describe_model_kind(family: str, has_experts: bool) -> str:
     """Return a model kind for a message, such as "a Qwen3-VL with experts"."""
-    return f"a {TITLES.get(family, family)} with{'' if has_experts else 'out'} experts"
+    return f"a {titles().get(family, family)} with{'' if has_experts else 'out'} experts"
 
 
 def set_paths(

@@ -5,7 +5,7 @@ or a multiple of the 16 hash heads, and TP * CP is at most sixteen, as for Qwen3
 Megatron-FSDP, which supports n-gram tables only without EP.
 """
 
-from functools import partial
+from functools import partial, wraps
 
 from qwen3vl_recipes import base
 from qwen3vl_recipes.base import peft, sft, sft_32k
@@ -13,17 +13,31 @@ from qwen3vl_recipes.base import peft, sft, sft_32k
 on = partial(base.on, family="qwen4_exp")
 
 
-def pretrain(size, **settings):
-    """Pretraining, rows of 8K tokens.
+def with_stages(kind):
+    """Return a kind of training for several pipeline stages.
 
-    Pipeline stages exchange residual streams, of which megatron-core does not know the size in advance.
+    The stages exchange residual streams, of which megatron-core does not know the size in advance.
     """
-    cfg = base.pretrain(size, **settings)
-    cfg.model.variable_seq_lengths = True
-    return cfg
 
+    @wraps(kind)
+    def build(size, **settings):
+        cfg = kind(size, **settings)
+        cfg.model.variable_seq_lengths = True
+        return cfg
+
+    return build
+
+
+pretrain, pretrain_fp8_mx = with_stages(base.pretrain), with_stages(base.pretrain_fp8_mx)
 
 qwen38_flash_next_sft_config = on(64, sft, "Flash-Next", tp=4, ep=64, recompute="all")
 qwen38_flash_next_sft_32k_config = on(64, sft_32k, "Flash-Next", tp=4, cp=4, ep=64, recompute="all")
 qwen38_flash_next_peft_config = on(8, peft, "Flash-Next", tp=2, ep=8, recompute="all")
 qwen38_flash_next_pretrain_config = on(128, pretrain, "Flash-Next", tp=2, pp=2, ep=32, recompute="all")
+
+on_b200 = partial(on, gpu="B200", reshardable=False)
+
+qwen38_flash_next_sft_b200_config = on_b200(32, sft, "Flash-Next", tp=2, ep=16, recompute="all")
+qwen38_flash_next_sft_32k_b200_config = on_b200(32, sft_32k, "Flash-Next", tp=4, ep=16, recompute="all")
+qwen38_flash_next_peft_b200_config = on(8, peft, "Flash-Next", gpu="B200", ep=8)
+qwen38_flash_next_pretrain_fp8_mx_config = on_b200(64, pretrain_fp8_mx, "Flash-Next", pp=2, ep=8, recompute="all")

@@ -4,7 +4,7 @@ r"""Run Megatron-Bridge's own launcher, `scripts/training/run_recipe.py`, with t
         --recipe qwen3_vl_8b_sft_config --pretrained_checkpoint /HF_FOLDER --save_dir /RUN dataset.path=/DATA
 
 The script reads recipes from `megatron.bridge.recipes` and has its own tables of forward steps and training functions.
-In a process started this way, all three have this package's entries for Qwen3-VL and Qwen3.5-VL: a recipe, the step
+In a process started this way, all three have this package's entries for its models: a recipe, the step
 for its batches, and a training function with callbacks. They replace Megatron-Bridge's recipes of the same names, which
 have other settings.
 """

@@ -54,6 +54,7 @@ class Family:
         constants: returns the int64 vectors, by name, that checkpoints of a configuration have beside the weights and
             that follow from the configuration.
         dist_train: whether the family supports separate vision ranks.
+        title: the name of the models in help and messages; None for `name`.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Family:
     fp8_table_field: str | None = None
     constants: Callable[[Config], Mapping[str, tuple[int, ...]]] = lambda config: {}
     dist_train: bool = False
+    title: str | None = None
 
     @property
     def provider_target(self) -> str:
@@ -213,6 +215,11 @@ def nearest_name(name: str, sizes: Collection[str] = ()) -> str:
     return (
         f"; supported are the models {', '.join(dict.fromkeys(hub_id.split(f'-{size}')[0] for size, hub_id in pairs))}"
     )
+
+
+def titles() -> dict[str, str]:
+    """Return the name of the models of each family in help and messages, by the name of the family."""
+    return {name: family.title or name for name, family in families().items()}
 
 
 def preset_sizes() -> list[str]:

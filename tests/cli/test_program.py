@@ -13,7 +13,7 @@ from qwen3vl_bridge.checkpoint.formats.huggingface import SINGLE
 from qwen3vl_bridge.cli import doctor
 from qwen3vl_bridge.cli import main as program
 from qwen3vl_bridge.cli.main import main
-from qwen3vl_bridge.registry import preset
+from qwen3vl_bridge.registry import preset, titles
 
 import huggingface_hub
 import pytest
@@ -45,6 +45,9 @@ def test_help_of_every_command_takes_under_a_second_without_importing_torch():
     assert done.returncode == 0, done.stderr
     for words in COMMANDS:
         assert f"usage: {' '.join(['qwen3vl', *words])} [-h]" in done.stdout
+    for words in ([], ["convert"], ["train"]):
+        text = done.stdout.split(f"usage: {' '.join(['qwen3vl', *words])} [-h]")[1].split("usage: ")[0]
+        assert all(title in " ".join(text.split()) for title in titles().values()), words
     imported, seconds = done.stdout.splitlines()[-1].rsplit(" ", 1)
     assert imported == "[]" and float(seconds) < 1
 

@@ -42,9 +42,7 @@ def forward_step(loss: str, samples: int, state: Any, data: Iterator[Any], model
         arguments = batch.arguments(groups.cp.size(), groups.cp.rank())
         losses, weights = model(**arguments), arguments["loss_mask"]
     else:
-        inputs = batch.local(
-            **config.local_arguments(groups), encode_vision=get_attr_wrapped_model(model, "pre_process")
-        )
+        inputs = batch.local(**config.local_arguments(groups) | get_attr_wrapped_model(model, "stage_arguments")())
         losses, weights = model(inputs=inputs), inputs.loss_mask
 
     def verl(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

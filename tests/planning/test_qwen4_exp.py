@@ -1,6 +1,7 @@
 """The planner, FLOPs and divisibility of Qwen3.8-Flash-Next: gated residuals, n-gram tables, sparse attention."""
 
 import itertools
+import json
 from collections import Counter
 from dataclasses import replace
 
@@ -199,6 +200,24 @@ def test_plan_of_released_qwen4_exp_finds_fitting_layouts(capsys):
     words = ["--gpus", "64", "--seq-length", "8192", "--max-patches", "8192", "--tp", "4", "--propose"]
     assert main(["--model", hub_ids("Flash-Next")[0], *words]) == 0
     assert "TP 4" in capsys.readouterr().out
+
+
+def test_plan_with_frozen_ngram_table_counts_only_its_weights(capsys):
+    """Each of 16 ranks has a sixteenth of the table; the 4 ranks that share it divide its optimizer states."""
+    words = ["--gpus", "64", "--tp", "4", "--ep", "16", "--etp", "1", "--gpu-memory", "1000", "--json"]
+    found = []
+    for frozen in ([], ["--freeze", "ngram_table"]):
+        assert main(["--model", "Flash-Next", *words, *frozen]) == 0
+        found.append(json.loads(capsys.readouterr().out)["stages"][0])
+    table = 160 * 320_001_536 // 16
+    assert found[0]["parameters"] == found[1]["parameters"]
+    assert found[0]["gradients"] - found[1]["gradients"] == 4 * table
+    assert found[0]["optimizer"] - found[1]["optimizer"] == 12 * table // 4
+
+
+def test_plan_freezing_ngram_table_of_model_without_one_raises(capsys):
+    assert main(["--model", "8B", "--gpus", "8", "--freeze", "ngram_table"]) == 2
+    assert "--freeze has ngram_table, which 8B does not have; remove it" in capsys.readouterr().err
 
 
 def test_flops_of_gated_residuals_and_ngram_embedding_match_torch_count():

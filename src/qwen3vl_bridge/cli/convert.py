@@ -18,6 +18,7 @@ from qwen3vl_bridge.checkpoint.formats.megatron import FORMATS
 from qwen3vl_bridge.checkpoint.formats.output_files import Ranks
 from qwen3vl_bridge.checkpoint.formats.tensors import WEIGHT_DTYPES
 from qwen3vl_bridge.core.files import CheckpointError, expanded
+from qwen3vl_bridge.registry import titles
 from qwen3vl_bridge.terminal import (
     BAD_INPUT,
     INTERRUPTED,
@@ -140,8 +141,9 @@ def _handle_signals(first: bool) -> Iterator[None]:
 def _parser(prog: str | None) -> argparse.ArgumentParser:
     parser = CommandParser(
         prog=prog,
-        description="Convert Qwen3-VL and Qwen3.5-VL between Hugging Face safetensors and Megatron checkpoints. Needs "
-        "no GPU and never holds the model in memory. Under torchrun the processes share the work.",
+        description="Convert models between Hugging Face safetensors and Megatron checkpoints. Needs no GPU and never "
+        "holds the model in memory. Under torchrun the processes share the work. Supported are "
+        f"{', '.join(titles().values())}.",
     )
     parser.set_defaults(shared=True)  # `inspect` runs in a single process
     verbs = parser.add_subparsers(metavar="VERB", required=True)

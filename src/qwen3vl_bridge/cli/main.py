@@ -11,6 +11,7 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 
+from qwen3vl_bridge.registry import titles
 from qwen3vl_bridge.terminal import BAD_INPUT, CommandParser, show
 
 # Command: (function, summary). A function takes the arguments after the command's name and the program's name, and
@@ -39,8 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = CommandParser(
         prog="qwen3vl",
-        description="Train Qwen3-VL and Qwen3.5-VL with NVIDIA's Megatron-Bridge: convert checkpoints, inspect and "
-        "pack data, plan the memory of a run, train, and ask the result.",
+        description="Train models with NVIDIA's Megatron-Bridge: convert checkpoints, inspect and pack data, plan "
+        f"the memory of a run, train, and ask the result. Supported are {', '.join(titles().values())}.",
         epilog="`qwen3vl COMMAND --help` shows its options; docs/settings.md has examples.",
     )
     parser.add_argument("--version", action="store_true", help="show the version and exit")

@@ -19,6 +19,7 @@ from qwen3vl_bridge.planning.proposals import propose
 from qwen3vl_bridge.planning.training_settings import (
     BF16,
     FP8_PRECISIONS,
+    NGRAM_TABLE,
     PRECISIONS,
     TEXT_RECOMPUTE_MODULES,
     VISION_RECOMPUTE_MODULES,
@@ -69,8 +70,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--kind", choices=("sft", "pretrain", "peft"), default="sft",
         help="sft and pretrain train everything not frozen, peft only LoRA (default: %(default)s)")  # fmt: skip
     add("--lora-rank", type=_POSITIVE, default=32, metavar="N", help="with --kind peft (default: %(default)s)")
-    add("--freeze", nargs="+", default=[], choices=[component.value for component in Component], metavar="COMPONENT",
-        help=f"components that are not trained: {', '.join(component.value for component in Component)}")  # fmt: skip
+    freezable = [*(component.value for component in Component), NGRAM_TABLE]
+    add("--freeze", nargs="+", default=[], choices=freezable, metavar="COMPONENT",
+        help=f"what is not trained: {', '.join(freezable)}")  # fmt: skip
     add("--mtp", action="store_true", help="train multi-token prediction, as with mtp_loss_scaling_factor above 0")
     add("--precision", choices=(*PRECISIONS, *FP8_PRECISIONS), default="bf16",
         help="bf16 is mixed precision, fp8_cs and fp8_mx the same in 8 bits (default: %(default)s)")  # fmt: skip
@@ -99,6 +101,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 def _plan(options: argparse.Namespace) -> int:
     dims, training = dimensions_of(_load_config(options.model)), _training(options)
+    if training.freezes_ngram_table and not dims.indices.get("ple_layers"):
+        raise ValueError(f"--freeze has {NGRAM_TABLE}, which {options.model} does not have; remove it")
     gpu = find_gpu(options.gpu)
     if options.gpu_memory is not None:
         gpu = replace(gpu, memory_bytes=round(options.gpu_memory * GIB))
@@ -166,11 +170,12 @@ def _training(options: argparse.Namespace) -> TrainingSettings:
         sharding=sharding,
         recompute=_recompute(options, ""),
         vision_recompute=_recompute(options, "vision_"),
-        frozen=frozenset(map(Component, options.freeze)),
+        frozen=frozenset(component for component in Component if component.value in options.freeze),
         lora=LoraSettings(options.lora_rank) if options.kind == "peft" else None,
         fused_activation=not options.no_fused_activation,
         expert_load=options.expert_load,
         trains_mtp=options.mtp,
+        freezes_ngram_table=NGRAM_TABLE in options.freeze,
     )
 
 

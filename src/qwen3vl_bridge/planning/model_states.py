@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from qwen3vl_bridge.planning.parallel_layout import ParallelLayout, PipelineChunk
-from qwen3vl_bridge.planning.training_settings import LINEAR_LAYERS, Sharding, TrainingSettings
+from qwen3vl_bridge.planning.training_settings import LINEAR_LAYERS, NGRAM_TABLE, Sharding, TrainingSettings
 from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.hybrid_rows import ngram_head_sizes
 from qwen3vl_bridge.weights.rows import Component, Dimensions, WeightRow, component_of, is_expert_layer, is_mtp
@@ -27,8 +27,7 @@ _REPLICATED = ("norm.", "_norm_", "mlp.router.", "linear_proj.bias", "linear_fc2
 # Indices of the weight table that count text layers.
 _LAYERS = ("text_layers", "dense_layers", "moe_layers", "linear_layers", "full_layers", "ple_layers")
 # Kinds of parameters that EP * ETP ranks share. They belong to the language model, and are frozen with it.
-_NGRAM_TABLE = "ngram_table"
-_SHARED_BY_EXPERT_RANKS = ("experts", _NGRAM_TABLE)
+_SHARED_BY_EXPERT_RANKS = ("experts", NGRAM_TABLE)
 # Under ZeRO-3: elements of unsharded gradients that wait to be reduced. Half as many weights are gathered in advance.
 # Source: megatron-core 0.19, Megatron-FSDP's `suggested_communication_unit_size`.
 _WAITING_GRADIENTS = 1_000_000_000
@@ -46,7 +45,7 @@ def _counted_rows(family_name: str) -> tuple[tuple[WeightRow, str, bool], ...]:
     rows = []
     for row in family(family_name).rows():
         kind = "experts" if is_expert_layer(row.megatron) else component_of(row.megatron).value
-        kind = _NGRAM_TABLE if "ngram_heads" in row.indices else kind
+        kind = NGRAM_TABLE if "ngram_heads" in row.indices else kind
         rows.append((row, kind, row.replicated or any(name in row.megatron for name in _REPLICATED)))
     return tuple(rows)
 
@@ -74,7 +73,7 @@ def count_parameters(
             copies = 1
         else:  # outside text layers: in the vision tower, or after the last text layer
             copies = int(chunk.post_process if row.megatron.startswith("language_model.") else chunk.vision)
-        if kind == _NGRAM_TABLE:
+        if kind == NGRAM_TABLE:
             counts[kind] += _table_parameters(dims, chunk) // (layout.ep * layout.expert_tp)
             continue
         for name in row.indices:
@@ -169,7 +168,7 @@ def estimate_states(
     if Component.LANGUAGE_MODEL in training.frozen_weights:
         frozen.update(_SHARED_BY_EXPERT_RANKS)
     if training.freezes_ngram_table:
-        frozen.add(_NGRAM_TABLE)
+        frozen.add(NGRAM_TABLE)
 
     def is_never_trained(megatron: str) -> bool:
         """Return True for multi-token prediction without its loss, and for indexers, which get no gradient."""

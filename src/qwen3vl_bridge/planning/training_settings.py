@@ -12,6 +12,7 @@ from qwen3vl_bridge.weights.rows import Component
 TEXT_RECOMPUTE_MODULES = frozenset({"core_attn", "mlp", "moe", "moe_act", "layernorm"})
 VISION_RECOMPUTE_MODULES = frozenset({"core_attn", "layernorm"})
 LINEAR_LAYERS = ("linear_qkv", "linear_proj", "in_proj", "out_proj", "linear_fc1", "linear_fc2")
+NGRAM_TABLE = "ngram_table"  # a kind of parameters, which can be frozen by itself
 
 
 class Sharding(Enum):

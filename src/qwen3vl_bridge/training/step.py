@@ -59,8 +59,8 @@ def forward_step(
     # With virtual pipeline parallelism every chunk receives each microbatch; count it once.
     if model.training and not get_attr_wrapped_model(model, "vp_stage"):
         count_microbatch(state, batch, config)
-    encodes = get_attr_wrapped_model(model, "pre_process")
-    inputs = to_device(batch.local(**config.local_arguments(groups), encode_vision=encodes), model)
+    stage = get_attr_wrapped_model(model, "stage_arguments")()
+    inputs = to_device(batch.local(**config.local_arguments(groups) | stage), model)
     mask, checks = inputs.loss_mask, state.cfg.rerun_state_machine
     count = create_masked_next_token_loss_function(mask, checks.check_for_nan_in_loss, checks.check_for_spiky_loss)
     student = get_attr_wrapped_model(

@@ -26,16 +26,23 @@ import torch.distributed as dist
 from safetensors.numpy import save_file
 
 from tests.checkpoint.support import broken_disk, contents
+from tests.models.qwen4_exp.tiny import make_checkpoint as make_qwen4_exp
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded", "ignore:.*fork.*:DeprecationWarning"),
     pytest.mark.usefixtures("no_groups"),
 ]
 MOMENTS, INTERRUPTED, GRACE = 50, 15, 1
-DENSE, MOE, QWEN3_5 = "untied_folder", "moe_folder", "qwen3_5_folder"
+DENSE, MOE, QWEN3_5, QWEN4_EXP = FOLDERS = "untied_folder", "moe_folder", "qwen3_5_folder", "qwen4_exp_folder"
 
 
-@pytest.fixture(scope="module", params=[DENSE, MOE, QWEN3_5])
+@pytest.fixture(scope="module")
+def qwen4_exp_folder(tmp_path_factory):
+    """Return a model with an n-gram table of 25 MB, in parts with rows of two hash heads."""
+    return make_qwen4_exp(tmp_path_factory.mktemp("qwen4_exp"), ngram_vocab_size_base=100_003, split_ngram_parts=8)
+
+
+@pytest.fixture(scope="module", params=FOLDERS)
 def larger(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("larger") / "hf"
     copy_side_files(request.getfixturevalue(request.param), folder)
@@ -46,8 +53,11 @@ def larger(request, tmp_path_factory):
     dimensions, generator = dimensions_of(config), np.random.default_rng(0)
     shapes = tensors_of(expand(family(dimensions.family).rows(), dimensions), HuggingFace(dimensions))
     tensors = {name: generator.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    tensors |= {name: np.array(values) for name, values in family(dimensions.family).constants(config).items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     assert sum(tensor.nbytes for tensor in tensors.values()) > 20 << 20
+    tables = sum(tensor.nbytes for name, tensor in tensors.items() if ".ngram_embedding." in name)
+    assert (tables > 20 << 20) == (request.param == QWEN4_EXP)
     return folder
 
 
@@ -99,7 +109,7 @@ def is_alive(child: int) -> bool:
     return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
 
-KILLED = list(product((DENSE, MOE, QWEN3_5), ("import", "torch_dist", "export"), (1, 2)))
+KILLED = list(product(FOLDERS, ("import", "torch_dist", "export"), (1, 2)))
 ALWAYS = [(DENSE, "import", 1)]  # the other cases are slow
 
 

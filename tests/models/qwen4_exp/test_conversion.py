@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.utils import unwrap_model
 from safetensors.torch import load_file
 
+from benchmarks.convert import measure_apart
 from tests.checkpoint.support import broken_disk, contents, model_with
 from tests.helpers import fp8
 from tests.helpers.forked import results_of_ranks
@@ -335,6 +337,25 @@ def in_fp8(folder: Path, target: Path) -> Path:
 @pytest.fixture(scope="module")
 def in_8_bits(folders, tmp_path_factory):
     return in_fp8(folders["per expert"], tmp_path_factory.mktemp("fp8") / "hf")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["float32", "FP8"])
+def test_conversion_memory_does_not_grow_with_ngram_table(is_fp8, tmp_path):
+    """The table has 410 MB in four parts, each larger than the limit.."""
+    experts = ExpertLayout.PER_EXPERT if is_fp8 else ExpertLayout.OUTPUT_MAJOR
+    folder = make_checkpoint(tmp_path / "float32", experts=experts, ngram_vocab_size_base=1_600_000)
+    folder = in_fp8(folder, tmp_path / "fp8") if is_fp8 else folder
+    peaks = {}
+    for ckpt_format in FORMATS:
+        written = tmp_path / ckpt_format
+        importing = partial(import_checkpoint, folder, written, ckpt_format=ckpt_format)
+        _, peaks["import", ckpt_format] = measure_apart(importing)
+        exporting = partial(export_checkpoint, written, tmp_path / "hf", quantize="fp8" if is_fp8 else None)
+        _, peaks["export", ckpt_format] = measure_apart(exporting)
+        shutil.rmtree(tmp_path / "hf")
+    print({step: f"{peak / 1e6:.1f} MB" for step, peak in peaks.items()})
+    assert max(peaks.values()) <= 64e6, peaks
 
 
 def values_of(folder: Path) -> dict[str, torch.Tensor]:

@@ -24,7 +24,7 @@ from tests.models.qwen4_exp.tiny import make_checkpoint
 from tests.parity.conftest import build
 from tests.parity.matrix import Case, run
 from tests.parity.on_ranks import MICROBATCHES, STEPS, Split, forward_backward, train_step
-from tests.parity.topologies import Topology
+from tests.parity.topologies import TOPOLOGIES, Topology
 
 # Measured: logits 5.8e-6, loss 1.7e-7, gradients 1.9e-5 of their largest entry, with MTP 8.6e-5. The largest are of
 # decays of linear attention, and of the n-gram embedding, whose gate has the square root of a number near zero.
@@ -104,6 +104,27 @@ def test_qwen4_exp_on_four_ranks_trains_as_in_one_process(folder):
     check_layouts(
         folder, 4, ("CP4", "PP4", "TP4+SP", "TP2+SP+CP2+EP2", "PP2+DP2+EP2", "PP2+TP2+SP+EP2", "PP2+VPP2+CP2")
     )
+
+
+def stages_with_ngrams(folder: Path) -> list[list[tuple[bool, bool]]]:
+    """Return for each chunk of each rank whether it has an n-gram table, and whether its input has ids of n-grams."""
+    split = Split(folder, TOPOLOGIES["PP2+VPP2"])
+    split.begin(split.batches("mixed", "packed"), "packed")
+    chunks, found = [unwrap_model(chunk) for chunk in split.run.model], {}
+    for number, chunk in enumerate(chunks):
+        chunk.register_forward_pre_hook(
+            lambda _, __, given, number=number: found.update({number: given["inputs"].ngram_ids is not None}),
+            with_kwargs=True,
+        )
+    forward_backward(split.run, split.run.stream, MICROBATCHES)
+    has_table = [any(".ngram_embedding." in name for name, _ in chunk.named_parameters()) for chunk in chunks]
+    return of_all_ranks([(has_table[number], found[number]) for number in range(len(chunks))])
+
+
+def test_only_pipeline_stages_with_ngram_table_get_ngram_ids(folder):
+    """Of four chunks with one layer each, the second has the table: the first chunk of the second rank."""
+    nothing, both = (False, False), (True, True)
+    assert results_of_ranks(stages_with_ngrams, 2, folder) == [[nothing, nothing], [both, nothing]]
 
 
 CONTENTS_OF_RANKS = ("video", "text only")

@@ -293,9 +293,8 @@ class VisionLanguageModel(MegatronModule):
         batch |= dict(input_ids=input_ids, **images_and_packing)
         conversion: OutputConversion | None = None
         if inputs is None:
-            inputs, conversion = as_model_inputs(
-                self.config, self.pg_collection, encode_vision=self.pre_process, **batch
-            )
+            stage = self.stage_arguments()
+            inputs, conversion = as_model_inputs(self.config, self.pg_collection, stage_arguments=stage, **batch)
         elif given := [name for name, argument in batch.items() if argument is not None]:
             raise ValueError(f"inputs is a complete batch, and {', '.join(given)} is given too: expected one of them")
         check_token_count(self.config, inputs.input_ids.numel())
@@ -354,8 +353,12 @@ class VisionLanguageModel(MegatronModule):
             **arguments,
         )
 
+    def stage_arguments(self) -> dict[str, Any]:
+        """Return the arguments of `TokenBatch.local` that depend on the pipeline stage; others are the provider's."""
+        return dict(encode_vision=self.pre_process)
+
     def text_arguments(self, inputs: ModelInputs) -> dict[str, Any]:
-        """Return additional inputs of decoder layers that every pipeline stage has; by default, there are none."""
+        """Return additional inputs of decoder layers that come with the batch; by default, there are none."""
         return {}
 
     def check_inputs(self, inputs: ModelInputs) -> None:

@@ -54,7 +54,7 @@ def as_model_inputs(
     *,
     labels: Tensor | None = None,
     loss_mask: Tensor | None = None,
-    encode_vision: bool = True,
+    stage_arguments: Mapping[str, Any] | None = None,
     **arguments: Any,
 ) -> tuple[ModelInputs, OutputConversion | None]:
     """Return this rank's inputs for a batch in the format of transformers or Megatron.
@@ -72,7 +72,7 @@ def as_model_inputs(
             Megatron-Bridge's `qwen3_vl_step` and verl's fused kernels pass such labels with full rows of tokens.
         loss_mask: same shape as labels, 0 where a label is arbitrary; the caller multiplies losses by it. Under context
             parallelism, this rank's slice of a full mask is returned with the outputs. No effect without labels.
-        encode_vision: whether this pipeline stage encodes images and videos; other stages need only their grids.
+        stage_arguments: the model's `stage_arguments`; None for a model without other pipeline stages.
         arguments: all others as for `as_token_batch`.
 
     Returns:
@@ -84,14 +84,15 @@ def as_model_inputs(
     """
     given = read_arguments(dict(arguments, input_ids=input_ids, labels=labels, loss_mask=loss_mask), groups.cp)
     labels, mask = given.pop("labels"), given.pop("loss_mask")
-    batch, caller = _build_batch(config, encode_vision=encode_vision, **given)
+    stage = dict(encode_vision=True) | dict(stage_arguments or {})
+    batch, caller = _build_batch(config, encode_vision=stage["encode_vision"], **given)
     assert input_ids is not None
     device, layout = input_ids.device, caller.layout
     trains_mtp = config.trains_mtp and torch.is_grad_enabled()
     if trains_mtp:  # which gathers labels, so all ranks must have the same kind of labels
         check_ranks_agree(dict(labels=labels, loss_mask=mask), None, groups.cp, device)
         trains_mtp = labels is not None
-    ranks = config.local_arguments(groups) | dict(with_next_tokens=trains_mtp, encode_vision=encode_vision)
+    ranks = config.local_arguments(groups) | dict(with_next_tokens=trains_mtp) | stage
 
     cp_size = ranks["cp_size"]
     local_shape = (layout.num_rows, layout.total // cp_size // layout.num_rows)

@@ -7,6 +7,7 @@ from qwen3vl_bridge.weights.rows import ExpertLayout
 
 FAMILY = Family(
     name=config.FAMILY_NAME,
+    title="Qwen3.5-VL",
     architectures={"qwen3_5": "Qwen3_5ForConditionalGeneration", "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration"},
     table=table.table,
     dimensions=config.dimensions_of,

@@ -5,6 +5,7 @@ from qwen3vl_bridge.registry import Family
 
 FAMILY = Family(
     name=config.FAMILY_NAME,
+    title="Qwen3-VL",
     architectures={"qwen3_vl": "Qwen3VLForConditionalGeneration", "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration"},
     table=table.table,
     dimensions=config.dimensions_of,

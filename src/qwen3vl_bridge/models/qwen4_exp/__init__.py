@@ -7,6 +7,7 @@ from qwen3vl_bridge.weights.rows import ExpertLayout
 
 FAMILY = Family(
     name=config.FAMILY_NAME,
+    title="Qwen3.8-Flash-Next",
     architectures={"qwen4_exp": "Qwen4ExpForConditionalGeneration"},
     table=table.table,
     dimensions=config.dimensions_of,

@@ -117,6 +117,10 @@ class Qwen4ExpModel(HybridModel):
 
     language_model_class = Qwen4ExpGPTModel
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.has_ngram_table = any(layer.ple is not None for layer in self.language_model.decoder.layers)
+
     def forward(self, *args: Any, inputs: ModelInputs | None = None, **kwargs: Any) -> Any:
         """Compute losses, logits or hidden states as VisionLanguageModel does.
 
@@ -136,11 +140,15 @@ class Qwen4ExpModel(HybridModel):
     def check_inputs(self, inputs: ModelInputs) -> None:
         """Raise ValueError for a batch without ids of n-grams; in training with MTP, also for one without labels."""
         super().check_inputs(inputs)
-        if self.config.ple_layers and inputs.ngram_ids is None:
+        if self.has_ngram_table and inputs.ngram_ids is None:
             raise ValueError(
                 "the batch has no ngram_ids, which the n-gram embedding needs: make it with "
                 "TokenBatch.local(**config.local_arguments(groups))"
             )
+
+    def stage_arguments(self) -> dict[str, Any]:
+        """Return the arguments of `TokenBatch.local` for this stage, which hashes n-grams only if it has a table."""
+        return super().stage_arguments() | ({} if self.has_ngram_table else dict(ngram_hashes=()))
 
     def embed(self, inputs: ModelInputs, encoded: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, dict[str, Any]]:
         """Return the streams [s / sp, b, n * h] of tokens and images, and a dict of additional inputs of layers."""
@@ -148,7 +156,7 @@ class Qwen4ExpModel(HybridModel):
         return hidden.repeat(1, 1, self.config.hc_count), layer_arguments
 
     def text_arguments(self, inputs: ModelInputs) -> dict[str, Any]:
-        """Return the ids of n-grams, which every pipeline stage has, as the `context` of layers."""
+        """Return the ids of n-grams as the `context` of layers, on stages that have a table."""
         return {} if inputs.ngram_ids is None else {"context": inputs.ngram_ids}
 
     def pack(self, hidden: Tensor, layer_arguments: dict[str, Any]) -> Tensor:
