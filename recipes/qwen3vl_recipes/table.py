@@ -82,7 +82,7 @@ def cell(ranks: list[dict[str, str]]) -> str:
 
 
 def main() -> None:
-    """Print the table, or with --write replace the text between the marks `BEGIN` and `END` of a file by it."""
+    """Print the table; with --write, write it into a file, between the marks `BEGIN` and `END`."""
     parser = argparse.ArgumentParser(description="Print the table of recipes and the GPUs on which each fits.")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the table into this file, between the marks")
     file = parser.parse_args().write

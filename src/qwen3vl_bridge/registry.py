@@ -38,7 +38,7 @@ class Family:
         fields: returns the fields of a configuration that identify the model, with normalized values, by names such as
             "text_config.hidden_size". Two configurations describe the same model if these are equal.
         fields_of_run: (section `model` of a `run_config.yaml`, result of `fields` for the configuration to compare) ->
-            those of these fields that the section has.
+            the fields of the latter that the section contains.
         bridge: dotted name of a module that registers the family with Megatron-Bridge when it is imported. Its function
             `provider_from_hf_config(hf_config, **settings)` returns the provider of a configuration with these fields
             set, not finalized. The `run_config.yaml` of a converted checkpoint calls that function.
@@ -51,8 +51,8 @@ class Family:
             `text_config` with its number of layers.
         fp8_table_field: field of `text_config` with the dtype of a table in FP8, whose parts share one scale; None if
             the family has no such table.
-        constants: returns the int64 vectors, by name, that checkpoints of a configuration have beside the weights and
-            that follow from the configuration.
+        constants: returns the int64 vectors, by name, that checkpoints have in addition to the weights, and that
+            follow from the configuration.
         dist_train: whether the family supports separate vision ranks.
         title: the name of the models in help and messages; None for `name`.
     """

@@ -75,7 +75,7 @@ def preset_config(
     """Return a new `config.json` in the format of transformers 5, without fields that have default values.
 
     `text` has the family's own fields of the text model. `model_type` is the type of the family's dense models, and
-    `architecture` the beginning of their class name in transformers; without `has_dense_models`, they are those of the
+    `architecture` the beginning of their class name in transformers; without `has_dense_models`, both belong to the
     models with experts.
     """
     if preset.experts is not None and has_dense_models:

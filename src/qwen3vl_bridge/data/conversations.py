@@ -520,8 +520,8 @@ class Columns:
         """Return the columns to read of a table with columns `names`.
 
         Raises:
-            DataError: a column that a setting names does not exist, or there is neither a column of messages nor one
-                of questions with one of answers.
+            DataError: a column that a setting names does not exist, or there is neither a column of messages nor
+                a pair of columns with questions and answers.
         """
         columns = self._column_keys(names)
         asked = {**columns, **dict.fromkeys(self.ignore, "ignore")}

@@ -85,7 +85,7 @@ def load_processor(path: str | Path, limits: VisionLimits | None = None) -> Any:
     """Load the processor of a checkpoint, a local folder or a hub name, and apply `limits`.
 
     Raises:
-        DataError: there is no processor, or one of another model family.
+        DataError: there is no processor, or it belongs to another model family.
     """
     try:
         processor = AutoProcessor.from_pretrained(path, trust_remote_code=False)

@@ -425,7 +425,7 @@ class Samples:
             return size
 
     def encode(self, index: int) -> EncodedSample:
-        """Return the tokens and pixels of a sample; of a dropped one, a single token (`encode_or_blank`)."""
+        """Return the tokens and pixels of a sample; a single token for a dropped sample (`encode_or_blank`)."""
         return self.sample_filter.encode_or_blank(
             lambda: MeasuredConversation(self.file[index], self.size(index)), self.file.sample_id(index)
         )

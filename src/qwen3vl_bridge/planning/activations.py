@@ -109,7 +109,7 @@ def saved_by_norm(local: LocalSizes, name: str, elements: float, groups: float) 
 def saved_before_block(local: LocalSizes, name: str) -> SavedTensors:
     """Return the tensors saved by the norm before attention or an MLP, or by the gated residual in its place.
 
-    A gated residual saves the streams, and computes again what makes the block's input of them. Adding the block's
+    A gated residual saves the streams, and recomputes the block's input from them. Adding the block's
     output to the streams saves the output and its weight in each stream. Source: `models/qwen4_exp/residual.py`.
     """
     if not local.streams:

@@ -1,7 +1,7 @@
 """Parameters of Megatron-FSDP between two steps.
 
 Borrowed: `MegatronFSDP._replace_param_with_raw_if_needed` and `_replace_param_with_distributed_if_needed`. Between
-steps the optimizer's distributed parameters are in place of the modules' own, and only a call of the whole model
+steps the optimizer's distributed parameters are in place of the modules' own, and only a call of the full model
 changes that. Delete this module when Megatron-FSDP has a public context for calls of single modules.
 """
 

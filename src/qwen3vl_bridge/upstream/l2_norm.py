@@ -1,7 +1,7 @@
 """The norm of gradients without waiting for the GPU, without Transformer Engine and Apex.
 
 Replaced there: `l2_norm_impl` in `megatron.core.optimizer.clip_grads`. megatron-core's own function reads the norm of
-each gradient on the host, so a GPU is waited for once per parameter in each step. Delete this module when that function
+each gradient on the host, so the host waits once per parameter in each step. Delete this module when that function
 stays on the device.
 """
 

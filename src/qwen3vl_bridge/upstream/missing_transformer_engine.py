@@ -1,11 +1,11 @@
-"""Modules of Megatron-Bridge that take Transformer Engine's layers for classes where there are none.
+"""Modules of Megatron-Bridge that use Transformer Engine's layers as classes even if the package is missing.
 
 Without the package, megatron-core has empty names for these layers: an import succeeds, and `isinstance` fails.
 
 Replaced there: the flags `HAVE_TE...` in `megatron.bridge.peft.utils` and `megatron.bridge.peft.module_matcher`, which
-take the import for a success; and `install_pg_collection` in
-`megatron.bridge.training.eval_context_parallel_rebinding`, which ends in a TypeError for every model. Delete this
-module when they look at the names.
+are True because the import succeeds; and `install_pg_collection` in
+`megatron.bridge.training.eval_context_parallel_rebinding`, which raises TypeError for every model. Delete this module
+when they check whether the names are empty.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Muon on the matrices that our layers have.
+"""Muon for layers with fused projections.
 
-Muon orthogonalizes matrices. A fused projection holds several. megatron-core finds fused projections by name, and
+Muon orthogonalizes matrices. A fused projection has several. megatron-core finds fused projections by name, and
 splits them by the head sizes of the text model: a vision tower would be split at wrong rows or not at all, and linear
-attention's projection would not be split (NVIDIA/Megatron-LM#4731, about gated attention, has the same cause). And it
-takes a vision tower's learned positions for a matrix.
+attention's projection would not be split (NVIDIA/Megatron-LM#4731, about gated attention, has the same cause). It
+also treats the learned position embeddings of a vision tower as a matrix.
 
 Replaced: `_get_megatron_emerging_optimizer` in `megatron.core.optimizer`, its only caller. The registry of emerging
 optimizers has entries by optimizer, not by model, and megatron-core sets the attributes of parameters that Muon reads

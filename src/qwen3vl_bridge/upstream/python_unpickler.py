@@ -1,7 +1,7 @@
 """Python's own implementation of unpickling, whose methods for single opcodes can be overridden.
 
 Borrowed: `pickle._Unpickler`. The public `pickle.Unpickler` is implemented in C and overrides only `find_class` and
-`persistent_load`: opcodes that set attributes or call functions cannot be refused. Delete this module when Python
+`persistent_load`: opcodes that set attributes or call functions cannot be rejected. Delete this module when Python
 documents a name for it.
 """
 

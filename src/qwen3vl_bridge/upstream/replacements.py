@@ -1,6 +1,6 @@
 """Record of the names of other packages that this package replaces for the whole process.
 
-`qwen3vl doctor` lists them, and a test limits their number. Everything that is replaced is replaced by `replace`.
+`qwen3vl doctor` lists them, and a test limits their number. All replacements call `replace`.
 """
 
 from __future__ import annotations

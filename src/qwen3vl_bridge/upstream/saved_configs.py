@@ -1,4 +1,4 @@
-"""Building objects of ours where a saved configuration names a class of Megatron-Bridge.
+"""Build this package's classes where a saved configuration names a class of Megatron-Bridge.
 
 Replaced: `_resolve_target` of `megatron.training.config.instantiate_utils`, which turns each `_target_` of a
 `run_config.yaml` into the class to build. There is no registry in between. The classes themselves are not changed, so

@@ -1,8 +1,8 @@
 """Record of each allocation by torch's CUDA allocator.
 
 Borrowed: `torch.cuda.memory._record_memory_history` and `_snapshot`, which torch documents under these names, and the
-name of `torch.autograd.graph._engine_run_backward` in recorded stacks. Delete this module when they lose the underscore
-and events say which pass they are of.
+name of `torch.autograd.graph._engine_run_backward` in recorded stacks. Delete this module when they are public and
+events name their pass, forward or backward.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether megatron-core can accumulate weight gradients in a fused kernel.
+"""The flag that tells whether megatron-core can accumulate weight gradients in a fused kernel.
 
 Borrowed: `megatron.core.tensor_parallel.layers._grad_accum_fusion_available`. Megatron-Bridge's public function asks
 for Transformer Engine instead, while megatron-core's output layer, which is the same with Transformer Engine, needs

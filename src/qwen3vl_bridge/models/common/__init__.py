@@ -1,1 +1,1 @@
-"""What model families share: provider, bridge, vision tower, layers, loss and pipeline schedule."""
+"""Modules that all model families share: provider, bridge, vision tower, layers, loss and pipeline schedule."""

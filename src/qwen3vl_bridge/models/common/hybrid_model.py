@@ -160,7 +160,7 @@ class HybridGPTModel(MRopeGPTModel):
         return super().compute_output(states, output_processor_context=context, **arguments)
 
     def output_states(self, hidden_states: Tensor) -> Tensor:
-        """Return the hidden states [s / sp, b, h] from which logits are computed; by default, those of the decoder."""
+        """Return the hidden states [s / sp, b, h] from which logits are computed; by default, `hidden_states`."""
         return hidden_states
 
 

@@ -167,7 +167,10 @@ EXPERT_LINEARS = {"linear_fc1": ColumnParallelLinear, "linear_fc2": RowParallelL
 
 
 class _Forward:
-    """Descriptor that returns `grouped_forward`, but for the class the `forward` by which ModelOpt recognizes it."""
+    """Descriptor of `forward`: `grouped_forward` of an instance, and megatron-core's own function of the class.
+
+    ModelOpt compares the function of the class to recognize the experts.
+    """
 
     def __get__(self, experts: Any, _: type) -> Any:
         return SequentialMLP.forward if experts is None else experts.grouped_forward

@@ -27,5 +27,5 @@ def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
 
 
 def fields_of_run(model: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the fields `config`, from `hybrid_config.fields_of`, that the section `model` of a run has."""
+    """Return the fields of `config`, from `hybrid_config.fields_of`, that the section `model` of a run contains."""
     return hybrid_config.fields_of_run(model, config, FAMILY_NAME)

@@ -126,7 +126,7 @@ def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fields_of_run(model: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the fields `config`, a result of `fields_of`, that the section `model` of a run has."""
+    """Return the fields of `config`, a result of `fields_of`, that the section `model` of a run contains."""
     fields = hf_config.identity_of_run(model, config, FAMILY_NAME)
     layers, frequency = model.get("num_layers"), model.get("moe_layer_freq", 1)
     moe_layers = None
