@@ -36,7 +36,7 @@ def chosen(prefix: str, flags: tuple[bool, ...]) -> dict[str, bool]:
     return {f"{prefix}_{part}": flag for part, flag in zip(PARTS, flags, strict=True)}
 
 
-class TestWhatIsTrained:
+class TestTrainedParameters:
     @pytest.mark.one_case_in(2)
     @pytest.mark.parametrize("rests", EIGHT)
     @pytest.mark.parametrize("provider_rests", EIGHT)
@@ -154,7 +154,7 @@ class TestWhatIsTrained:
         assert counts.sum(1).tolist() == [tokens * adapted.pair.provider.moe_router_topk] * len(counts)
 
 
-class TestRefusals:
+class TestInvalidSettings:
     @pytest.mark.parametrize(("fields", "message"), [
         (dict(target_modules=["linear_qkv", "linear_q"]), r"\['linear_q'\] match no linear layer"),
         (dict(target_modules=["*vision_model*.linear_qkv"]), "match no linear layer of the adapted components"),
