@@ -170,7 +170,7 @@ def _assume_lengths(model: VisionLanguageProvider) -> None:
     # Stages send all residual streams, and the embedded next tokens of multi-token prediction.
     width = model.hidden_size * (getattr(model, "hc_count", 1) + getattr(model, "trains_mtp", False))
     simulated_gpu.receive_shape((model.seq_length // divided_by, 1, width))
-    NgramEmbedding._exchanged_tokens = lambda self, ids: ids.size(0) * ids.size(1)
+    NgramEmbedding.exchanged_tokens = lambda self, ids: ids.size(0) * ids.size(1)
 
 
 def _shorten(cfg: ConfigContainer, world: int) -> None:

@@ -1,7 +1,5 @@
 """Sparse attention of Qwen3.8-Flash-Next on an H100: kernels at the released sizes of a rank with TP 2."""
 
-import pytest
-
 PROGRAM = """
 import qwen3vl_bridge
 from qwen3vl_bridge.core.layout import SequenceLayout

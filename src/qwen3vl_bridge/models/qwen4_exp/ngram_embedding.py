@@ -130,7 +130,7 @@ class NgramEmbedding(MegatronModule):
                     f"n-gram tables are divided over {ranks} ranks, which Megatron-FSDP does not support: set "
                     "expert_model_parallel_size=1 and expert_tensor_parallel_size=1"
                 )
-            ids = F.pad(ids, (0, 0, 0, self._exchanged_tokens(ngram_ids) - tokens))
+            ids = F.pad(ids, (0, 0, 0, self.exchanged_tokens(ngram_ids) - tokens))
         # [ranks, n, heads per rank]: ids for each owner of a table, then ids from each rank that asks.
         sent = ids.unflatten(1, (-1, len(self.heads))).repeat_interleave(self.column_parts, 1).transpose(0, 1)
         received = exchange_parts(sent, self.group)
@@ -164,7 +164,7 @@ class NgramEmbedding(MegatronModule):
             parts.append(broadcast_from_rank(part, rank, self.group))
         return torch.cat(parts, 1)
 
-    def _exchanged_tokens(self, ngram_ids: Tensor) -> int:
+    def exchanged_tokens(self, ngram_ids: Tensor) -> int:
         """Return the number of tokens that all ranks of the group exchange, at least that of ids [s / sp, b, heads].
 
         In training without `variable_seq_lengths`, all ranks must have the same number of rows.
