@@ -342,7 +342,7 @@ def in_8_bits(folders, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("is_fp8", [False, True], ids=["float32", "FP8"])
 def test_conversion_memory_does_not_grow_with_ngram_table(is_fp8, tmp_path):
-    """The table has 410 MB in four parts, each larger than the limit.."""
+    """The table has 410 MB in four parts, each larger than the limit."""
     experts = ExpertLayout.PER_EXPERT if is_fp8 else ExpertLayout.OUTPUT_MAJOR
     folder = make_checkpoint(tmp_path / "float32", experts=experts, ngram_vocab_size_base=1_600_000)
     folder = in_fp8(folder, tmp_path / "fp8") if is_fp8 else folder
