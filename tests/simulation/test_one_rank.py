@@ -159,3 +159,29 @@ def test_largest_row_of_data_has_most_patches(tmp_path):
     row = largest_row(cfg)
     assert has_data(cfg) and not has_data(qwen3_vl_8b_peft_config())
     assert row.input_ids.shape == (1, 64) and len(row.vision.pixel_values) == 4 * 28
+
+
+SIZES = dict(
+    seq_length=64, hidden_size=8, context_parallel_size=2, tensor_model_parallel_size=2, sequence_parallel=True
+)
+
+
+@pytest.mark.parametrize(("settings", "shape"), [
+    (dict(), (16, 1, 8)),
+    (dict(trains_mtp=True), (32, 1, 8)),  # next tokens after tokens
+    (dict(hc_count=4), (16, 1, 32)),
+    (dict(hc_count=4, trains_mtp=True), (16, 1, 40)),  # next tokens beside streams
+])  # fmt: skip
+def test_assume_lengths_gives_shape_of_tensors_between_stages(monkeypatch, settings, shape):
+    seen = []
+    monkeypatch.setattr(one_rank.simulated_gpu, "receive_shape", seen.append)
+    monkeypatch.setattr(one_rank.NgramEmbedding, "exchanged_tokens", None)  # put back after the test
+    one_rank._assume_lengths(SimpleNamespace(**SIZES | settings))
+    assert seen == [shape]
+
+
+def test_simulate_rank_variable_lengths_with_deepstack_raises(tmp_path):
+    cfg = qwen3_vl_8b_peft_config()
+    cfg.model.variable_seq_lengths = True
+    with pytest.raises(ValueError, match="how many DeepStack features"):
+        one_rank.simulate_rank(cfg, rank=0, world=8, log=tmp_path / "log")

@@ -162,14 +162,19 @@ def simulate_rank(cfg: ConfigContainer, *, rank: int, world: int, log: Path) -> 
 
 
 def _assume_lengths(model: VisionLanguageProvider) -> None:
-    """Replace the exchange of lengths between ranks by those of a row of `seq_length` tokens.
+    """Assume rows of `seq_length` tokens, instead of exchanging lengths with other ranks.
 
     The host waits for these exchanges in a run, and a simulation does not count this.
     """
     divided_by = model.context_parallel_size * (model.tensor_model_parallel_size if model.sequence_parallel else 1)
-    # Stages send all residual streams, and the embedded next tokens of multi-token prediction.
-    width = model.hidden_size * (getattr(model, "hc_count", 1) + getattr(model, "trains_mtp", False))
-    simulated_gpu.receive_shape((model.seq_length // divided_by, 1, width))
+    length, width = model.seq_length // divided_by, model.hidden_size
+    # With multi-token prediction, stages also send the embedded next tokens: beside residual streams, or after tokens.
+    sends_next = getattr(model, "trains_mtp", False)
+    if streams := getattr(model, "hc_count", 0):
+        width *= streams + sends_next
+    else:
+        length *= 1 + sends_next
+    simulated_gpu.receive_shape((length, 1, width))
     NgramEmbedding.exchanged_tokens = lambda self, ids: ids.size(0) * ids.size(1)
 
 
@@ -261,8 +266,8 @@ def largest_row(cfg: ConfigContainer) -> TokenBatch:
 def full_row(cfg: ConfigContainer) -> TokenBatch:
     """Return a packed row of `seq_length` tokens with images of equal size, and four other tokens per image.
 
-    Each image is a segment, or all are one segment if attention is sparse. Images are as large as the row and the
-    dataset's `max_patches` allow.
+    Each image is a segment, or all are one if segments of one image would not exceed the budget of sparse attention.
+    Images are as large as the row and the dataset's `max_patches` allow.
     """
     model, length = cfg.model, cfg.dataset.seq_length
     vision = model.vision_config
@@ -275,7 +280,7 @@ def full_row(cfg: ConfigContainer) -> TokenBatch:
     height = math.isqrt(tokens)
     width = tokens // height
     # Sparse attention needs a segment longer than its budget. The planner expects one, too.
-    segments = [each * images] if getattr(model, "indexer_budget", 0) > each else [each] * images
+    segments = [each * images] if getattr(model, "indexer_budget", 0) >= each else [each] * images
     image = [model.vision_start_token_id, *[model.image_token_id] * (height * width), model.vision_end_token_id]
     text = 0  # any other token
     ids = [*image, *[text] * (each - len(image))] * images

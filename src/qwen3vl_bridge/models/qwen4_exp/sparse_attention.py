@@ -224,8 +224,8 @@ def sparse_core_attention(base: type[nn.Module]) -> type[nn.Module]:
         ) -> Tensor:
             """Attend to all visible tokens in segments of at most `budget` tokens, and to selected blocks in others.
 
-            Blocks selected for queries of short segments are all visible ones, so the result is the same. The base
-            class computes many queries with the same keys at a time, which a kernel for selected blocks cannot do.
+            A query in a short segment selects all blocks that it sees, so ordinary attention gives the same result. The
+            base class computes many queries with the same keys at a time, which is faster.
 
             Args are those of `attend_selected`, for a packed row with segments of both kinds.
             """
@@ -234,11 +234,11 @@ def sparse_core_attention(base: type[nn.Module]) -> type[nn.Module]:
             # Computed on the device: a copy of indices from the host would synchronize.
             segments = is_long.argsort(stable=True)
             segment_of = layout.segment_ids()[token_index(layout, self.cp_ranks, self.cp_rank).T.flatten()]
-            slots = is_long[segment_of].argsort(stable=True)
+            order = is_long[segment_of].argsort(stable=True)  # tokens of short segments first
             short_lengths = tuple(n for n in layout.padded_lengths if n <= self.budget)
             long_lengths = tuple(n for n in layout.padded_lengths if n > self.budget)
             of_short, of_long = segments.split([len(short_lengths), len(long_lengths)])
-            short, long = slots.split([sum(n) // self.cp_ranks for n in (short_lengths, long_lengths)])
+            short, long = order.split([sum(n) // self.cp_ranks for n in (short_lengths, long_lengths)])
 
             offsets = F.pad(lengths[of_short].cumsum(0, dtype=torch.int32), (1, 0))
             short_layout = SequenceLayout(offsets, offsets, 1, short_lengths, short_lengths)
@@ -254,7 +254,7 @@ def sparse_core_attention(base: type[nn.Module]) -> type[nn.Module]:
             selection = torch.where(selection < 0, selection, selection - shift[:, None])
             parts = (x.index_select(0, long) for x in (query, key, value, selection))
             long_output = self.attend_selected(*parts, long_layout)
-            return torch.cat((short_output, long_output)).index_select(0, slots.argsort())
+            return torch.cat((short_output, long_output)).index_select(0, order.argsort())
 
         def attend_selected(
             self, query: Tensor, key: Tensor, value: Tensor, selection: Tensor, layout: SequenceLayout

@@ -1,9 +1,10 @@
 """Triton kernels of sparse attention: each query attends to the tokens of a list of blocks.
 
-Output and gradients of queries: a program computes one query, for the query heads that share a key head. It reads the
-attended keys and values token by token. Gradients of keys and values: pairs of a query and a block are sorted by block,
-and a program computes up to `PIECE` pairs of one block. The results of a block are added in order, so the same inputs
-always have the same gradients. Memory is proportional to the number of tokens. The host never waits for the device.
+Output and gradients of queries: a Triton program (one instance of a kernel) computes one query, for the query heads
+that share a key head. It reads the attended keys and values token by token. Gradients of keys and values: pairs of a
+query and a block are sorted by block, and a program computes up to `PIECE` pairs of one block. The results of a block
+are added in order, so the same inputs always have the same gradients. Memory is proportional to the number of tokens.
+The host never waits for the device.
 
 Softmax is computed tile by tile, and again in the backward pass from the saved logarithms of its sums, as in
 FlashAttention-2 (https://arxiv.org/abs/2307.08691, algorithms 1 and 2).
@@ -22,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 PIECE = 2048  # pairs of a query and a block; a block of 4 tokens has as many if each query attends to 512 blocks
-ROWS = 64  # products of queries and heads that gradients of keys add in one step
+STEP_BYTES = 128  # of rows of one column; a row is a head of a query, and gradients of keys add up many in one step
 SMALLEST_PRODUCT = 16  # rows and columns of a product of matrices on tensor cores
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -44,9 +45,9 @@ def read_tile(
         key, value: pointers to the first token of a head.
         blocks: pointer to the query's list of blocks; -1 is no block.
         offsets: pointer to the first token of each block.
-        slots: the tile: position in the list times `RATIO`, plus position in the block.
-        count: length of the list.
-        last: token of the query. It attends to no later token.
+        slots: places in the list of attended tokens: index in `blocks` times `RATIO`, plus index in the block.
+        count: number of entries of `blocks` up to the last block.
+        last: the query's own token, the last one that it may attend to.
         scale: factor of the scores.
         key_stride, value_stride: distance between tokens.
         dims: indices of the head dimension.
@@ -66,7 +67,11 @@ def output_kernel(
     key_stride, key_head, value_stride, value_head,
     GROUP: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr, RATIO: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of one query to one key head, for the `GROUP` query heads that share it."""
+    """Compute attention of one query to one key head, for the `GROUP` query heads that share it.
+
+    `counts` has the number of entries of each query's list up to its last block, `width` is the length of a list, and
+    `key_head` and `value_head` are distances between heads.
+    """
     index, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, dims = tl.arange(0, PADDED), tl.arange(0, DIM)
     rows, is_head = index * heads + group * GROUP + head, head < GROUP
@@ -96,7 +101,7 @@ def query_gradient_kernel(
     scale, heads, width, key_stride, key_head, value_stride, value_head,
     GROUP: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr, RATIO: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of one query, and `products`: the sum of output times gradient of each query and head."""
+    """Compute the gradient of one query. Also store, in `products`, the dot product of its output and gradient."""
     index, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, dims = tl.arange(0, PADDED), tl.arange(0, DIM)
     rows, is_head = index * heads + group * GROUP + head, head < GROUP
@@ -119,7 +124,8 @@ def query_gradient_kernel(
     tl.store(query_gradient + at, (sums * scale).to(q.dtype), mask=mask)
 
 
-@triton.jit
+# Another number of blocks in each batch must not compile the kernel again.
+@triton.jit(do_not_specialize=["num_blocks"])
 def key_gradient_kernel(
     query, key, value, offsets, tokens, logsumexp, gradient, products, pairs, pieces, block_of_piece, sums,
     num_blocks, scale, heads, key_stride, key_head, value_stride, value_head,
@@ -190,7 +196,7 @@ class Pieces(NamedTuple):
 
     Attributes:
         pairs: [t * k] int32, the query of each pair. Entries without a block are first, and in no piece.
-        starts: [p + 1] int64, the first pair of each piece. The number p does not depend on values.
+        starts: [p + 1] int64, the first pair of each piece. p depends only on shapes, so the host need not wait.
         blocks: [p] int64, the block of each piece; B for pieces at the end that are not needed.
         first_piece: [B + 1] int64, the first piece of each block, and the number of needed pieces.
     """
@@ -230,7 +236,7 @@ class AttendBlocks(torch.autograd.Function):
             ctx: keeps the inputs, the output and the logarithms of the sums of softmax.
             query: [t, h, d].
             key, value: [T, g, d]; their last dimension is contiguous, h is a multiple of g, d a power of two.
-            attended: [t, k] int32, the blocks of each query. Entries of -1 are no block; they cost nothing at the end.
+            attended: [t, k] int32, the blocks of each query. -1 is no block; such entries at the end are skipped.
             tokens: [t] int64, the token of each query. It attends to no later token, and to at least one.
             offsets: [B + 1] int64, the first token of each block, and T.
             ratio: largest number of tokens of a block, a power of two.
@@ -244,7 +250,7 @@ class AttendBlocks(torch.autograd.Function):
         shared = query, key, value, attended, counts, offsets, tokens, output, logsumexp
         output_kernel[len(query), key.size(1)](
             *shared, scale, query.size(1), attended.size(1), *key.stride()[:2], *value.stride()[:2],
-            **constants(query, key, ratio),
+            **compiled_sizes(query, key, ratio),
         )  # fmt: skip
         ctx.save_for_backward(*shared)
         ctx.settings = ratio, scale
@@ -258,7 +264,7 @@ class AttendBlocks(torch.autograd.Function):
         gradient, groups, num_blocks = gradient.contiguous(), key.size(1), len(offsets) - 1
         strides = *key.stride()[:2], *value.stride()[:2]
         products, query_gradient = torch.empty_like(logsumexp), torch.empty_like(query)
-        compiled = constants(query, key, ratio)
+        compiled = compiled_sizes(query, key, ratio)
         query_gradient_kernel[len(query), groups](
             *ctx.saved_tensors, gradient, products, query_gradient, scale, query.size(1), attended.size(1), *strides,
             **compiled,
@@ -268,7 +274,8 @@ class AttendBlocks(torch.autograd.Function):
         key_gradient_kernel[len(pieces.blocks), groups](
             query, key, value, offsets, tokens, logsumexp, gradient, products, pieces.pairs, pieces.starts,
             pieces.blocks, sums, num_blocks, scale, query.size(1), *strides, GROUP=compiled["GROUP"],
-            DIM=compiled["DIM"], RATIO=ratio, PADDED=max(SMALLEST_PRODUCT, ratio), ROWS=ROWS, num_warps=8,
+            DIM=compiled["DIM"], RATIO=ratio, PADDED=max(SMALLEST_PRODUCT, ratio), num_warps=8,
+            ROWS=STEP_BYTES // query.element_size(),
         )  # fmt: skip
         key_gradient, value_gradient = (key.new_empty(key.shape) for _ in range(2))
         sum_pieces_kernel[num_blocks, groups](
@@ -277,10 +284,10 @@ class AttendBlocks(torch.autograd.Function):
         return query_gradient, key_gradient, value_gradient, *(None,) * 5
 
 
-def constants(query: Tensor, key: Tensor, ratio: int) -> dict[str, int]:
+def compiled_sizes(query: Tensor, key: Tensor, ratio: int) -> dict[str, int]:
     """Return the sizes that kernels are compiled for."""
     group = query.size(1) // key.size(1)
     # Two tiles of keys and two of values of 256 dimensions fit into the shared memory of an H100.
-    tile = max(SMALLEST_PRODUCT, ratio, 128 // query.element_size())
+    tile = max(SMALLEST_PRODUCT, ratio, STEP_BYTES // query.element_size())
     padded = max(SMALLEST_PRODUCT, triton.next_power_of_2(group))
     return dict(GROUP=group, PADDED=padded, DIM=query.size(2), RATIO=ratio, TILE=tile)
