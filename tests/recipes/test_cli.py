@@ -229,7 +229,7 @@ def test_dry_run_with_many_errors_prints_each_once(capsys, tmp_path):
     assert "the run would fail:\n1. there is no setting train.gbs; did you mean train.global_batch_size?" in said
     for message in (
         "dataset.path (--data-path) is /nowhere: there is no such file or folder",
-        "--pretrained-checkpoint is /noweights, expected an existing folder",
+        "--pretrained-checkpoint is /noweights, expected a folder",
         "/nomodel does not exist, expected a folder",
         "12 GPUs, expected a multiple of etp * ep * pp, which is 8",
         "train.global_batch_size is 31, expected a multiple of 12",
