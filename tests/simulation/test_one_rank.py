@@ -17,7 +17,7 @@ from qwen3vl_bridge.upstream.simulated_gpu import flops_of_grouped_gemm
 import pytest
 import torch
 from megatron.core import parallel_state
-from qwen3vl_recipes import dry_run, qwen3_vl_8b_peft_config, simulation
+from qwen3vl_recipes import dry_run, qwen3_vl_8b_peft_config, qwen38_flash_next_peft_config, simulation
 from qwen3vl_recipes.paths import set_paths
 
 from tests.simulation.tiny_run import make_rows
@@ -150,6 +150,15 @@ def test_full_row_of_any_length_has_images(length, patches, images):
     row = one_rank.full_row(dry_run.finalize_copy(cfg, 1))
     assert row.input_ids.shape == (1, length) and sum(map(bool, row.layout.lengths)) == images
     assert len(row.vision.pixel_values) <= (patches or 4 * length)
+
+
+@pytest.mark.usefixtures("no_groups")
+@pytest.mark.parametrize(("length", "longest"), [(8192, 8192), (16384, 16384), (32768, 4096)])
+def test_full_row_of_sparse_attention_has_segment_above_budget(length, longest):
+    """With 16,384 tokens, segments of one image would have as many tokens as the budget, 2,048."""
+    cfg = qwen38_flash_next_peft_config()
+    cfg.dataset.seq_length = cfg.model.seq_length = length
+    assert max(one_rank.full_row(dry_run.finalize_copy(cfg, 8)).layout.lengths) == longest
 
 
 def test_largest_row_of_data_has_most_patches(tmp_path):

@@ -20,8 +20,8 @@ precision. On a CPU torch's norm computes in float32 and also saves the normaliz
 rows.
 
 Qwen3.8-Flash-Next: gated residuals, sparse attention and the mixer are tables like the others. The n-gram embedding of
-its few layers, the temporary memory of sparse attention and the indexer, and padded rows are approximate. Every row is
-assumed to be longer than the indexer's budget; shorter ones save about as much.
+its few layers, the temporary memory of the indexer, and padded rows are approximate. Every document is assumed to be
+longer than the indexer's budget; shorter ones save about as much.
 """
 
 from __future__ import annotations
@@ -594,11 +594,6 @@ def _text_layer(local: LocalSizes, *, moe: bool, slots: float | None = None) -> 
     # Gradients are counted in elements per token.
     if slots is None:
         before, attention_gradients = saved_by_attention(local), 0.0
-        if kernels and not local.te:
-            # Torch's kernel: gradients of queries (also summed in float32), and of keys and values for each head of
-            # queries, which it then sums.
-            keys = layout.cp + 0.5 if layout.cp > 1 else 1
-            attention_gradients = keys * (2 * local.q + 3 * local.kv) + 2 * local.q
         if local.is_sparse and kernels:
             # Gradients of outputs and queries, and either the sort of pairs of queries and blocks, or sorted queries
             # and the gradients of keys and values: of pieces in float32, and their sums.
@@ -607,6 +602,11 @@ def _text_layer(local: LocalSizes, *, moe: bool, slots: float | None = None) -> 
             pieces += blocks / _PAIRS_OF_PIECE
             of_keys = 2 * local.kv * (pieces * dims["index_block"] * _FLOAT + layout.cp * local.e) + 4 * blocks
             attention_gradients = 2 * local.q + max(_SORTED_PAIR * blocks, of_keys) / local.e
+        elif kernels and not local.te:
+            # Torch's kernel: gradients of queries (also summed in float32), and of keys and values for each head of
+            # queries, which it then sums.
+            keys = layout.cp + 0.5 if layout.cp > 1 else 1
+            attention_gradients = keys * (2 * local.q + 3 * local.kv) + 2 * local.q
     else:
         before = saved_by_linear_attention(local, slots)
         # For each head: updates and outputs of a chunk, queries, keys and values, and the states between chunks, each

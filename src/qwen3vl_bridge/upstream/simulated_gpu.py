@@ -122,8 +122,12 @@ def balance_routing() -> None:
 
 def receive_shape(shape: tuple[int, int, int]) -> None:
     """Let pipeline stages receive tensors of this shape with `variable_seq_lengths`, instead of asking each other."""
-    answer = lambda *_, **__: (list(shape), list(shape))  # noqa: E731  for stages that receive nothing it has no effect
-    replace(P2PCommunicator, "_communicate_shapes", answer, When.SIMULATION)
+
+    def known_shapes(*_: Any, **__: Any) -> tuple[list[int], list[int]]:
+        """Return the shapes of the tensors from the previous and the next stage; unused where none is received."""
+        return list(shape), list(shape)
+
+    replace(P2PCommunicator, "_communicate_shapes", known_shapes, When.SIMULATION)
 
 
 def mark_grouped_products(begin: Callable[[int], None], end: Callable[[], None]) -> None:

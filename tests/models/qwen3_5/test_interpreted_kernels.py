@@ -1,19 +1,14 @@
 """Kernels of flash-linear-attention in float16, run by Triton's interpreter, against our torch functions in float32.
 
 An error is the norm of the difference relative to the norm of the expected result. It is compared with the error of
-rounding that result to float16. The interpreter runs on a CPU in a process of its own, because Triton reads its
-variable on import. (In Triton 3.7 it computes products of bfloat16 wrongly.)
+rounding that result to float16.
 """
 
 import contextlib
 import itertools
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import qwen3vl_bridge  # noqa: F401  before Megatron
 from qwen3vl_bridge.models.common import delta_rule
@@ -25,8 +20,9 @@ from packaging.version import Version
 from torch import Tensor
 
 from tests.helpers.flash_linear_attention import PYTHONPATH, needs_package
+from tests.helpers.forked import ROOT
+from tests.helpers.triton_interpreter import run_interpreted
 
-ROOT = Path(__file__).resolve().parents[3]
 LARGEST = 7e-4
 # In units of the rounding. The norm and the convolution compute in float32: measured with 0.6.0 at most 1.05. The
 # rule's kernels hand one another a chunk's system, keys, values and states in float16: measured 1.8 to 2.3, where five
@@ -38,11 +34,7 @@ CASES = ["l2norm, rows", "convolution, packed", "convolution, rows", "rule, pack
 
 @pytest.fixture(scope="module")
 def errors() -> dict[str, list[tuple[float, float]]]:
-    variables = dict(TRITON_INTERPRET="1", FLA_DISABLE_TENSOR_CACHE="1", PYTHONPATH=PYTHONPATH)
-    command = [sys.executable, "-m", __name__]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | variables)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_interpreted(__name__, FLA_DISABLE_TENSOR_CACHE="1", PYTHONPATH=PYTHONPATH)
 
 
 @pytest.mark.slow

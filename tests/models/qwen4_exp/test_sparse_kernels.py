@@ -1,25 +1,20 @@
-"""Triton kernels of sparse attention, run by Triton's interpreter, against attention with masks.
-
-The interpreter runs on a CPU in a process of its own, because Triton reads its variable on import. (In Triton 3.7 it
-computes products of bfloat16 wrongly.)
-"""
+"""Triton kernels of sparse attention, run by Triton's interpreter, against attention with masks."""
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.core.layout import SequenceLayout, query_chunks, token_index
 from qwen3vl_bridge.models.qwen4_exp.indexer import TokenBlocks
 from qwen3vl_bridge.models.qwen4_exp.sparse_attention import AttendSelectedTokens, attended_blocks
+from qwen3vl_bridge.planning import activations
 
 import pytest
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests.helpers.triton_interpreter import run_interpreted
+
 # Name: segment lengths, whether they are a packed row, cp size and rank, query heads, key heads, d, block size, budget.
 CASES = {
     "several tiles": ([2, 5, 75], True, (1, 0), 4, 1, 16, 4, 64),
@@ -81,12 +76,16 @@ SLOW = [f"{case}, {dtype}" for case in CASES for dtype in LIMITS if (case, dtype
     "cases", [["several tiles, float32"], pytest.param(SLOW, marks=pytest.mark.slow)], ids=["one", "all"]
 )
 def test_sparse_kernels_interpreted_match_attention_with_masks(cases):
-    command = [sys.executable, "-m", __name__, json.dumps(cases)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1"})
-    assert done.returncode == 0, done.stderr[-4000:]
-    for case, errors in json.loads(done.stdout.splitlines()[-1]).items():
+    for case, errors in run_interpreted(__name__, json.dumps(cases)).items():
         print(case, errors)
         assert max(errors.values()) < LIMITS[case.rpartition(" ")[2]], case
+
+
+def test_planner_has_piece_size_of_kernels():
+    """The planner cannot import the kernels, because it needs neither torch nor Triton."""
+    from qwen3vl_bridge.models.qwen4_exp import sparse_kernels
+
+    assert activations._PAIRS_OF_PIECE == sparse_kernels.PIECE
 
 
 if __name__ == "__main__":

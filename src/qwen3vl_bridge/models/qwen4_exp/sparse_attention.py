@@ -23,7 +23,7 @@ from qwen3vl_bridge.core.layout import (
     query_chunks,
     token_index,
 )
-from qwen3vl_bridge.models.common.attention import attend_masked, packed_seq_params, physical_layout
+from qwen3vl_bridge.models.common.attention import attend_masked, layout_packed_seq_params, physical_layout
 from qwen3vl_bridge.models.common.rope import RotarySelfAttention
 from qwen3vl_bridge.models.qwen4_exp.indexer import QUERY_CHUNK, Indexer, TokenBlocks
 
@@ -240,20 +240,21 @@ def sparse_core_attention(base: type[nn.Module]) -> type[nn.Module]:
             of_short, of_long = segments.split([len(short_lengths), len(long_lengths)])
             short, long = order.split([sum(n) // self.cp_ranks for n in (short_lengths, long_lengths)])
 
-            offsets = F.pad(lengths[of_short].cumsum(0, dtype=torch.int32), (1, 0))
-            short_layout = SequenceLayout(offsets, offsets, 1, short_lengths, short_lengths)
+            def packed_row(segments: Tensor, on_host: tuple[int, ...]) -> SequenceLayout:
+                """Return the layout of a packed row of some segments, with their lengths on the host."""
+                offsets = F.pad(lengths[segments].cumsum(0, dtype=torch.int32), (1, 0))
+                return SequenceLayout(offsets, offsets, 1, on_host, on_host)
+
             parts = (x.index_select(0, short) for x in (query, key, value))
-            params = packed_seq_params(offsets, short_lengths, short_layout)
+            params = layout_packed_seq_params(packed_row(of_short, short_lengths))
             short_output = super().forward(*parts, None, attn_mask_type=attn_mask_type, packed_seq_params=params)
 
-            offsets = F.pad(lengths[of_long].cumsum(0, dtype=torch.int32), (1, 0))
-            long_layout = SequenceLayout(offsets, offsets, 1, long_lengths, long_lengths)
             # Blocks of earlier short segments are not counted in the row of long segments.
             blocks = (lengths + self.compress_ratio - 1) // self.compress_ratio
             shift = blocks.masked_fill(is_long, 0).cumsum(0, dtype=torch.int32)[segment_of]
             selection = torch.where(selection < 0, selection, selection - shift[:, None])
             parts = (x.index_select(0, long) for x in (query, key, value, selection))
-            long_output = self.attend_selected(*parts, long_layout)
+            long_output = self.attend_selected(*parts, packed_row(of_long, long_lengths))
             return torch.cat((short_output, long_output)).index_select(0, order.argsort())
 
         def attend_selected(
