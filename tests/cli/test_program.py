@@ -29,17 +29,14 @@ COMMANDS = [
 HEAVY = ("torch", "megatron", "transformers", "numpy", "datasets", "rich", "packaging")
 
 
-def test_help_of_every_command_takes_under_a_second_without_importing_torch():
-    """Each in a process of its own would start Python 17 times; here the first pays for what several import.
-
-    Alone each takes 0.04 to 0.12 s of one core, where modules are compiled already.
-    """
+def test_help_of_every_command_imports_no_heavy_module():
+    """Each in a process of its own would start Python 17 times. Alone each takes 0.04 to 0.12 s of one core."""
     code = (
-        "import sys, time; from qwen3vl_bridge.cli.main import main\n"
+        "import sys; from qwen3vl_bridge.cli.main import main\n"
         f"for words in {COMMANDS}:\n"
         "    try: main([*words, '--help'])\n"
         "    except SystemExit as end: assert not end.code, words\n"
-        f"print(sorted(set({HEAVY}) & sys.modules.keys()), time.process_time())"
+        f"print(sorted(set({HEAVY}) & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -48,8 +45,7 @@ def test_help_of_every_command_takes_under_a_second_without_importing_torch():
     for words in ([], ["convert"], ["train"]):
         text = done.stdout.split(f"usage: {' '.join(['qwen3vl', *words])} [-h]")[1].split("usage: ")[0]
         assert all(title in " ".join(text.split()) for title in titles().values()), words
-    imported, seconds = done.stdout.splitlines()[-1].rsplit(" ", 1)
-    assert imported == "[]" and float(seconds) < 1
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 RUN = "--hf-model HF --data-path . --save run"

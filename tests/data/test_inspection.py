@@ -169,12 +169,19 @@ def test_inspection_text_groups_errors_that_differ_only_in_names(tmp_path, inspe
     assert list(group_errors(found.errors, 1))[-1] == "and 1 more"
 
 
-@pytest.mark.parametrize("long", ["x" * 20_000, "'" + "." * 20_000, "'" * 20_000, "1" * 20_000, "x/" * 10_000])
+N = 200_000
+
+
+@pytest.mark.parametrize(
+    "long", ["x" * N, "'" + "." * N, "'" * N, "1" * N, "x/" * (N // 2)],
+    ids=["x", "dots", "quotes", "digits", "slashes"],
+)  # fmt: skip
 def test_group_errors_long_word_takes_linear_time(long):
+    """Measured 0.04 s; quadratic time would be minutes."""
     begun = time.monotonic()
     errors = [(str(n), f"{n}: {long}", f"found '/a/{n} b.png' in {long} and {n}.5/x") for n in range(3)]
     assert list(group_errors(errors, 1)) == [f"0: {long}", "the same in 2 more: 1, 2"]
-    assert time.monotonic() - begun < 0.2
+    assert time.monotonic() - begun < 20
 
 
 def test_inspection_reports_all_errors_in_one_pass(tmp_path, inspect):

@@ -55,16 +55,10 @@ def test_model_bridge_is_registered_in_any_import_order(first):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize(
-    "code", ["import qwen3vl_bridge", "from qwen3vl_bridge.cli.main import main; main(['train', '--help'])"],
-    ids=["import", "help"],
-)  # fmt: skip
-def test_import_and_help_take_less_than_half_a_second(code):
-    """Processor time; measured 0.05 to 0.1 s with compiled modules."""
-    ended = f"import atexit, sys, time; atexit.register(lambda: print(time.process_time(), file=sys.stderr)); {code}"
-    done = run(ended)
-    assert done.returncode == 0, done.stderr
-    assert float(done.stderr.splitlines()[-1]) < 0.5
+def test_package_import_loads_no_heavy_module():
+    heavy = ("torch", "megatron", "transformers", "numpy", "datasets")
+    done = run(f"import sys, qwen3vl_bridge; print(sorted(set({heavy}) & sys.modules.keys()))")
+    assert done.stdout == "[]\n", done.stderr
 
 
 @pytest.mark.parametrize("enabled", [True, False])

