@@ -116,7 +116,7 @@ def _settle(work: Path, source: Path) -> None:
 
 
 def measure(step: Callable[[], object]) -> tuple[float, int]:
-    """Run a step; return its seconds and its peak of anonymous memory in bytes, above the start."""
+    """Run a step. Return its seconds, and by how many bytes anonymous memory rose at its peak."""
     before = peak = _anonymous()
     done = threading.Event()
 
@@ -136,7 +136,7 @@ def measure(step: Callable[[], object]) -> tuple[float, int]:
 
 
 def measure_apart(step: Callable[[], object]) -> tuple[float, int]:
-    """Measure a step in a new process: a process that has run a step keeps memory and needs no more of it."""
+    """Measure a step in a new process. A process that has run a step before reuses memory that it has kept."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
     child = multiprocessing.get_context("fork").Process(target=lambda: sender.send(measure(step)))
     child.start()

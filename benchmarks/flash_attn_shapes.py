@@ -1,4 +1,4 @@
-"""Replacement of flash-attn 2 on the fake GPU that allocates the same tensors, without its kernels.
+"""Replace flash-attn 2 on the fake GPU by functions that allocate the same tensors and run no kernels.
 
 Source: flash-attn 2.8.3, `FlashAttnFunc` and `FlashAttnVarlenFunc` of flash_attn/flash_attn_interface.py; `mha_bwd`
 and `mha_varlen_bwd` of csrc/flash_attn/flash_api.cpp.
@@ -17,7 +17,7 @@ VERSION = "2.8.3"
 
 
 def provide(folder: Path) -> str:
-    """Write a package flash_attn to a folder, unless it is installed; return the folder, for PYTHONPATH."""
+    """Write a package flash_attn to a folder, unless flash-attn is installed. Return the folder, for PYTHONPATH."""
     try:
         importlib.metadata.version("flash-attn")
     except importlib.metadata.PackageNotFoundError:
@@ -34,7 +34,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         result = torch.empty_like(query)
-        # A row packed of many is [tokens, heads, width], several rows are [rows, tokens, heads, width].
+        # A packed row has shape [tokens, heads, width], padded rows have shape [rows, tokens, heads, width].
         sums = query.new_empty((*query.shape[:-3], query.size(-2), query.size(-3)), dtype=torch.float32)
         state = torch.empty(2, dtype=torch.int64, device=query.device)
         ctx.save_for_backward(query, key, value, result, sums, state)
@@ -45,7 +45,7 @@ class _Attention(torch.autograd.Function):
         query, key, value, _, sums, _ = ctx.saved_tensors
         _workspace = (
             torch.empty_like(query, dtype=torch.float32), torch.empty_like(sums),
-            # Gradients of a group's key and value are added up after one of each query head was computed.
+            # With grouped queries, gradients of keys and values are computed per query head and then summed.
             *(torch.empty_like(query) for _ in range(2) if key.size(-2) < query.size(-2)),
         )  # fmt: skip
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
@@ -61,5 +61,5 @@ def flash_attn_varlen_func(query: Tensor, key: Tensor, value: Tensor, *_: Any, *
     return _Attention.apply(query, key, value)
 
 
-# Imported by Transformer Engine, and called under context parallelism alone.
+# Transformer Engine imports these names, and calls them only under context parallelism.
 _flash_attn_forward = _flash_attn_backward = _flash_attn_varlen_forward = _flash_attn_varlen_backward = None

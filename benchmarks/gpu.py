@@ -63,7 +63,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WARM = 2  # steps that compile kernels and allocate
 GIB = 2**30
 FIGURES = ("seconds", "tokens/s", "TFLOP/s", "MFU", "GiB", "planned GiB", "waits", "all waits", "attention")
-# Kernels of attention, by a part of the name of what calls them.
+# Part of the name of a profiled operation -> attention kernel that it calls.
 ATTENTIONS = {
     "_flash_attention_forward": "flash",
     "_efficient_attention_forward": "memory-efficient",
@@ -73,7 +73,7 @@ ATTENTIONS = {
     "FusedAttn": "Transformer Engine's by cuDNN",
     "FlashAttn": "flash-attn",
 }
-# Text tokens, and rows and columns of each image's vision tokens.
+# For each sample: number of text tokens, and (rows, columns) of each image in vision tokens.
 ROW = (
     (1400, ((24, 32), (16, 20))),
     (1100, ((20, 28),)),
@@ -147,7 +147,7 @@ def whole_step(config: Any, samples: list[Sample], rounds: int) -> Iterator[tupl
         planned = estimate_run(cfg, 1).peak.total / GIB
         run = set_up(cfg, data=False)
     run.cfg.guard = GuardConfig(on_nan="skip")
-    vars(run.optimizer).pop("get_grad_norm", None)  # joined by `set_up` already, and by the callbacks again
+    vars(run.optimizer).pop("get_grad_norm", None)  # `set_up` has wrapped it, and the callbacks wrap it again
     run.stream = itertools.repeat(make_batch(samples, config, packed=True))
     with followed(run, build_callbacks(run.cfg)):
         yield lambda: step_with_callbacks(run), planned
@@ -155,7 +155,10 @@ def whole_step(config: Any, samples: list[Sample], rounds: int) -> Iterator[tupl
 
 @contextmanager
 def of_ours(config: Any, samples: list[Sample], *, packed: bool) -> Iterator[tuple[Step, float]]:
-    """Yield a function that copies a batch to the GPU and runs forward and backward pass of our model, and 0.0."""
+    """Yield a function that copies a batch to the GPU and runs this package's model forward and backward.
+
+    The second value is 0.0, because there is no estimate of memory.
+    """
     model = measurement.build_model(config, sum(len(sample.ids) for sample in samples), DEVICE)
     local = make_batch(samples, config, packed=packed).local()
 
@@ -168,7 +171,7 @@ def of_ours(config: Any, samples: list[Sample], *, packed: bool) -> Iterator[tup
 
 @contextmanager
 def of_transformers(config: Any, samples: list[Sample], *, attention: str) -> Iterator[tuple[Step, float]]:
-    """Yield a function that runs forward and backward pass of transformers' model on right-padded rows, and 0.0."""
+    """Yield a function that runs transformers' model forward and backward on right-padded rows; see `of_ours`."""
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     with torch.device(DEVICE):
         model = AutoModelForImageTextToText.from_config(config, dtype=dtype, attn_implementation=attention).train()
@@ -274,7 +277,7 @@ def main() -> None:
             for (package, line), times in waits.most_common(8):
                 print(f"    {times} x {package}: {line}")
         rows.append(model | {"way": name} | figures)
-        step = waits = None  # what holds the model
+        step = waits = None  # they keep the model in memory
         forget_models()
         gc.collect()
         torch.cuda.empty_cache()

@@ -85,7 +85,7 @@ SERIES: dict[str, dict[int, tuple[int, list[tuple[int, int]]]]] = {
 
 
 class LiveBytes(TorchDispatchMode):
-    """Dispatch mode that counts the bytes of tensors that operations create inside its `with` block.
+    """Dispatch mode that counts the bytes of live tensors that operations create inside the `with` block.
 
     Attributes:
         peak: the largest number of bytes in memory at one time.
@@ -120,7 +120,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def measure(experts: int, documents: list[tuple[int, int]]) -> tuple[float, float, float]:
-    """Return user seconds, system seconds and peak MiB of tensors of a step. Must run in a new process."""
+    """Return user seconds, system seconds and peak MiB of tensors in a step. Call this in a new process."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     row = sum(length for length, _ in documents)
@@ -144,7 +144,7 @@ def measure(experts: int, documents: list[tuple[int, int]]) -> tuple[float, floa
 
 
 def in_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the result of a function in a forked process."""
+    """Call a function in a forked process and return its result."""
     with multiprocessing.get_context("fork").Pool(1) as pool:
         return pool.apply(function, arguments)
 

@@ -91,7 +91,7 @@ def positions(samples: list[Sample]) -> dict[str, Callable[[], Tensor]]:
 
     expected = of_transformers()
     assert torch.equal(ours(), expected)
-    assert torch.equal(of_bridge() * mask, expected)  # its padding is at position 1
+    assert torch.equal(of_bridge() * mask, expected)  # Megatron-Bridge gives padding position 1
     return {"ours": ours, "transformers": of_transformers, "Megatron-Bridge": of_bridge}
 
 

@@ -7,9 +7,10 @@
 
 No GPU is needed: each model runs on the fake GPU, with a released model's widths, in bfloat16, on the same six samples
 with six images, packed into one row or padded to six rows. Models of three depths are counted, and the difference of
-two is the work of a layer (in Qwen3.5's text model of four layers, one of them with full attention). Figures are for
-the model with all its layers. Figures named "/token" are per token without padding, and "beside" is the work outside
-of layers, such as the loss. All experts get equally many tokens. Multi-token prediction is off.
+two is the work of a layer. (In Qwen3.5's text model it is the work of four layers, one of them with full attention.)
+The work of the complete model is computed from these. Figures named "/token" are per token without padding, and
+"beside" is the work outside of layers, such as the loss. All experts get equally many tokens. Multi-token prediction is
+off.
 
 - launches: kernels, matrix products, copies and memsets in the fake GPU's log.
 - elementwise bytes: bytes that kernels read and write, except matrix products, attention and the delta rule. Tensors of
@@ -20,8 +21,9 @@ of layers, such as the loss. All experts get equally many tokens. Multi-token pr
 
 Both Megatron models have Transformer Engine's layers if it is installed, without its attention (cuDNN's). Otherwise
 they have megatron-core's local layers with torch's attention. transformers uses `sdpa`, for a packed row with a block
-mask. In favor of the other models, positions, offsets of images and the search for true entries of masks are not
-counted: they depend on values, which a fake GPU does not compute. Their convolution of patches counts as one product.
+mask. Positions, offsets of images and the search for True elements of masks are not counted, because they depend on
+values, which a fake GPU does not compute. This favors the other models. Their convolution of patches counts as one
+product.
 
 All models have flash-linear-attention's delta rule. Megatron-Bridge's Qwen3.5 needs Transformer Engine: megatron-core's
 local norms cannot multiply by 1 + weight. With local layers it is counted with norms that multiply by the weight, which
@@ -45,11 +47,11 @@ from benchmarks import measurement
 
 BASE = 4, 3  # text and vision layers of the first of three depths
 WAYS = ("ours", "Megatron-Bridge", "transformers")
-PRODUCTS_PER_SECOND, BYTES_PER_SECOND = 989e12, 3.35e12  # an H100's in bfloat16, dense, and of its memory
+PRODUCTS_PER_SECOND, BYTES_PER_SECOND = 989e12, 3.35e12  # of an H100: dense bfloat16 FLOP/s, and memory
 
 
 class Size(NamedTuple):
-    """Numbers of text and vision layers, and after how many text layers the kinds of layers repeat."""
+    """Numbers of text and vision layers, and the `period` after which the kinds of text layers repeat."""
 
     text: int
     vision: int
@@ -73,9 +75,9 @@ class Asked(NamedTuple):
     """GPU work of a pass, a layer or a token."""
 
     launches: float = 0
-    elementwise: float = 0  # kernels
-    nbytes: float = 0  # of elementwise kernels
-    flops: float = 0  # of products
+    elementwise: float = 0  # number of elementwise kernels
+    nbytes: float = 0  # bytes that elementwise kernels read and write
+    flops: float = 0  # FLOPs of matrix products
 
     def plus(self, other: Asked, times: float = 1) -> Asked:
         """Return this work plus `times` times the other work."""
@@ -86,7 +88,7 @@ def counted(way: str, size: str) -> dict[str, Any]:
     """Run `kernel_ledger` for an implementation (`way`) and a size on the fake GPU, and return its results."""
     built = fake_gpu.build(user_cache() / "fake_gpu")
     with tempfile.TemporaryDirectory() as folder:
-        # More memory than an H100's, which transformers' logits do not fit.
+        # More memory than an H100 has, because transformers' logits would not fit.
         variables = fake_gpu.environment(built, Path(folder) / "log", gib=1000) | {"HF_HUB_OFFLINE": "1"}
         command = [sys.executable, "-m", "benchmarks.kernel_ledger", way, size]
         done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True)
@@ -97,7 +99,10 @@ def counted(way: str, size: str) -> dict[str, Any]:
 
 
 def row(way: str, size: str, rows: str, counts: dict[str, Any], ours: Asked | None) -> tuple[dict[str, Any], Asked]:
-    """Return a row of the results and the complete model's work. Ratios are to the work `ours`; None: to itself."""
+    """Return a row of the results, and the work of the complete model.
+
+    Ratios are relative to the work `ours`; if it is None, to the model's own work.
+    """
     tokens, found = counts["tokens"], counts["found"]
     shape = SIZES[size]
     base, *deeper = (Asked(*found[f"{rows} {depth}"][0]) for depth in shape.depths())
@@ -153,7 +158,7 @@ def main() -> None:
 
 
 def print_operations(found: dict[str, Any], rows: str, depth: str, tokens: int) -> None:
-    """Print the operations that a model of depth `depth` has in addition to the base model: those of a layer."""
+    """Print the operations of a layer: those that a model of depth `depth` runs in addition to the base model."""
     base, other = (found[f"{rows} {name}"][1] for name in ("base", depth))
     print(f"    {rows}, {depth}")
     lines = []

@@ -53,7 +53,7 @@ from tests.helpers.stock_steps import torch_attention
 
 LAUNCHES = ("kernel", "triton", "gemm", "memset")
 ATTENTION = ("flash", "fmha")
-# Operations that read as much of their first tensor as they write, and those that only write to it.
+# GATHERS read as many bytes of their first tensor as they write. WRITES only write to their first tensor.
 GATHERS = ("aten.index", "aten.index_select", "aten.embedding", "aten.gather", "aten.masked_select")
 WRITES = ("aten.copy_", "aten.fill_", "aten.zero_")
 
@@ -68,21 +68,21 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.names: list[str] = []
         self.nbytes: list[int] = []
-        # FLOPs of products that are not in the log as such: of experts in one kernel; 0 of the delta rule's, as of
-        # attention's.
+        # Index of an operation -> FLOPs of matrix products that the log does not show, for experts in one kernel.
+        # Operations of the delta rule have 0 FLOPs here, as attention has.
         self.products: dict[int, int] = {}
         self.shape, self.chosen = placeholders.shape, [x.cuda() for x in placeholders.nonzero(as_tuple=True)]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True, so that functions are compiled as they are without this mode."""
+        """Return True, so that torch.compile ignores this mode."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, str(func).rpartition(".")[0]
         if "index" in name and len(args) > 1 and isinstance(args[1], (list, tuple)):
             args = (args[0], self._without_masks(args[1]), *args[2:])
-        if name == "aten.masked_scatter_backward":  # by a search for the true entries
+        if name == "aten.masked_scatter_backward":  # would search for the True elements of the mask
             gather = torch.ops.aten.index.Tensor
             return self._noted("aten.index", gather, (args[0], list(self.chosen)), {}).reshape(args[2])
         return self._noted(name, func, args, kwargs)
@@ -158,7 +158,7 @@ class Ledger(TorchDispatchMode):
             return run
 
         with ExitStack() as stack:
-            # Timing configurations would copy tensors to the host and back.
+            # Timing the configurations of a kernel would copy tensors to the host and back.
             stack.enter_context(mock.patch.multiple(CachingAutotuner, run=launched, benchmark_all_configs=in_order))
             stack.enter_context(mock.patch.object(JITFunction, "run", of_package))
             if has_transformer_engine():
@@ -167,7 +167,7 @@ class Ledger(TorchDispatchMode):
                 functions = {f: noted(name, f) for name, f in vars(engine).items() if isroutine(f)}
                 for module in [m for name, m in sys.modules.items() if name.startswith("transformer_engine")]:
                     for name, f in list(vars(module).items()):
-                        if isroutine(f) and f in functions:  # some are imported by name
+                        if isroutine(f) and f in functions:  # some modules import functions by name
                             stack.enter_context(mock.patch.object(module, name, functions[f]))
             yield
 
@@ -185,7 +185,7 @@ def _nbytes(x: Tensor) -> int:
 
 
 def count(one_pass: Pass, model: nn.Module, placeholders: Tensor) -> tuple[Asked, dict[str, list[float]]]:
-    """Return the work of a pass, and (launches, bytes) of each operation by name, after two passes that compile."""
+    """Run two passes that compile, then return the work of a third pass, and (launches, bytes) by operation name."""
     ledger, log = Ledger(placeholders), Path(os.environ["FAKE_GPU_LOG"])
     with ledger, ledger.of_others():
         for name in ("warm", "warm", "pass"):
@@ -193,7 +193,7 @@ def count(one_pass: Pass, model: nn.Module, placeholders: Tensor) -> tuple[Asked
             one_pass().backward()
             model.zero_grad(set_to_none=True)
         fake_gpu.mark("end of pass")
-    asked: dict[int | str, Counter[str]] = defaultdict(Counter)  # by operation; what is launched outside, by its name
+    asked: dict[int | str, Counter[str]] = defaultdict(Counter)  # by operation, or by kernel name
     flops, within = 0, list[int]()
     for event in fake_gpu.between(fake_gpu.read_log(log), "pass", "end of pass"):
         if event.kind == "mark" and event.name == "end":
@@ -244,8 +244,8 @@ def of_bridge(config: Any, batch: TokenBatch, samples: list[Sample]) -> Iterator
         config.save_pretrained(folder)
         provider = stock.stock_provider(Path(folder))
     provider.seq_length, provider.bf16, provider.params_dtype = batch.input_ids.numel(), True, torch.bfloat16
-    provider.gradient_accumulation_fusion = False  # which needs APEX
-    provider.mtp_num_layers, provider.dist_train = None, DistTrainConfig()  # of which Qwen3.5's has none
+    provider.gradient_accumulation_fusion = False  # it needs APEX
+    provider.mtp_num_layers, provider.dist_train = None, DistTrainConfig()  # Qwen3.5's provider sets no dist_train
     with ExitStack() as stack:
         if not has_transformer_engine():
             stack.enter_context(torch_attention())
@@ -274,7 +274,7 @@ def of_bridge(config: Any, batch: TokenBatch, samples: list[Sample]) -> Iterator
             )
         return _mean(losses, inputs.loss_mask)
 
-    # With experts its provider freezes all but DeepStack's mergers by default.
+    # For models with experts, Megatron-Bridge's provider freezes all but DeepStack's mergers by default.
     yield model.bfloat16().cuda().train().requires_grad_(True), loss
 
 
@@ -308,7 +308,7 @@ def of_transformers(config: Any, batch: TokenBatch, samples: list[Sample]) -> It
 
 
 def _pictures(samples: list[Sample]) -> dict[str, Tensor]:
-    """Return pixels on the GPU and image sizes on the host, where both other models read them."""
+    """Return pixels on the GPU, and image sizes on the host, where the other models read them."""
     each = [sample.pixels for sample in samples if sample.pixels]
     pixels = torch.cat([pixels["pixel_values"] for pixels in each]).bfloat16().cuda()
     return {"pixel_values": pixels, "image_grid_thw": torch.cat([pixels["image_grid_thw"] for pixels in each])}
@@ -319,7 +319,7 @@ WAYS = {"ours": ours, "Megatron-Bridge": of_bridge, "transformers": of_transform
 
 @contextmanager
 def computable() -> Iterator[None]:
-    """Replace cuDNN, computed indices and reads of values, which a fake GPU lacks, inside the `with` block."""
+    """Replace what a fake GPU cannot do inside the `with` block: cuDNN, computed indices and reads of values."""
 
     def as_product(conv: nn.Conv3d, x: Tensor) -> Tensor:
         return F.linear(x.flatten(1), conv.weight.flatten(1), conv.bias)[:, :, None, None, None]
@@ -334,11 +334,11 @@ def computable() -> Iterator[None]:
 
     names = ("get_vision_bilinear_indices_and_weights", "get_vision_position_ids")
     replaced = {name: on_host(getattr(modeling_qwen3_vl, name)) for name in names}
-    replaced["torch_compilable_check"] = lambda *_: None  # of the number of placeholders
+    replaced["torch_compilable_check"] = lambda *_: None  # checks the number of image placeholders
     torch.backends.cuda.enable_cudnn_sdp(False)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(nn.Conv3d, "forward", as_product))
-        # Whether bounds of segments fit the row, and whether a mask leaves anything out.
+        # Skip checks whether segment offsets fit the row, and whether a mask excludes any token.
         stack.enter_context(
             mock.patch.object(GatedDeltaNet, "_resolve_cu_seqlens", lambda _, bounds, *__, **___: bounds)
         )

@@ -1,4 +1,4 @@
-"""Functions that all benchmarks share: CSV files with date and machine, interleaved rounds, a model."""
+"""Share functions between benchmarks: append to CSV files, measure in interleaved rounds, build a model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _machine() -> str:
 
 
 def load() -> str:
-    """Return the load average of the last minute. Above the number of cores only ratios of times are meaningful."""
+    """Return the load average of the last minute. If it exceeds the number of cores, only ratios of times count."""
     return f"{os.getloadavg()[0]:.1f}"
 
 
@@ -63,7 +63,7 @@ def median_seconds(ways: Mapping[str, Callable[[], object]], rounds: int, least:
 
 
 def build_model(config: Any, row: int, device: str = "cpu") -> Any:
-    """Build our model with random weights for rows of `row` tokens, on a GPU in bfloat16."""
+    """Build this package's model with random weights for rows of `row` tokens. On a GPU it is in bfloat16."""
     import qwen3vl_bridge  # noqa: F401  registers our model
     from qwen3vl_bridge.training.process_groups import initialize
 

@@ -38,7 +38,7 @@ from benchmarks import measurement
 
 _WORDS = ("which", "digit", "is", "this", "the", "picture", "seven", "quick", "brown", "fox", "describe", "same", "9.5")
 _ROW, _SIDES = 4096, (224, 384)
-# Turns of each kind of conversation, words of a message, images and their format.
+# Kind of conversation -> number of turns, words of a message, number of images, image format.
 KINDS = {
     "text": (3, 120, 0, ""),
     "one picture": (1, 60, 1, "jpg"),
@@ -48,7 +48,7 @@ KINDS = {
 
 
 def write_samples(folder: Path, kind: str, count: int) -> Path:
-    """Write a JSON-lines file of conversations of a kind in `KINDS`, and return its path."""
+    """Write `count` conversations of the given kind to a JSON-lines file, and return its path."""
     turns, words, pictures, ending = KINDS[kind]
     random, lines = np.random.default_rng(0), []
     for number in range(count):

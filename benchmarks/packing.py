@@ -33,14 +33,15 @@ from benchmarks import measurement
 _COLUMNS = ("row", "most_patches", "what", "how", "tokens", "patches", "least_patches", "samples_per_s")
 _PATCH, _MERGE = 16, 2
 _RANKS, _TURNS = 64, 4
-# Share of samples; median and spread (of the logarithm) of the text's tokens; images, or frames of one video.
+# Kind -> share of samples, (median, spread of the logarithm) of the number of text tokens, range of the number of
+# images, most frames of a video.
 KINDS = {
     "text": (0.30, (350, 0.9), (0, 0), 0),
     "one picture": (0.45, (120, 0.8), (1, 1), 0),
     "two to five pictures": (0.15, (250, 0.8), (2, 5), 0),
     "video of 8 to 64 frames": (0.10, (100, 0.7), (0, 0), 64),
 }
-# Share of images, and the range of their sides in pixels.
+# (share of images, range of their height and width in pixels).
 PICTURES = ((0.60, (336, 640)), (0.25, (600, 1100)), (0.15, (1000, 1700)))
 
 Rows = list[tuple[int, ...]]
@@ -75,7 +76,7 @@ def _sample(random: np.random.Generator, kind: tuple) -> Sample:
     text = int(np.clip(random.lognormal(np.log(median), spread), 8, 4000))
     frames = [_picture(random) for _ in range(random.integers(pictures[0], pictures[1] + 1))]
     if most_frames:
-        # Two frames are one of time, and each has its time written before it.
+        # The vision tower combines two frames, and the text gives the time of each pair before it.
         times = int(random.integers(4, most_frames // 2 + 1))
         frames, text = [_grid(*random.choice([(224, 224), (360, 640)]))] * times, text + 8 * times
     return Sample(text + 2 * len(frames), tuple(frames))
@@ -155,7 +156,10 @@ def measure(sizes: list[Size], capacity: int) -> Iterator[list]:
 
 
 def imbalance(costs: Sequence[float], order: Sequence[int], ranks: int) -> tuple[float, float]:
-    """Return the longest time divided by the mean, if ranks synchronize once per step, and in each microbatch."""
+    """Return the longest time of a rank divided by the mean time, for two cases.
+
+    In the first case ranks synchronize once per step, in the second in each microbatch.
+    """
     turns = [[costs[row] for row in order[turn : turn + ranks]] for turn in range(0, len(order), ranks)]
     mean = sum(costs) / ranks
     return max(map(sum, zip(*turns, strict=True))) / mean, sum(map(max, turns)) / mean

@@ -39,12 +39,12 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.distributed_data_parallel_
 from benchmarks import measurement
 
 _STRATEGY = "optim_grads_params"
-# (rank, tensor, numbers in its leading dimensions, first row, end)
+# (rank, name of the tensor, indices in its leading dimensions, first row, end row)
 Held = Iterator[tuple[int, str, Shape, int, int]]
 
 
 class Layer(torch.nn.Module):
-    """Module with the parameters of a layer, which Megatron-FSDP shards together."""
+    """Module for the parameters of one layer. Megatron-FSDP shards the parameters of such a module together."""
 
 
 def target_of(size: str, ckpt_format: str, topology: Topology) -> MegatronTarget:
@@ -63,7 +63,7 @@ def plan_of(target: MegatronTarget) -> Plan:
 
 
 def _tensor_parallel(row: WeightRow, tp: int) -> tuple[int, int]:
-    """Return the numbers of parts into which tensor parallelism splits the rows and the columns of a parameter."""
+    """Return into how many parts tensor parallelism splits the rows and the columns of a parameter."""
     if any(
         part in row.megatron for part in (".linear_qkv.weight", ".linear_fc1.weight", "embeddings.", "output_layer")
     ):
@@ -75,7 +75,7 @@ def _modules(rows: list[WeightRow], target: MegatronTarget) -> tuple[torch.nn.Mo
     """Return a module with the parameters of the first expert-parallel rank, and each parameter's `WeightRow`."""
     root, found, topology = torch.nn.Module(), {}, target.topology
     experts = target.dimensions["experts"] // topology.ep if target.dimensions["experts"] else 0
-    # As the model has them: attention's output before its input, the last merger behind the others.
+    # In the order of the model: attention's output projection before its input projection, the main merger last.
     for row in sorted(rows, key=lambda row: ("linear_proj" not in row.megatron, ".merger." in row.megatron)):
         of_experts = "experts" in row.indices
         if of_experts and row.expert >= experts:
@@ -153,7 +153,7 @@ def held_by_stages(target: MegatronTarget) -> Held:
 
 
 def count(dcp: DcpWriter, target: MegatronTarget) -> dict[str, list[int]]:
-    """Return lists with the bytes held, the bytes read and the files opened by each rank."""
+    """Return three lists with a number for each rank: bytes held, bytes read and files opened."""
     is_fsdp = target.ckpt_format == FORMATS[0]
     leading = {} if is_fsdp else {row: len(target.layout.name(row)[1]) for row in target.config.rows()}
     depth = {target.layout.name(row)[0]: count for row, count in leading.items()}

@@ -25,8 +25,8 @@ from qwen3vl_recipes.registry import recipes
 from benchmarks import flash_attn_shapes, measurement
 
 GIB = 2**30
-# Of Qwen3.5 in mxfp8: Transformer Engine has no attention for heads of 256 on Blackwell without flash-attn, whose place
-# `flash_attn_shapes` takes where it is not installed.
+# Recipes of Qwen3.5 in mxfp8. On Blackwell, Transformer Engine needs flash-attn for attention heads of size 256.
+# `flash_attn_shapes` replaces flash-attn if it is not installed.
 WITH_FLASH_ATTN = {f"qwen35_vl_{size}_pretrain_fp8_mx_config" for size in ("35b_a3b", "122b_a10b", "397b_a17b")}
 
 

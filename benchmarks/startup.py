@@ -34,7 +34,7 @@ _UNPAUSED = (
     "import_hook._collector_paused = contextlib.nullcontext; "
 )
 _ANEW = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": "/nonexistent"}
-# Command -> Python's arguments, environment.
+# Name of a command -> arguments of Python, environment variables.
 COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
     "Python": (["-c", ""], {}),
     "import qwen3vl_bridge": (["-c", "import qwen3vl_bridge"], {}),
@@ -169,7 +169,7 @@ def main() -> None:
     found = [("stage", name, [seconds]) for name, seconds in stages().items()]
     found += [("package", name, [seconds]) for name, seconds in packages().items()]
     taken: dict[str, list[float]] = {name: [] for name in COMMANDS}
-    for number in range(options.rounds + 1):  # the first compiles what is not on disk
+    for number in range(options.rounds + 1):  # the first round compiles modules that have no compiled file on disk
         for name, (arguments, environment) in COMMANDS.items():
             if number or not environment:
                 taken[name].append(cpu_seconds(arguments, environment))

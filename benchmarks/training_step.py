@@ -137,7 +137,7 @@ def of_transformers(config: Any, samples: list[EncodedSample]) -> tuple[Any, dic
 
 
 def timed_step(loss_of: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> tuple[float, float]:
-    """Return the seconds of a training step, and its CPU seconds, which other processes disturb less."""
+    """Return the seconds and the CPU seconds of a training step. Other processes disturb CPU seconds less."""
     begun, worked = time.perf_counter(), time.process_time()
     optimizer.zero_grad(set_to_none=True)
     loss_of().backward()

@@ -54,7 +54,7 @@ def work_of(model: str) -> VisionWork:
 
 @functools.cache
 def _numbers(frames: int, ranks: int) -> list[int]:
-    """Return the number of frames that Megatron-Bridge gives to each rank."""
+    """Return the number of frames that Megatron-Bridge assigns to each rank."""
     grids = torch.tensor([[1, 2, 2]]).repeat(frames, 1)
     return qwen3vl_cp_split(ranks, torch.zeros(4 * frames, 1), grids)[2]
 

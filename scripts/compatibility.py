@@ -45,15 +45,15 @@ RESULTS = ROOT / "out/compatibility"
 # The packages with a range in pyproject.toml whose two ends are tested.
 BOUNDED = ("megatron-core", "megatron-bridge", "transformers")
 PACKAGES = (*BOUNDED, "torch")
-# megatron-bridge 0.6.2 asks for at most 5.12.1 and can be imported with releases up to this one. 5.24 has no
-# transformers.modeling_attn_mask_utils, which it imports.
+# megatron-bridge 0.6.2 requires at most 5.12.1, but can be imported with releases up to this one. It imports
+# transformers.modeling_attn_mask_utils, which 5.24 does not contain.
 NEWEST_TRANSFORMERS = "5.23.0"
 ROWS = ("oldest", "newest", "transformers", "torch", "main")
-# torchvision asks for one release of torch.
+# Each release of torchvision requires one release of torch.
 FOLLOWS = {"torch": ("torchvision",)}
-# What a build needs of a repository. The rest may be large, or missing in a partial clone.
+# Files of a repository that a build needs. Other files may be large, or missing in a partial clone.
 SOURCE_PATHS = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "megatron", "src")
-# What the packages are used for, in parts that can be run alone.
+# Parts of the selection, by what the packages are used for. Each part can be run alone.
 SELECTION = {
     "upstream": ["-m", "upstream", "tests/upstream"],
     "hooks": ["-m", "not slow", "tests/registration"],
@@ -141,22 +141,22 @@ class Row:
         words = ", ".join(f"{counts[word]} {word}" for word in sorted(counts)) or "no tests"
         if missing := [part for part in SELECTION if part not in self.results]:
             words += "; not run: " + ", ".join(missing)
-        # torch brings a release of each of NVIDIA's libraries.
+        # torch requires certain releases of NVIDIA's libraries.
         others = [one for one in self.others if not one.startswith(("nvidia-", "cuda-"))]
         return words + (f"; with {', '.join(others)}" if others else "")
 
 
 def allowed() -> dict[str, Requirement]:
-    """Return the requirements in pyproject.toml of the packages in `BOUNDED`, by name."""
+    """Return what pyproject.toml requires of the packages in `BOUNDED`, by name."""
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     found = {one.name: one for one in map(Requirement, listed)}
     return {name: found[name] for name in BOUNDED}
 
 
 def uv(*arguments: str, asked: str | None = None, folder: Path = ROOT) -> str:
-    """Run uv, with `asked` as its input, and return its output."""
+    """Run uv with the standard input `asked`, and return its output."""
     command = [sys.executable, "-m", "uv", *arguments, "--quiet", "--system-certs"]
-    # Without it, megatron-bridge adds the commit of the Git repository that its sources happen to lie in.
+    # Without this variable, megatron-bridge's build adds the commit of whatever Git repository contains its sources.
     environment = os.environ | {"NO_VCS_VERSION": "1"}
     done = subprocess.run(
         command, input=asked, stdout=subprocess.PIPE, text=True, check=True, cwd=folder, env=environment
@@ -165,7 +165,7 @@ def uv(*arguments: str, asked: str | None = None, folder: Path = ROOT) -> str:
 
 
 def ask_registry(requirements: list[str], resolution: str) -> dict[str, str]:
-    """Return the lowest or highest version that the package registry has for each requirement, by package name."""
+    """Return the lowest or highest version in the package registry that meets each requirement, by package name."""
     options = ["--no-deps", "--no-header", "--no-annotate", "--resolution", resolution, "--python", sys.executable, "-"]
     lines = uv("pip", "compile", *options, asked="\n".join(requirements)).split()
     return dict(line.split("==") for line in lines)
@@ -220,7 +220,11 @@ def export_source(repository: str, target: Path) -> str:
 
 
 def replace_lines(text: str, wanted: dict[str, str], without: tuple[str, ...] = ()) -> str:
-    """Return the text of a requirements file with other lines for the packages in `wanted`, and names for `without`."""
+    """Return the text of a requirements file with changed lines.
+
+    The line of a package in `wanted` is replaced by the given line, and the line of a package in `without` by only its
+    name.
+    """
     lines = []
     for line in text.splitlines():
         try:
@@ -242,11 +246,11 @@ def resolve(wanted: dict[str, str], folder: Path) -> dict[str, str]:
     followers = tuple(one for name in wanted for one in FOLLOWS.get(name, ()))
     (folder / "cpu.in").write_text(replace_lines((requirements / "cpu.in").read_text(), wanted, followers))
     overrides = replace_lines((requirements / "overrides.txt").read_text(), wanted)
-    # An override takes the place of what other packages ask for: this is how a transformers that Megatron-Bridge does
-    # not allow is tested. Of torch nothing is overridden: torchvision asks for the release that it was built for.
+    # An override replaces what other packages require. So a release of transformers can be tested that Megatron-Bridge
+    # does not allow. torch is not overridden, because torchvision requires the release that it was built for.
     overrides += f"{wanted['transformers']}\n" if "transformers" in wanted else ""
     (folder / "overrides.txt").write_text(overrides)
-    # uv keeps the pins of the file that it writes where they fit.
+    # uv keeps those pins of its output file that still fit.
     pins = folder / "cpu.txt"
     pins.write_text((requirements / "cpu.txt").read_text())
     options = ["--override", "overrides.txt", "--output-file", str(pins), "--no-header", "--no-annotate"]
@@ -269,7 +273,7 @@ def make_environment(folder: Path, requirements: list[str]) -> Path:
     venv.create(folder)
     (site,) = folder.glob("lib/python3.*/site-packages")
     beside = [path for path in map(Path, sys.path) if path.name == "site-packages"]
-    # A line with a path alone would leave out the .pth files there, which name this project's folders.
+    # A line with only a path would not read the .pth files in that folder, which name this project's folders.
     (site / "beside.pth").write_text("".join(f"import site; site.addsitedir({str(path)!r})\n" for path in beside))
     python = folder / "bin/python"
     if requirements:
@@ -324,14 +328,14 @@ def run_tests(python: Path, arguments: list[str]) -> Result:
     reported = (line.partition(" ")[2] for line in lines if line.startswith(("FAILED ", "ERROR ")))
     failed = [line.partition(" - ")[0].strip() for line in reported]
     if tests.returncode not in (0, 1, NO_TESTS) and not failed:
-        # A crash, or arguments that pytest does not know: no count says so.
+        # pytest has crashed or rejected its arguments, which the counts do not show.
         counts["error"] = counts.get("error", 0) + 1
         failed = [f"pytest {' '.join(arguments)}: exit status {tests.returncode}"]
     return Result(counts, failed, time.monotonic() - start)
 
 
 def record(row: Row, table: Path = TABLE) -> None:
-    """Write a row into the table, in place of a row with the same versions, or the same name other than "chosen"."""
+    """Write a row into the table. Replace rows with the same versions, or with the same name unless it is "chosen"."""
     versions = [row.versions[name] for name in PACKAGES]
     cells = [row.name, *versions, row.summary(), f"{datetime.now(UTC):%Y-%m-%d}", row.commit]
     lines = table.read_text().splitlines()
@@ -343,7 +347,7 @@ def record(row: Row, table: Path = TABLE) -> None:
     named = row.name in ROWS
     kept = [one for one in rows if one[1:5] != versions and not (named and one[0] == row.name)]
     order = (*ROWS, "chosen")
-    kept = sorted([*kept, cells], key=lambda one: order.index(one[0]))  # stable: others stay as they are
+    kept = sorted([*kept, cells], key=lambda one: order.index(one[0]))  # rows with the same name keep their order
     lines[head + 2 : end] = ["| " + " | ".join(one) + " |" for one in kept]
     table.write_text("\n".join(lines) + "\n")
 

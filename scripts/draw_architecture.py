@@ -3,8 +3,8 @@
     python -m scripts.draw_architecture                # write to docs/images
     python -m scripts.draw_architecture --output DIR   # write to another folder
 
-Their contents are computed by the code: tokens of a packed row on each rank (`token_index`), layers (built-in sizes), a
-family's folder (registry).
+The package computes what the images show: the tokens of a packed row on each rank (`token_index`), the numbers of
+layers (built-in sizes), and the files of a family (registry).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PACKAGE = ROOT / "src" / "qwen3vl_bridge"
 
 
 class Step(NamedTuple):
-    """A box of the data flow: title, what is done, file of the package, and a color for where it runs."""
+    """A box of the data flow: title, description, file of the package, and a color that says where it runs."""
 
     title: str
     does: str
@@ -53,7 +53,7 @@ class Step(NamedTuple):
     colour: str
 
 
-# Four to a line, in the order in which they follow each other.
+# The boxes in the order of the data flow, drawn four to a line.
 DATA_FLOW = (
     Step("record", "read from a source", "data/sources.py", BLUE),
     Step("conversation", "converted to our format", "data/records.py", BLUE),

@@ -44,7 +44,7 @@ _STEPS = ("import", "export", "import torch_dist", "verify")
 
 
 def _conversion() -> dict[str, dict[str, list[float]]]:
-    """Return the times of each step of each model in all runs, relative to `cp`."""
+    """Return model -> step -> times of all runs, relative to `cp`."""
     found: dict[str, dict[str, list[float]]] = {}
     for row in rows_of("convert"):
         if row["step"] in _STEPS:
@@ -92,7 +92,7 @@ def say_conversion() -> str:
 
 
 def draw_reading(file: Path) -> None:
-    """Draw the bytes that a rank reads divided by the bytes that it holds."""
+    """Draw the ratio of the bytes that a rank reads to the bytes of its weights."""
     rows = rows_of("reading")
     kinds = list(dict.fromkeys((row["size"], row["format"], row["ranks"]) for row in rows))
     drawn, axes = figure(7.2, 3.3)
@@ -266,7 +266,7 @@ def say_step() -> str:
 
 # --- growth -----------------------------------------------------------------------------------------------------------
 
-# Series and what its axis counts.
+# Series -> label of its axis.
 _SERIES = {
     "row": "tokens, documents of 1,024",
     "document": "tokens of one document",
@@ -278,7 +278,7 @@ _KEYS = {"CPU seconds": ("CPU seconds", FOUR[1]), "MiB": ("MiB of tensors", FOUR
 
 
 def _grown(series: str, key: str) -> list[tuple[int, float]]:
-    """Return (place on the axis, value) for the column `key` of a series, without runs in which glibc kept memory."""
+    """Return (position on the axis, value) of a series, for the column `key`. Omit runs in which glibc kept memory."""
     rows = (row for row in rows_of("growth") if row["series"] == series and row[key] and not row["mmap threshold"])
     return [(int(row["number"]), float(row[key])) for row in rows]
 
@@ -311,7 +311,7 @@ def draw_growth(file: Path) -> None:
 
 
 def _growths(series: str, key: str) -> str:
-    """Return the factors by which a column grows from 1,024 to 16,384 tokens: median, minimum and maximum over runs."""
+    """Return by which factor a column grows from 1,024 to 16,384 tokens: median, minimum and maximum over runs."""
     values = _grown(series, key)
     ends = ([value for number, value in values if number == end] for end in (1024, 16384))
     middle, least, most = spread(last / first for first, last in zip(*ends, strict=True))
@@ -330,7 +330,7 @@ def say_growth() -> str:
     )
 
 
-# Name in the page's marks and of the image file -> what draws it, and its sentence.
+# Name in the page's marks and of the image file -> functions that draw the image and return its sentence.
 PLOTS: dict[str, tuple[Callable[[Path], None], Callable[[], str]]] = {
     "conversion": (draw_conversion, say_conversion),
     "reading": (draw_reading, say_reading),
@@ -370,7 +370,7 @@ def with_figures(page: str) -> str:
     for name, (_, say) in PLOTS.items():
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
         if page.count(begin) != 1 or page.count(end) != 1:
-            raise ValueError(f"{PAGE} has {page.count(begin)} places {begin} ... {end}, expected one")
+            raise ValueError(f"{PAGE} contains {begin} ... {end} {page.count(begin)} times, expected once")
         before, rest = page.split(begin)
         text = f"![{name.capitalize()}](../../docs/images/bench_{name}.svg)\n\n{say()}"
         page = f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}"

@@ -22,10 +22,10 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
 
-# A panel of its own colour, so that a picture is as easy to read on a dark page as on a light one.
+# A light panel makes an image as easy to read on a dark page as on a light page.
 PANEL, EDGE, INK, MUTED = "#fbfbfd", "#d0d5dd", "#1b2430", "#475467"
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#c7dcf7", "#fbd9b5", "#cdebd0", "#e2d3f4", "#e9ecf1"
-# Of four kinds that are told apart: two hues, each light and dark.
+# Colors that distinguish four kinds: two hues, each light and dark.
 FOUR = ("#a9cdf5", "#3d7fc9", "#fbc58d", "#d97a1f")
 
 _STYLE = {
@@ -142,7 +142,7 @@ def names_of(file: Path, prefix: str) -> list[str]:
 
 
 def differing(found: Path, expected: Path, names: Collection[str]) -> list[str]:
-    """Return the files that are missing in the folder `found`, or have other texts or cells than in `expected`."""
+    """Return the file names that are missing in the folder `found`, or have other texts or cells in `expected`."""
 
     def shown(file: Path) -> tuple[list[str], list[str]]:
         return texts_of(file), names_of(file, "token-")

@@ -77,7 +77,7 @@ def defined_names(tree: ast.AST) -> set[str]:
 
 
 def imported_from(tree: ast.Module, package: str) -> dict[str, tuple[str, str]]:
-    """Return (module, name in that module) for each name that a file imports. For a module the second is empty.
+    """Return (module, name in that module) for each imported name of a file. For an imported module, the name is "".
 
     `package` is the package of the file, to which relative imports refer.
     """
@@ -86,7 +86,7 @@ def imported_from(tree: ast.Module, package: str) -> dict[str, tuple[str, str]]:
         if isinstance(node, ast.ImportFrom):
             above = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
             source = ".".join([*above, *filter(None, [node.module])])
-            # Each `from MODULE import *` has a key of its own.
+            # Store each `from MODULE import *` under its own key.
             found |= {
                 f"* of {source}" if alias.name == "*" else alias.asname or alias.name: (source, alias.name)
                 for alias in node.names
@@ -98,7 +98,7 @@ def imported_from(tree: ast.Module, package: str) -> dict[str, tuple[str, str]]:
 
 @cache
 def parsed(module: str) -> tuple[ast.Module, str] | None:
-    """Return the syntax tree and the package of a module in the environment, None if it has no source."""
+    """Return the syntax tree of a module in the environment and the module's package; None without a source file."""
     parts = Path(*module.split("."))
     roots = [ROOT / "src", ROOT / "recipes", *map(Path, sys.path)]
     for root in roots:
@@ -111,7 +111,7 @@ def parsed(module: str) -> tuple[ast.Module, str] | None:
 
 @cache
 def inherited_names(module: str, class_name: str) -> frozenset[str]:
-    """Return the private names that a class and its base classes define, as far as they are of other packages."""
+    """Return the private names that a class inherits or defines, but only from classes of other packages."""
     source = parsed(module) if module else None
     if source is None:
         return frozenset()
@@ -150,7 +150,7 @@ def defined_in_class(node: ast.ClassDef) -> set[str]:
 
 
 def resolved(base: ast.expr, module: str, imports: dict[str, tuple[str, str]]) -> tuple[str, str]:
-    """Return (module, name) of the class that `base` refers to; the given module if the class is not imported."""
+    """Return (module, name) of the class that `base` refers to; the module is `module` if the class is not imported."""
     if isinstance(base, ast.Subscript):
         base = base.value
     if isinstance(base, ast.Attribute):

@@ -1,13 +1,14 @@
-"""Check that tests in tests/upstream fail if a name of another package that we use is renamed.
+"""Check that tests in tests/upstream fail if a private name of another package that this project uses is renamed.
 
     .venv/bin/python scripts/rename_borrowed.py                      # ten names, chosen by seed 0
     .venv/bin/python scripts/rename_borrowed.py --seed 3 --count 20
     .venv/bin/python scripts/rename_borrowed.py _apply_aux_loss      # these names
 
-A borrowed name is a private name of another package that a module of `qwen3vl_bridge/upstream` (a mechanism) uses, or a
-name that it replaces. For each borrowed name, the package that defines it is copied into a temporary folder as links,
-and every occurrence of the name is renamed there. `tests/upstream/test_<mechanism>.py` must then fail with a message
-that names the mechanism. The exit status is 1 if the tests do not notice a renamed name.
+A module of `qwen3vl_bridge/upstream` is called a mechanism. A borrowed name is a name of another package that a
+mechanism replaces, or a private name that a mechanism uses. For each borrowed name, the package that defines it is
+copied into a temporary folder as links, and every occurrence of the name is renamed there. Then
+`tests/upstream/test_<mechanism>.py` must fail with a message that names the mechanism. The exit status is 1 if tests
+do not notice a renamed name.
 """
 
 from __future__ import annotations
@@ -27,15 +28,14 @@ from pathlib import Path
 
 from private_names import ALLOWED, ROOT, check
 
-# Packages whose names are borrowed, as folders below site-packages.
-# Renaming these breaks every module of a package, so that no test can say which mechanism needs them.
+# Names that break every module of a package if they are renamed, so that no test can tell which mechanism needs them.
 EVERYWHERE = {"__init__", "torch", "dist"}
 COMPILED = "not tried: no Python file defines it"
 PACKAGES = ("megatron", "modelopt", "transformers", "safetensors", "torch", "transformer_engine", "fla")
 
 
 def borrowed_names() -> list[tuple[str, str]]:
-    """Return (mechanism, name) for each private or replaced name that a module of `upstream/` uses."""
+    """Return (mechanism, name) for each private name that a module of `upstream/` uses, and each name it replaces."""
     found = set()
     for path in sorted(ALLOWED.rglob("*.py")):
         found |= {(path.stem, one.name) for one in check(path, set())}
@@ -48,7 +48,7 @@ def borrowed_names() -> list[tuple[str, str]]:
 
 
 def sites() -> list[Path]:
-    """Return the folders of those `PACKAGES` that are installed."""
+    """Return the folders of the installed packages among `PACKAGES`."""
     folders = []
     for package in PACKAGES:
         if (spec := find_spec(package)) is not None:

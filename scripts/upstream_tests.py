@@ -28,7 +28,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent / "upstream"
 FAILURES = HERE / "failures.toml"
 UNIT = "tests/unit_tests"
-# What has to do with Qwen3-VL, conversion or recipes and can be run without a GPU.
+# Tests of Qwen3-VL, conversion and recipes that run without a GPU.
 TESTS = (
     "models/qwen_vl",
     "data",
@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def read_failures() -> list[dict]:
-    """Return the entries of `failures.toml`: kind, reason, and names of test files, classes, tests or cases."""
+    """Return the known failures in `failures.toml`: kind, reason, and names of test files, classes, tests or cases."""
     entries = tomllib.loads(FAILURES.read_text())["failure"]
     for entry in entries:
         if entry["kind"] not in KINDS or not entry["why"] or not entry["tests"]:
@@ -98,7 +98,7 @@ def run(source: Path, tests: list[str], stock: bool, workers: int) -> dict[str, 
         environment["UPSTREAM_TESTS_STOCK"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         report, settings = Path(folder) / "report.json", Path(folder) / "pytest.ini"
-        settings.write_text("[pytest]\n")  # neither our settings nor theirs
+        settings.write_text("[pytest]\n")  # replaces the settings of both projects
         command = [sys.executable, "-m", "pytest", "-p", "replacement", "-p", "no:cacheprovider", "-q", "--tb=line"]
         command += ["-c", str(settings), "--rootdir", str(source), "--continue-on-collection-errors", "-W", "ignore"]
         command += ["--report", str(report), *(["--stock"] if stock else []), "-n", str(workers), *tests]
@@ -109,20 +109,20 @@ def run(source: Path, tests: list[str], stock: bool, workers: int) -> dict[str, 
 
 
 def _without_root(paths: str) -> list[str]:
-    """Return the folders in PYTHONPATH, without those that have a `tests` folder, which would hide the checkout's."""
+    """Return the folders in PYTHONPATH, except folders with a `tests` folder, which would hide the checkout's tests."""
     return [path for path in paths.split(os.pathsep) if path and not (Path(path) / "tests").is_dir()]
 
 
 def compare(outcomes: dict[str, dict[str, str]], entries: list[dict], *, stock: bool, whole: bool) -> list[str]:
     """Return a message for each test that fails and is not listed, and for each listed test that does not fail.
 
-    Tests in an entry of kind `machine` may fail. Tests in other entries must fail.
+    Tests that an entry of kind `machine` lists may fail. Tests that other entries list must fail.
 
     Args:
         outcomes: outcome and error of each test.
         entries: entries of `failures.toml`.
-        stock: nothing was replaced, so only entries of kind `machine` count.
-        whole: all tests were run, so every entry must be found.
+        stock: no class was replaced, so only entries of kind `machine` count.
+        whole: all tests were run, so that tests of every entry must be among the outcomes.
     """
     wrong, listed = [], set()
     for entry in (entry for entry in entries if not stock or entry["kind"] == "machine"):
@@ -141,7 +141,7 @@ def compare(outcomes: dict[str, dict[str, str]], entries: list[dict], *, stock: 
 
 
 def covers(name: str, test: str) -> bool:
-    """Return True if the name in an entry is the name of a test, or of its class, file or folder."""
+    """Return True if `name`, from an entry, is the name of a test, or of the test's class, file or folder."""
     test = test.removeprefix(UNIT + "/")
     return test == name or any(test.startswith(name + mark) for mark in ("/", "::", "["))
 

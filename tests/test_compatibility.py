@@ -34,7 +34,7 @@ def row(name: str, **versions: str) -> Row:
     return Row(name, VERSIONS | versions, [], "def", results)
 
 
-def test_selection_names_existing_tests():
+def test_compatibility_selection_lists_only_existing_tests():
     for part in compatibility.SELECTION.values():
         paths = [word.removeprefix("--ignore=") for word in part if word.startswith(("tests/", "--ignore="))]
         assert paths
@@ -45,12 +45,12 @@ def test_selection_names_existing_tests():
 
 
 @pytest.mark.parametrize("bad", ["transformers==5.7.0", "numpy==2.0", "transformers==", "latest"])
-def test_chosen_versions_bad_argument_raises(bad):
+def test_chosen_versions_raises_if_argument_is_invalid(bad):
     with pytest.raises(SystemExit, match=r"expected one of|allows"):
         compatibility.chosen_versions([bad])
 
 
-def test_chosen_versions_beyond_allows_versions_outside_declared_range():
+def test_chosen_versions_with_beyond_allows_versions_outside_declared_range():
     assert list(compatibility.allowed()) == list(compatibility.BOUNDED)
     found = compatibility.chosen_versions(["transformers==5.7.0", "torch==2.14.0"], beyond=True)
     assert found == ("chosen", {"transformers": "5.7.0", "torch": "2.14.0"})

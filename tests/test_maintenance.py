@@ -70,7 +70,7 @@ def test_tracked_files_have_no_registry_address_or_lock_file():
         assert not found, f"{path}: {found}"
 
 
-def test_requirements_pins_satisfy_ranges_of_pyproject():
+def test_pinned_requirements_satisfy_ranges_of_pyproject():
     pinned = pins()
     wanted = requirements("video", "demo", "muon")
     wanted |= {canonicalize_name(one.name): one for one in map(Requirement, PYPROJECT["dependency-groups"]["dev"])}
@@ -164,7 +164,7 @@ def test_dockerignore_has_the_patterns_of_gitignore():
         assert (line[1:] if line.startswith("/") else f"**/{line}") in docker
 
 
-def test_cuda_pins_extend_cpu_pins():
+def test_requirements_cuda_txt_adds_packages_that_match_requirements_cpu_txt():
     lines = (ROOT / "requirements/cuda.txt").read_text().splitlines()
     cuda = dict(line.split("==") for line in lines if not line.startswith("#"))
     assert not cuda.keys() & pins().keys()

@@ -68,7 +68,7 @@ def test_transformer_engine_imports_exist_or_are_guarded(package):
 
 
 @pytest.mark.parametrize("guard", ["(ImportError, OSError)", "Exception", "", "OSError"])
-def test_bare_imports_leaves_out_imports_in_try_that_catches_import_error(guard):
+def test_bare_imports_skips_imports_whose_import_error_is_caught(guard):
     text = f"try:\n    from transformer_engine.a import b\nexcept {guard}:\n    import transformer_engine.c"
     bare = [("transformer_engine.a", "b")] if guard == "OSError" else []
     assert [*bare_imports(ast.parse(text))] == [("transformer_engine.c", ""), *bare]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
 
 K = 1024
-# Image patches per row of 8K tokens with separate vision ranks: 1.15 times the mean in the packing benchmark.
+# Most image patches per row of 8K tokens with separate vision ranks: 1.15 times the mean in the packing benchmark.
 DIST_TRAIN_PATCHES = 27_107
 
 
@@ -42,11 +42,11 @@ def sft(
     hf_model = presets.hub_ids(size)[0]
     model = AutoBridge.from_hf_config(presets.hf_config(size)).to_megatron_provider(load_weights=False)
     model.hf_model_id, model.seq_length = hf_model, seq_length
-    # Divide losses once, by the number of tokens in the global batch, independent of packing.
+    # Divide losses by the number of tokens in the global batch, so that the loss does not depend on packing.
     model.calculate_per_token_loss = True
     if size in ("2B", "0.8B"):
-        # Chunks compute the output layer twice, which is 6 to 11 % of the FLOPs of these small models; they have memory
-        # left to do without.
+        # A loss in chunks computes the output layer twice, which is 6 to 11 % of the FLOPs of these small models. They
+        # have enough memory for larger chunks.
         model.loss_chunk_tokens = 8 * K
     cfg = Qwen3VLConfigContainer(
         model=model,
@@ -85,7 +85,7 @@ def sft(
         ),
         ddp=config.DistributedDataParallelConfig(
             use_distributed_optimizer=True,
-            overlap_grad_reduce=True,  # batches without images have gradients for the tower too, so that no rank waits
+            overlap_grad_reduce=True,  # batches without images give the tower gradients too, so that no rank waits
             overlap_param_gather=True,
             grad_reduce_in_fp32=True,
             average_in_collective=False,  # losses are sums over tokens
@@ -97,7 +97,7 @@ def sft(
             dist_ckpt_optim_fully_reshardable=True,  # can be loaded with other parallel sizes
         ),
         tokenizer=config.TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=hf_model),
-        # Megatron-Bridge would filter out all warnings, also those about dropped samples and skipped steps.
+        # Megatron-Bridge would filter out all warnings, including warnings about dropped samples and skipped steps.
         logger=config.LoggerConfig(log_interval=10, filter_warnings=False),
         rng=config.RNGConfig(seed=1234),
         # `guard` checks losses and gradients before weights change, and names samples.
@@ -109,12 +109,12 @@ def sft(
 
 
 def environment(*, experts: bool) -> dict[str, Any]:
-    """Return the environment variables of a recipe, which Megatron-Bridge sets unless the user has set them.
+    """Return the environment variables of a recipe. Megatron-Bridge sets those that the user has not set.
 
-    Expandable segments reduce fragmentation on nearly full GPUs, and need NCCL_GRAPH_REGISTER=0; Megatron-Bridge's
-    recipes set both.
+    Expandable segments reduce fragmentation on nearly full GPUs, and need NCCL_GRAPH_REGISTER=0. Megatron-Bridge's
+    recipes set both too.
     """
-    # Transformer Engine then computes the experts of a layer in one kernel on Hopper.
+    # With this variable, Transformer Engine computes the experts of a layer in one kernel on Hopper.
     grouped = {"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"} if experts else {}
     if allocator.NEWER_VARIABLE in os.environ:
         return grouped
@@ -211,15 +211,15 @@ def on(
 
     Args:
         gpus: number of GPUs.
-        kind: kind of training, one of the functions above.
+        kind: kind of training, one of the functions above such as `sft`.
         size: size of the model.
         family: family of the model.
         gpu: kind of GPU.
         rows: `global_batch_size`; None for the kind's default.
         recompute: number of layers for `recompute_layers`; None to keep what the kind sets.
         overlap: overlap the expert all-to-all with compute; not possible with full recomputation.
-        init_on_cpu: initialize the full model on the CPU before Megatron-FSDP shards it; needs initial weights.
-        reshardable: `dist_ckpt_optim_fully_reshardable`; False if machines have too little host memory for it.
+        init_on_cpu: load the initial weights of the full model on the CPU before Megatron-FSDP shards it.
+        reshardable: value of `dist_ckpt_optim_fully_reshardable`; False if it would need too much host memory.
         **sizes: arguments of `set_parallel_sizes`.
     """
 
@@ -245,13 +245,13 @@ def on(
 
 
 def fsdp(cfg: Qwen3VLConfigContainer) -> Qwen3VLConfigContainer:
-    """Shard weights, gradients and optimizer with Megatron-FSDP, and use its checkpoint format."""
+    """Shard weights, gradients and optimizer states with Megatron-FSDP, and save in its checkpoint format."""
     import torch
 
     cfg.ddp.use_megatron_fsdp = True
     cfg.ddp.data_parallel_sharding_strategy = "optim_grads_params"
     cfg.ddp.overlap_param_gather = cfg.ddp.overlap_grad_reduce = True
-    cfg.ddp.megatron_fsdp_main_grads_dtype = torch.float32  # grad_reduce_in_fp32 has no effect on it
+    cfg.ddp.megatron_fsdp_main_grads_dtype = torch.float32  # Megatron-FSDP ignores grad_reduce_in_fp32
     cfg.model.gradient_accumulation_fusion = False  # Megatron-FSDP has no gradient buffers
     cfg.checkpoint.ckpt_format, cfg.checkpoint.strict_fsdp_dtensor_load = "fsdp_dtensor", True
     return cfg
@@ -267,7 +267,7 @@ def use_fp8(cfg: Qwen3VLConfigContainer, precision: str) -> Qwen3VLConfigContain
         precision: name of a mixed precision of Megatron-Bridge.
     """
     cfg.mixed_precision = precision
-    # If Transformer Engine is not installed, the run reports it.
+    # Set even if Transformer Engine is not installed. The run then reports that it is missing.
     cfg.model.transformer_impl = "transformer_engine"
     if cfg.model.num_moe_experts:
         cfg.model.moe_grouped_gemm = True
@@ -277,8 +277,8 @@ def use_fp8(cfg: Qwen3VLConfigContainer, precision: str) -> Qwen3VLConfigContain
 def recompute_layers(cfg: Qwen3VLConfigContainer, layers: int | Literal["all"] = 0) -> Qwen3VLConfigContainer:
     """Recompute the vision tower's layers in the backward pass, and `layers` layers of the language model.
 
-    For rows full of images the tower's activations take as much memory as the language model's, and recomputing them
-    takes little time. Recomputing all layers takes a third more FLOPs.
+    In rows full of images, the vision tower's activations take as much memory as the language model's, and recomputing
+    the tower takes little time. Recomputing all layers of both takes a third more FLOPs.
 
     Args:
         cfg: changed in place.
@@ -304,9 +304,9 @@ def keep_vision_activations(cfg: Qwen3VLConfigContainer) -> Qwen3VLConfigContain
 def set_parallel_sizes(
     cfg: Qwen3VLConfigContainer, *, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1
 ) -> Qwen3VLConfigContainer:
-    """Set the parallel sizes; the remaining ranks are data-parallel. Tensor parallelism does not shard experts.
+    """Set the parallel sizes. The remaining ranks are data-parallel. Experts are not sharded by tensor parallelism.
 
-    If the pipeline stages do not divide the number of layers, the embedding and the output layer count as a layer each.
+    If the number of layers is not a multiple of `pp`, the embedding and the output layer each count as a layer.
     """
     model = cfg.model
     uneven = model.num_layers % pp > 0
@@ -335,7 +335,7 @@ def dist_train(
     ranks = cfg.model.dist_train
     ranks.use_dist_train, ranks.vision_tensor_model_parallel_size = True, vision_tp
     ranks.vision_world_size, ranks.language_world_size = vision, language
-    cfg.model.variable_seq_lengths = True  # the tensors between the modules depend on the images in a row
+    cfg.model.variable_seq_lengths = True  # the size of tensors that modules send depends on the images in a row
     cfg.dist.use_decentralized_pg = True  # each module has its own process groups,
     cfg.dist.use_gloo_process_groups = False  # and Megatron-Bridge creates no gloo groups for them
     if cfg.dataset.max_patches is None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
 
 _FAILED = 1  # exit status
-# Options of other trainers, and the options here.
+# Option of another trainer -> option of this command.
 _OTHER_OPTIONS = {
     "model": "--hf-model", "model-name-or-path": "--hf-model", "dataset": "--data-path", "output-dir": "--save",
     "resume-from-checkpoint": "--save, whose run is continued", "mcore-adapter": "--save, whose run is continued",
@@ -46,7 +46,8 @@ loop is Megatron-Bridge's own; for several devices, start it under torchrun."""
 def train(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl train") -> int:
     """Run the command and return its exit status.
 
-    Invalid input ends the process with exit status 2; another run in the same folder or lost workers end it with 1.
+    Invalid input ends the process with exit status 2. If another run uses the same folder, or data-loading workers have
+    died, the exit status is 1.
     """
     args = _parse(_parser(prog), arguments)
     escape_unprintable()
@@ -87,7 +88,7 @@ def train(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl train"
             raise
         show_error(f"{lost}. The same command continues from the latest checkpoint, if there is one")
         sys.exit(_FAILED)
-    except KeyboardInterrupt as interruption:  # its text is the step of an interrupted run
+    except KeyboardInterrupt as interruption:  # `_run` has set its text
         show(str(interruption) or "interrupted before the run began", error=True)
         return INTERRUPTED
     return 0
@@ -144,7 +145,7 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
     if args.recipe is None:
         parser.error("--recipe is missing; --list shows all recipes")
     if args.save is not None and args.save.exists() and not args.save.is_dir():
-        parser.error(f"--save is {args.save}, a file; expected a folder, or a name for a new one")
+        parser.error(f"--save is {args.save}, a file; expected a folder, or the name of a new folder")
     if wrong := [item for item in args.settings if "=" not in item or item[0] in "+~"]:
         parser.error(f"expected settings as NAME=VALUE, found {' '.join(wrong)}")
     if args.gpus is not None and args.gpus < 1:
@@ -156,12 +157,12 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
     if args.rank not in (None, "last") and not args.rank.isdecimal():
         parser.error(f"--rank is {args.rank}, expected a number or `last`")
     if args.from_scratch and args.pretrained_checkpoint is not None:
-        parser.error("--from-scratch and --pretrained-checkpoint, expected only one of them")
+        parser.error("--from-scratch and --pretrained-checkpoint exclude each other: use only one")
     return args
 
 
 def _suggest_option(option: str, words: Sequence[str], parser: argparse.ArgumentParser) -> str:
-    """Return a suggestion for an unknown option, as the end of an error message. `words` are all arguments."""
+    """Return a suggestion for an unknown option, to end an error message with. `words` are all arguments."""
     name, _, value = option.lstrip("-").partition("=")
     if instead := explain_unsupported(name.replace("-", "_")):
         return f": {instead}"
@@ -184,7 +185,7 @@ def _value_after(option: str, words: Sequence[str]) -> str:
 
 
 def _dry_run(args: argparse.Namespace) -> int:
-    """Show a description of the run and all its errors; return the exit status, 1 if there are errors."""
+    """Show a description of the run and all errors. Return the exit status, which is 1 if there are errors."""
     from qwen3vl_bridge.upstream.library_logs import quiet
 
     from qwen3vl_recipes import dry_run
@@ -194,7 +195,7 @@ def _dry_run(args: argparse.Namespace) -> int:
         number = len(report.errors)
         with dry_run.collect_error(report.errors, verbose=args.verbose):
             check()
-        if len(report.errors) > number:  # drop what is wrong, and check the rest
+        if len(report.errors) > number:  # remove the wrong argument, and check the others
             if check.func is check_model:
                 args.hf_model = None
             if check.func is setting_names.check_names:
@@ -248,7 +249,7 @@ def _build_config(args: argparse.Namespace, chosen: Recipe) -> ConfigContainer:
     cfg = chosen()
     if not hasattr(cfg, "dataset"):
         raise ValueError(
-            f"{args.recipe} returned {cfg!r:.80}, expected a configuration like the recipes of this package"
+            f"{args.recipe} returned {cfg!r:.80}, expected a configuration, as this package's recipes return"
         )
     set_paths(
         cfg,
@@ -290,7 +291,7 @@ def _run(cfg: ConfigContainer, *, needs_weights: bool) -> None:
     assert isinstance(log, RunLog)
     try:
         loop(cfg, qwen3vl_bridge.forward_step, callbacks=callbacks)
-    except SystemExit as end:  # Megatron-Bridge has saved a checkpoint as asked, by a signal or a time limit
+    except SystemExit as end:  # Megatron-Bridge has saved a checkpoint after a signal or a time limit
         if not end.code and os.environ.get("RANK", "0") == "0":
             done = f"stopped after step {log.finished} of {cfg.train.train_iters}, as asked"
             show(f"{done}: the same command continues from the checkpoint", error=True)
@@ -304,7 +305,7 @@ def _run(cfg: ConfigContainer, *, needs_weights: bool) -> None:
 
 
 def _describe_interruption(finished: int | None, checkpoint: Any) -> str:
-    """Return a message about where a run was interrupted and where the same command continues."""
+    """Return a message that says where a run was interrupted, and where the same command continues."""
     from qwen3vl_bridge.checkpoint.formats.megatron import TRACKER
 
     folders = [str(folder) for folder in (checkpoint.save, checkpoint.load) if folder]
@@ -316,4 +317,4 @@ def _describe_interruption(finished: int | None, checkpoint: Any) -> str:
     else:
         then = "there is no checkpoint yet, and the same command starts over"
     where = f"after step {finished}" if finished else "before the end of the first step"
-    return f"interrupted {where}: {then}; SIGTERM, instead of Ctrl-C, saves one first"
+    return f"interrupted {where}: {then}; SIGTERM instead of Ctrl-C would save a checkpoint first"

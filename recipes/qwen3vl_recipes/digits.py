@@ -23,7 +23,7 @@ def qwen38_flash_next_digits_sft_config():
 
 
 def _digits(size, family):
-    # A tiny model's activations need little memory.
+    # The activations of a tiny model need little memory.
     cfg = keep_vision_activations(fsdp(sft(size, family=family, seq_length=512, global_batch_size=2)))
     cfg.train.train_iters, cfg.scheduler.lr_warmup_iters = 400, 40
     cfg.optimizer.lr, cfg.optimizer.min_lr = 3e-3, 0.0

@@ -1,4 +1,4 @@
-"""Dry run: the settings, memory, data and output of a run on a number of GPUs, and the errors that would end it."""
+"""Describe the settings, memory, data and output of a run without starting it, and find errors that would end it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
 
 _DATA = "(dataset.path is not set)"
-# The planner's sum of a run's tensors may be this many times what torch allocates: 1.04 is the most that was seen,
+# The planner's sum of tensors may exceed what torch allocates by this factor. The largest measured factor is 1.04,
 # under Megatron-FSDP (docs/scaling.md).
 _OVERESTIMATE = 1.05
-# Release to assume when a configuration is finalized on a machine without Transformer Engine.
+# Release of Transformer Engine to assume on a machine without it, when a configuration is finalized.
 _TRANSFORMER_ENGINE = "2.16.1"
 _SIZES = ("tensor_model", "pipeline_model", "context", "expert_model")
 
 
 def finalize_copy(cfg: ConfigContainer, world_size: int) -> ConfigContainer:
-    """Return a copy of a configuration, completed and checked as a run does before it builds the model.
+    """Return a copy of a configuration that is completed and checked, as in a run before it builds the model.
 
-    Nothing is started. Data and initial weights need not exist.
+    No process group is created. Data and initial weights need not exist.
 
     Args:
         cfg: configuration of a run, which is not changed.
@@ -48,7 +48,9 @@ def finalize_copy(cfg: ConfigContainer, world_size: int) -> ConfigContainer:
     from megatron.bridge.training.config import runtime_config_update
 
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() != world_size:
-        raise ValueError(f"there are {torch.distributed.get_world_size()} processes already, expected only this one")
+        raise ValueError(
+            f"torch.distributed already runs with {torch.distributed.get_world_size()} processes, expected {world_size}"
+        )
     cfg = copy.deepcopy(cfg)
     if all(getattr(cfg.dataset, name, "") is None for name in ("path", "train_path", "mixture")):
         cfg.dataset.path = _DATA
@@ -57,7 +59,7 @@ def finalize_copy(cfg: ConfigContainer, world_size: int) -> ConfigContainer:
     release = with_transformer_engine(_TRANSFORMER_ENGINE) if has_te_layers else nullcontext()
     with _first_of(world_size), release, tempfile.TemporaryDirectory() as folder:
         if weights is None or not os.path.isdir(weights):
-            cfg.checkpoint.pretrained_checkpoint = folder  # Megatron-Bridge checks that it exists
+            cfg.checkpoint.pretrained_checkpoint = folder  # Megatron-Bridge checks that the folder exists
         build_callbacks(cfg)
         runtime_config_update(cfg)
     cfg.checkpoint.pretrained_checkpoint = weights
@@ -110,7 +112,7 @@ class DryRunReport:
 
     Attributes:
         errors: messages of the errors that would end the run.
-        summary: lines about the run by their titles; empty if the configuration cannot be completed.
+        summary: title -> line about the run; empty if the configuration cannot be completed.
         plan: estimated memory; None if it cannot be estimated.
         settings: all settings, as YAML.
     """
@@ -135,12 +137,12 @@ def examine_run(
 
     Args:
         cfg: configuration of the run, which is not changed.
-        report: report with the errors that were found before.
+        report: the report to extend, with the errors that earlier checks have found.
         title: first line of the summary.
         from_scratch: True if the run begins with random weights.
         gpus: number of processes.
         gpu: kind of GPU; None for a CPU, for which memory is not estimated.
-        proposes: propose a parallel layout even if the run's own fits.
+        proposes: propose parallel layouts even if the run fits with its own.
     """
     from megatron.bridge.utils.yaml_utils import dump_dataclass_to_yaml
 
@@ -174,9 +176,9 @@ def examine_run(
 
 
 def _check_layout(cfg: ConfigContainer, complete: ConfigContainer | None, gpus: int, errors: list[str]) -> None:
-    """Collect all errors in the number of GPUs, the batch size and the parallel sizes.
+    """Append errors in the number of GPUs, the batch size and the parallel sizes to `errors`.
 
-    Validation of a configuration ends at its first error. To find further errors, validation is repeated with a number
+    Validation of a configuration ends at its first error. To find further errors, repeat the validation with a number
     of GPUs and a batch size that fit the parallel sizes.
     """
     from qwen3vl_bridge.config.model_validation import check_world
@@ -213,7 +215,7 @@ def _check_folders(cfg: ConfigContainer, errors: list[str]) -> None:
     from qwen3vl_bridge.training.run_lock import check_not_locked
 
     weights, save = cfg.checkpoint.pretrained_checkpoint, cfg.checkpoint.save
-    is_known = any(str(weights) in error for error in errors)  # as --pretrained-checkpoint
+    is_known = any(str(weights) in error for error in errors)  # the check of --pretrained-checkpoint has reported it
     if weights and not is_known and "://" not in str(weights) and not Path(weights).is_dir():
         raise ValueError(f"checkpoint.pretrained_checkpoint is {weights}: there is no such folder")
     if not save or "://" in str(save):
@@ -221,14 +223,14 @@ def _check_folders(cfg: ConfigContainer, errors: list[str]) -> None:
     near = Path(save) if Path(save).exists() else disk_of(Path(save))
     if not near.is_dir() or not os.access(near, os.W_OK | os.X_OK):
         raise ValueError(
-            f"checkpoint.save is {save}, and {near} is {'not writable' if near.is_dir() else 'a file'}: expected a "
-            "folder that this user may write to"
+            f"checkpoint.save is {save}, but {near} is {'not writable' if near.is_dir() else 'a file'}: use a folder "
+            "that this user may write to"
         )
     check_not_locked(Path(save))
 
 
 def report_as_json(report: DryRunReport, gpu: str | None) -> dict[str, Any]:
-    """Return the report as values for JSON. Memory is in bytes; `no_plan` is the reason if it was not estimated."""
+    """Return the report as values for JSON. Memory is in bytes; `no_plan` says why memory was not estimated."""
     from qwen3vl_bridge.planning.plan_reports import dump_estimate
 
     import yaml
@@ -244,7 +246,7 @@ def report_as_json(report: DryRunReport, gpu: str | None) -> dict[str, Any]:
 
 
 def show_report(report: DryRunReport, gpu: str | None, *, full: bool) -> None:
-    """Print the report, errors last. With `full`, print all settings as YAML and the memory of each stage first."""
+    """Print the report, with errors last. With `full`, begin with all settings as YAML and the memory of each stage."""
     from qwen3vl_bridge.planning.plan_reports import print_estimate
     from qwen3vl_bridge.terminal import show, show_error
 
@@ -266,7 +268,10 @@ def show_report(report: DryRunReport, gpu: str | None, *, full: bool) -> None:
 def _describe_memory(
     complete: ConfigContainer, gpus: int, gpu: str | None, *, proposes: bool
 ) -> tuple[MemoryEstimate | None, dict[str, str]]:
-    """Return the memory estimate (None if unsupported) and the summary lines that describe it."""
+    """Return the memory estimate, and the summary lines about parallelism and memory by title.
+
+    The estimate is None if the planner does not support the run.
+    """
     from qwen3vl_bridge.planning.from_config import estimate_run, propose_for_run, read_layouts
     from qwen3vl_bridge.planning.plan_reports import (
         describe_first,
@@ -304,14 +309,14 @@ def _describe_memory(
     if proposals and fits:
         ranks, least = (one.layout.tp * one.layout.pp * one.layout.cp for one in (plan, proposals[0]))
         lines["proposed"] += (
-            f". The run has {ranks} model-parallel ranks and this layout {least}. Layouts with the fewest come first, "
-            "and layouts with experts on several machines last; speed is not estimated"
+            f". The run has {ranks} model-parallel ranks, the first layout {least}. Layouts with the fewest ranks come "
+            "first, and layouts with experts on several machines last; speed is not estimated"
         )
     return plan, lines
 
 
 def _exceeds(plan: MemoryEstimate, memory: int) -> bool:
-    """Return True if the tensors of a run, without the planner's reserve, surely exceed the memory of a GPU."""
+    """Return True if the tensors of a run certainly exceed the memory of a GPU, even without the planner's reserve."""
     return max(stage.allocated for stage in plan.stages) > _OVERESTIMATE * memory
 
 
@@ -351,7 +356,7 @@ def _describe_weights(cfg: ConfigContainer, from_scratch: bool) -> str:
 
 
 def _describe_data(cfg: ConfigContainer, complete: ConfigContainer) -> dict[str, str]:
-    """Return summary lines about the samples, rows and epochs of a run. Samples of the first window are measured."""
+    """Return summary lines about samples, rows and epochs by title. Measure the samples of the first window."""
     from qwen3vl_bridge.checkpoint.formats.huggingface import find_model
     from qwen3vl_bridge.core.files import CheckpointError
     from qwen3vl_bridge.data.dataset_provider import Qwen3VLConversationProvider

@@ -1,4 +1,4 @@
-"""Checks of `qwen3vl train` before Megatron is imported, which takes ten seconds: names, paths and the model."""
+"""Check names, paths and the model of `qwen3vl train` before Megatron is imported, which takes ten seconds."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from qwen3vl_recipes.registry import find, recipes
 if TYPE_CHECKING:
     from qwen3vl_bridge.checkpoint.stored_models import ModelConfig
 
-# The name of a recipe: family, size with or without experts, and kind of training.
+# Matches the name of a recipe: family, size with or without experts, and kind of training.
 _RECIPE = re.compile(r"(qwen35?_vl|qwen38_flash)_(?:\d+[bm](_a\d+b)?_|(proxy|next)_)?(\w+)_config")
 _FAMILIES = {"qwen3_vl": "qwen3_vl", "qwen35_vl": "qwen3_5", "qwen38_flash": "qwen4_exp"}
 _DATA = ("dataset.path", "dataset.train_path", "dataset.valid_path", "dataset.test_path")
 
 
 def check_command_line(args: Namespace) -> None:
-    """Run all `early_checks`. They also find the model, and download it if the command trains.
+    """Run all `early_checks`. If the command trains, they also download the model.
 
     Raises:
-        ValueError, OSError: at the first check that fails.
+        ValueError, OSError: a check fails.
     """
     for check in early_checks(args):
         check()
 
 
 def early_checks(args: Namespace) -> Iterator[partial[object]]:
-    """Yield the checks of a command line, as functions that raise ValueError or OSError. They are independent.
+    """Yield the checks of a command line, as functions that raise ValueError or OSError. The checks are independent.
 
-    For a recipe from outside this package only paths are checked, because it may have other settings and set paths
-    itself.
+    A recipe from outside this package may have other settings and may set paths itself, so that only the paths in the
+    command line are checked.
     """
     given, ours, runs = _read_settings(args), ":" not in args.recipe, not (args.dry_run or args.simulate_gpu)
     if ours:
@@ -64,7 +64,7 @@ def early_checks(args: Namespace) -> Iterator[partial[object]]:
 
 
 def _read_settings(args: Namespace) -> dict[str, Any]:
-    """Return the settings of the YAML files and arguments by their full names; an argument's value is its text."""
+    """Return the settings in YAML files and arguments, by full name. The value of an argument is returned as text."""
     from qwen3vl_bridge.core.files import check_yaml
 
     import yaml
@@ -78,7 +78,7 @@ def _read_settings(args: Namespace) -> dict[str, Any]:
 
 
 def _warn_about_variables(given: Collection[str]) -> None:
-    """Warn about environment variables that other trainers read, unless the command has the matching setting."""
+    """Warn about environment variables that other trainers read, unless the command sets the matching setting."""
     warning = describe_ignored_variables(os.environ, lambda name, value: None if name in given else f"{name}={value}")
     is_second_start = "FAKE_GPU_LOG" in os.environ  # a simulation starts the command again, with this variable
     if warning and not is_second_start and os.environ.get("RANK", "0") == "0":
@@ -94,7 +94,7 @@ def _check_required(args: Namespace, given: Collection[str], *, runs: bool) -> N
     if runs and not (args.data_path or any(name in given for name in (*_DATA, "dataset.mixture"))):
         raise ValueError(
             "dataset.path is None: give --data-path, a folder with train.jsonl or a file of conversations; or "
-            "dataset.train_path, or dataset.mixture with several data sets"
+            "set dataset.train_path, or dataset.mixture to mix several data sets"
         )
 
 
@@ -106,7 +106,7 @@ def _check_weights(folder: Path) -> None:
     if not folder.is_dir():
         raise ValueError(
             f"--pretrained-checkpoint is {folder}, expected a folder that exists, with a Megatron checkpoint or a "
-            "Hugging Face model; a model of the hub is given by --hf-model"
+            "Hugging Face model; for a model of the hub, use --hf-model"
         )
     if (folder / "config.json").is_file():
         ModelConfig(folder)
@@ -116,9 +116,9 @@ def _check_weights(folder: Path) -> None:
 
 
 def _check_files(folder: Path) -> None:
-    """Check that the weight files of a model exist, are not damaged, and have the tensors of its config.json.
+    """Check that a model's weight files exist, are not damaged, and contain the tensors that config.json requires.
 
-    Only the first rank reads them; under torchrun the others end with it.
+    Only the first rank reads the files. If it fails, torchrun ends the other ranks.
     """
     from qwen3vl_bridge.checkpoint.stored_models import open_model
 
@@ -132,7 +132,7 @@ def check_model(args: Namespace, *, downloads: bool, has_first_weights: bool) ->
     Args:
         args: the command line. `hf_model` is replaced by the folder of a downloaded model.
         downloads: download the weights of a model from the hub.
-        has_first_weights: the run starts from this model's weights, which are checked as well.
+        has_first_weights: the run starts from this model's weights, so check them as well.
     """
     from qwen3vl_bridge.checkpoint.formats.huggingface import find_model, has_weights
     from qwen3vl_bridge.checkpoint.formats.megatron import is_megatron_checkpoint
@@ -155,12 +155,12 @@ def check_model(args: Namespace, *, downloads: bool, has_first_weights: bool) ->
     raise ValueError(
         f"{args.recipe} is a recipe for {describe_model_kind(*intended[:2])}, and {args.hf_model} is "
         f"{describe_model_kind(*found)}: "
-        + (f"use {' or '.join(fitting[:4])}" if fitting else "--list shows the recipes for it")
+        + (f"use {' or '.join(fitting[:4])}" if fitting else "--list shows all recipes")
     )
 
 
 def _check_continued_run(args: Namespace, config: ModelConfig) -> None:
-    """Raise ValueError if the run in --save trains a model with other sizes than `config`."""
+    """Raise ValueError if the run in --save trains a model with other dimensions than those in `config`."""
     from qwen3vl_bridge.checkpoint.formats.megatron import find_iteration
     from qwen3vl_bridge.checkpoint.stored_models import own_config
 
@@ -177,8 +177,8 @@ def _check_continued_run(args: Namespace, config: ModelConfig) -> None:
         differences = [f"the family is {found.family}, expected {expected.family}"]
     if differences:
         raise ValueError(
-            f"--save is {args.save}, which has the run of another model than {args.hf_model}: "
-            f"{'; '.join(differences)}. Give another folder, or the model of {folder}"
+            f"--save is {args.save}, which contains the run of another model than {args.hf_model}: "
+            f"{'; '.join(differences)}. Use another folder, or the model of {folder}"
         )
 
 

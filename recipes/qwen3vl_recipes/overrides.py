@@ -33,7 +33,7 @@ def apply(cfg: ConfigContainer, words: Sequence[str] = (), files: Sequence[str |
         files: YAML files, in the order in which they are applied.
 
     Raises:
-        ValueError: a setting does not exist, or a value has another type than the recipe's.
+        ValueError: a setting does not exist, or a value has the wrong type.
         OSError: a file cannot be read.
     """
     import qwen3vl_bridge  # noqa: F401  before Megatron
@@ -43,14 +43,14 @@ def apply(cfg: ConfigContainer, words: Sequence[str] = (), files: Sequence[str |
 
     settings, callables = _settings(cfg)
     before = _flat(settings)
-    OmegaConf.set_struct(settings, True)  # unknown names are errors
+    OmegaConf.set_struct(settings, True)  # raises an error for unknown names
     merged, asked = _merge(settings, words, files)
     after = _flat(merged)
     steps, epochs = "train.train_iters", "train.num_epochs"
     if after.get(epochs) is not None and before.get(epochs) is None and after.get(steps) == before.get(steps):
-        after[steps] = None  # the recipe's value, which the user has not set
+        after[steps] = None  # num_epochs replaces the recipe's number of steps
     if (decay := after.get(_DECAY[0])) != before.get(_DECAY[0]):
-        for name in _DECAY[1:]:  # the schedule's values would replace the optimizer's
+        for name in _DECAY[1:]:  # otherwise the schedule would overwrite the optimizer's value
             if name not in asked and before.get(name) == after.get(name) == before[_DECAY[0]]:
                 after[name] = decay
     changed = {
@@ -58,7 +58,7 @@ def apply(cfg: ConfigContainer, words: Sequence[str] = (), files: Sequence[str |
         for name, new in after.items()
         if name not in before or before[name] != new or type(before[name]) is not type(new)
     }
-    nested: dict = {}  # only changed settings, because the conversion changes some others
+    nested: dict = {}  # only changed settings, because `apply_overrides` alters some others
     for name, new in changed.items():
         is_section = any(other.startswith(f"{name}.") for other in before)
         _check_type(name, {} if is_section else before.get(name), new, _declared_type(cfg, name))
@@ -72,7 +72,7 @@ def apply(cfg: ConfigContainer, words: Sequence[str] = (), files: Sequence[str |
     arrived = _flat(_settings(cfg)[0])
     for name, new in changed.items():
         if (found := arrived.get(name)) != new:
-            raise ValueError(f"{name} cannot be set to {new!r} here; it is {found!r}. Set it in your own recipe")
+            raise ValueError(f"{name} cannot be set to {new!r} here and stays {found!r}: set it in your own recipe")
     _check_precision(cfg, changed)
     return cfg
 
@@ -97,8 +97,8 @@ def _check_precision(cfg: ConfigContainer, names: Iterable[str]) -> None:
         found, written = getattr(getattr(cfg, section), field), getattr(mixed, field)
         if found != written:
             raise ValueError(
-                f"{name} is {found!r}, and mixed_precision sets it to {written!r}: expected that, another "
-                "mixed_precision, or null for one, to set the precision of each section by itself"
+                f"{name} is {found!r}, and mixed_precision sets it to {written!r}: use this value or another "
+                "mixed_precision, or set mixed_precision=null to set the precision of each section separately"
             )
 
 
@@ -107,7 +107,7 @@ def _settings(cfg: ConfigContainer) -> tuple[DictConfig, dict[str, Any]]:
 
     settings, callables = create_omegaconf_dict_config(cfg)
     if cfg.peft is not None:
-        # Megatron-Bridge omits callable values, and this one is callable.
+        # Megatron-Bridge omits callable values, and a `peft` object is callable.
         fields = {field.name: getattr(cfg.peft, field.name) for field in dataclasses.fields(cfg.peft) if field.init}
         settings.peft = {name: value for name, value in fields.items() if value is None or isinstance(value, _PLAIN)}
     return settings, callables
@@ -121,7 +121,7 @@ def _flat(settings: DictConfig | ListConfig) -> dict[str, Any]:
 
 
 def _merge(settings: DictConfig, words: Sequence[str], files: Sequence[str | Path]) -> tuple[DictConfig, set[str]]:
-    """Return the settings after all changes, and the full names of all settings in files and words."""
+    """Return the settings after all changes, and the full names of all settings that `files` and `words` contain."""
     from qwen3vl_bridge.config.other_trainers import suggest_settings
     from qwen3vl_bridge.core.files import check_yaml
 
@@ -142,7 +142,7 @@ def _merge(settings: DictConfig, words: Sequence[str], files: Sequence[str | Pat
     for word in words:
         name = word.partition("=")[0]
         if name[:1] in ("+", "~"):
-            raise ValueError(f"{word}: settings can be changed, not added or removed; expected NAME=VALUE")
+            raise ValueError(f"{word}: settings can be changed, not added or removed; write NAME=VALUE")
         try:
             settings = parse_hydra_overrides(settings, [word])
         except OverridesError as error:
@@ -154,7 +154,7 @@ def _merge(settings: DictConfig, words: Sequence[str], files: Sequence[str | Pat
 
 
 def _set_in_frozen_section(cfg: ConfigContainer, name: str, value: Any) -> None:
-    """If a setting is a field of a frozen dataclass, set it by replacing the dataclass with a changed copy."""
+    """Set a field of a frozen dataclass by replacing the dataclass by a changed copy. Ignore other settings."""
     *path, last = name.split(".")
     owners: list[Any] = [cfg]
     for key in path:
@@ -165,7 +165,7 @@ def _set_in_frozen_section(cfg: ConfigContainer, name: str, value: Any) -> None:
 
 
 def _declared_type(cfg: ConfigContainer, name: str) -> Any:
-    """Return the type that the dataclass of a setting declares for it; None if unknown."""
+    """Return the type that a dataclass declares for the setting; None if unknown."""
     *path, last = name.split(".")
     section: Any = cfg
     for key in path:
@@ -177,7 +177,7 @@ def _declared_type(cfg: ConfigContainer, name: str) -> Any:
 
 
 def _fits(hint: Any, value: Any) -> bool:
-    """Return True if a value has the declared type `hint`, or `hint` is not a simple type."""
+    """Return True if a value has the declared type `hint`, or if `hint` is not a simple type."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return any(_fits(one, value) for one in typing.get_args(hint))
     if typing.get_origin(hint) is typing.Literal:
@@ -189,13 +189,13 @@ def _fits(hint: Any, value: Any) -> bool:
 
 
 def _is_declared(hint: Any, value: Any) -> bool:
-    """Return True if the declared type `hint` of a setting is a union with the type of the value."""
+    """Return True if the declared type `hint` of a setting is a union that includes the type of the value."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     return is_union and any((typing.get_origin(one) or one) is type(value) for one in typing.get_args(hint))
 
 
 def _check_type(name: str, old: Any, new: Any, hint: Any) -> None:
-    """Raise ValueError if a value has the wrong type, such as text for a number, which would fail only much later."""
+    """Raise ValueError if a value has the wrong type, such as text for a number. The run would fail only much later."""
     if new is None:
         return
     if old is None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Fields of the model that the recipe sets, although a Hugging Face configuration has them too.
+# Fields whose value comes from the recipe, not from the Hugging Face configuration.
 _RUN_FIELDS = {"seq_length"}
 _PARALLELISM = ("tensor_model", "pipeline_model", "context", "expert_model")
 _PRECISION = {"pipeline_dtype", "autocast_dtype"}
@@ -39,13 +39,13 @@ def set_paths(
         cfg: configuration of a recipe, changed in place.
         hf_path: Hugging Face folder or hub id of the model, its processor and its tokenizer.
         data_path: value of `dataset.path`.
-        pretrained_checkpoint: initial weights: a checkpoint in fsdp_dtensor or torch_dist format, or a Hugging Face
-            folder.
+        pretrained_checkpoint: folder of initial weights: a checkpoint in fsdp_dtensor or torch_dist format, or a
+            Hugging Face folder.
         save: folder for the run's checkpoints and logs; the run resumes from it.
 
     Raises:
-        ValueError: the folder does not exist, the recipe is for another kind of model, or the recipe has a setting that
-            does not exist for this model.
+        ValueError: the folder `hf_path` does not exist, the recipe is for another kind of model, or the recipe sets a
+            field that this model does not have.
     """
     from qwen3vl_bridge.checkpoint.formats.huggingface import is_path
 
@@ -67,7 +67,7 @@ def check_data(cfg: ConfigContainer) -> None:
     """Check that the run can train on its data, before the model is built.
 
     Raises:
-        ValueError: a path does not exist, or packed rows have other settings.
+        ValueError: a path does not exist, or rows were packed with other settings.
         DataError: data cannot be opened, or all samples would be dropped (`Qwen3VLConversationProvider.check_samples`).
     """
     from qwen3vl_bridge import Qwen3VLConversationProvider
@@ -79,7 +79,10 @@ def check_data(cfg: ConfigContainer) -> None:
 
 
 def evaluated_rows(cfg: ConfigContainer) -> dict[str, int]:
-    """Return the number of rows in one evaluation of each split; "test" is evaluated at the end of a run."""
+    """Return the number of rows that one evaluation reads from the splits "valid" and "test".
+
+    The split "test" is evaluated at the end of a run.
+    """
     from qwen3vl_bridge.training.config import rows_per_evaluation
 
     rows = rows_per_evaluation(cfg)
@@ -106,14 +109,16 @@ def _use_model(cfg: ConfigContainer, hf_path: str) -> None:
             continue
         if not hasattr(model, name):
             raise ValueError(
-                f"the recipe has model.{name} {value!r}, which does not exist for {hf_path}: use another recipe"
+                f"the recipe sets model.{name} to {value!r}, but the model {hf_path} has no such field: use another "
+                "recipe"
             )
         setattr(model, name, value)
     sizes = [getattr(model, f"{kind}_parallel_size") or 1 for kind in _PARALLELISM]
     is_parallel = max(sizes) > 1 or model.dist_train.use_dist_train
     if is_parallel and (model.num_layers, model.hidden_size) != (old.num_layers, old.hidden_size):
         logger.warning(
-            "the recipe is for a model of %d layers and width %d, and %s has %d and %d: check the parallel sizes",
+            "the recipe is for a model of %d layers and width %d, but %s has %d layers and width %d: check the "
+            "parallel sizes",
             *(old.num_layers, old.hidden_size, hf_path, model.num_layers, model.hidden_size),
         )
     model.hf_model_id = hf_path

@@ -1,7 +1,7 @@
 """Recipes of Qwen3.8-Flash-Next, as in `qwen3_vl.py`.
 
-EP divides experts and n-gram tables, so it is large: optimizer states of both are most of the memory. EP is a divisor
-or a multiple of the 16 hash heads, and TP * CP is at most sixteen, as for Qwen3.5. There is no recipe with
+EP is large, because it divides experts and n-gram tables, whose optimizer states need most of the memory. EP is a
+divisor or a multiple of 16, the number of hash heads. TP * CP is at most 16, as for Qwen3.5. There is no recipe with
 Megatron-FSDP, which supports n-gram tables only without EP.
 """
 
@@ -14,9 +14,9 @@ on = partial(base.on, family="qwen4_exp")
 
 
 def with_stages(kind):
-    """Return a kind of training for several pipeline stages.
+    """Return a kind of training that supports several pipeline stages.
 
-    The stages exchange residual streams, of which megatron-core does not know the size in advance.
+    The stages exchange residual streams, and megatron-core does not know the size of these tensors in advance.
     """
 
     @wraps(kind)

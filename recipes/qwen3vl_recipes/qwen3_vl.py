@@ -86,7 +86,7 @@ def qwen3_vl_235b_a22b_sft_dist_train_config():
     """Full fine-tuning, rows of 8K tokens, 144 H100: 16 vision ranks with TP 2; language model: TP 4, PP 16, EP 8."""
     cfg = set_parallel_sizes(sft("235B-A22B", global_batch_size=128), tp=4, pp=16, ep=8)
     cfg.model.recompute_granularity, cfg.model.recompute_modules = "selective", ["moe_act", "layernorm"]
-    # If Transformer Engine is not installed, the run reports it.
+    # Set even if Transformer Engine is not installed. The run then reports that it is missing.
     cfg.model.transformer_impl, cfg.model.moe_grouped_gemm = "transformer_engine", True
     return dist_train(cfg, vision=16, language=128, vision_tp=2)
 

@@ -34,15 +34,15 @@ class Recipe:
     gpu: str
     summary: str
 
-    # Megatron-Bridge's launcher passes its options to recipes whose signature has them.
+    # Megatron-Bridge's launcher passes those of its options that a recipe's signature lists. This one lists none.
     __signature__: ClassVar[inspect.Signature] = inspect.Signature()
 
     def __call__(self, **options: Any) -> ConfigContainer:
-        """Return a new configuration; raise TypeError for options, which only Megatron-Bridge's recipes have."""
+        """Return a new configuration. Raise TypeError for options, which only Megatron-Bridge's recipes have."""
         if options:
             raise TypeError(
-                f"a recipe has no options, but was given {options}: change the configuration that it returns; DoRA has "
-                "recipes of its own, such as qwen3_vl_8b_peft_dora_config"
+                f"recipes take no options, found {options}: change the configuration that a recipe returns. For DoRA, "
+                "use a DoRA recipe such as qwen3_vl_8b_peft_dora_config"
             )
         return self.build()
 
@@ -59,10 +59,10 @@ def recipes() -> Mapping[str, Recipe]:
 
 
 def find(name: str) -> Recipe:
-    """Return the recipe with a name, or make a recipe from a user's function.
+    """Return the recipe named `name`, or a recipe that calls a user's function.
 
     Args:
-        name: name of a recipe, or a user's function as `path/to/file.py:function` or `package.module:function`.
+        name: name of a recipe, or of a user's function: `path/to/file.py:function` or `package.module:function`.
 
     Raises:
         ValueError: the recipe does not exist. The message lists similar names.
@@ -74,7 +74,7 @@ def find(name: str) -> Recipe:
         except ModuleNotFoundError as error:
             wrong = "expected a module, or a file with the suffix .py"
             if not error.name or not f"{where}.".startswith(f"{error.name}."):
-                wrong = "it imports that, and it is not installed or not on PYTHONPATH"
+                wrong = f"{where} imports this module: install it, or add its folder to PYTHONPATH"
             raise ValueError(f"{where}: {error}; {wrong}") from error
         found = getattr(module, function, None)
         if not callable(found):

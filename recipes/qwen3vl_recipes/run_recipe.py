@@ -3,10 +3,10 @@ r"""Run Megatron-Bridge's own launcher, `scripts/training/run_recipe.py`, with t
     torchrun --nproc_per_node 8 -m qwen3vl_recipes.run_recipe Megatron-Bridge/scripts/training/run_recipe.py \
         --recipe qwen3_vl_8b_sft_config --pretrained_checkpoint /HF_FOLDER --save_dir /RUN dataset.path=/DATA
 
-The script reads recipes from `megatron.bridge.recipes` and has its own tables of forward steps and training functions.
-In a process started this way, all three have this package's entries for its models: a recipe, the step
-for its batches, and a training function with callbacks. They replace Megatron-Bridge's recipes of the same names, which
-have other settings.
+The script reads recipes from `megatron.bridge.recipes`, and looks up forward steps and training functions in its own
+dicts. This module replaces all three: this package's recipes replace Megatron-Bridge's recipes of the same names, which
+have other settings; the forward step is `qwen3vl_bridge.forward_step`; and training functions are called with
+callbacks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STEP = "qwen3_vl_step"
 
 
 def main() -> None:
-    """Run the script in the first argument with the remaining arguments."""
+    """Run the script that the first argument names, with the remaining arguments."""
     use_expandable_segments()
     if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
         sys.exit("usage: python -m qwen3vl_recipes.run_recipe .../scripts/training/run_recipe.py [ARGUMENT ...]")
@@ -54,11 +54,11 @@ def offer_recipes(runner: ModuleType) -> None:
 
 
 def _accept_peft_scheme(name: str, dora: Recipe) -> Callable[..., Any]:
-    """Return a DoRA recipe with the parameter `peft_scheme`, which the script passes."""
+    """Return a recipe that accepts the argument `peft_scheme`, which the script passes, and calls the DoRA recipe."""
 
     def recipe(*, peft_scheme: str = "dora") -> Any:
         if peft_scheme != "dora":
-            raise ValueError(f"--mode is {peft_scheme}, expected dora, or {name.replace('_dora', '')}")
+            raise ValueError(f"--mode is {peft_scheme}, expected dora; or use the recipe {name.replace('_dora', '')}")
         return dora()
 
     return recipe

@@ -1,6 +1,7 @@
-"""Names of a run's settings, read from the source files of their classes.
+"""Check names of settings against the source files of the classes that declare them.
 
-Importing the classes takes ten seconds. From their source files, the command rejects a misspelled name at once.
+Importing these classes takes ten seconds. By reading source files instead, the command rejects a misspelled name at
+once.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 from qwen3vl_bridge.config.other_trainers import suggest_settings, translate_setting
 
 _CONTAINER = "qwen3vl_bridge.training.config.Qwen3VLConfigContainer"
-# Classes of the sections that the container declares with a base class. Other sections have the annotated class.
+# Section -> classes that it may have, where the container's annotation is only a base class. The annotations of other
+# sections name their class.
 _CLASSES = {
     "model": (
         "qwen3vl_bridge.models.qwen3_vl.provider.Qwen3VLMoEModelProvider",
@@ -40,10 +42,10 @@ def flatten_settings(settings: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Check names of settings, such as "optimizer.lr"; only the section and the field are compared.
+    """Check that settings such as "optimizer.lr" exist. Only the section and the field of a name are checked.
 
     Raises:
-        ValueError: no recipe of this package has such a setting. The message lists similar names.
+        ValueError: no recipe of this package has a setting with this name. The message lists similar names.
     """
     for name in names:
         section, _, rest = name.partition(".")
@@ -59,7 +61,7 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def find_setting(word: str, value: str) -> str | None:
-    """Return the full setting for a name without a section: "optimizer.lr=VALUE" for "lr"; None if unknown."""
+    """Return the full setting for a name without a section, such as "optimizer.lr=VALUE" for "lr"; None if unknown."""
     word = word.replace("-", "_")
     if (settings := translate_setting(word, value)) is not None:
         return settings
@@ -79,7 +81,7 @@ def _all_names() -> set[str]:
 
 
 def _section_classes(section: str) -> Iterator[str]:
-    """Yield the dotted names of the classes of a section; none if the fields of the section are unknown (a `dict`)."""
+    """Yield the dotted names of the classes of a section. Yield none for a `dict`, which has no declared fields."""
     if section in _CLASSES:
         yield from _CLASSES[section]
         return
@@ -92,7 +94,7 @@ def _section_classes(section: str) -> Iterator[str]:
 
 @functools.cache
 def _read_fields(dotted: str) -> dict[str, tuple[str, ast.expr]]:
-    """Return (module that declares it, annotation) for each field of a dataclass and its bases, by field name."""
+    """Return (declaring module, annotation) of each field of a dataclass and its base classes, by field name."""
     module, _, name = dotted.rpartition(".")
     definition = next(node for node in _statements(module) if isinstance(node, ast.ClassDef) and node.name == name)
     fields = {}

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 _FAILED = 1
 _FOLDER = "simulation-"
-_LINES = 16  # lines of code in the table of allocated memory
+_LINES = 16  # number of rows in the table of the code lines that allocate memory
 
 
 def enter(gpu: str, arguments: Sequence[str]) -> None:
-    """Restart this process with the same command on a fake GPU. In the restarted process, only return.
+    """Restart this process with the same command on a fake GPU. In the restarted process, return at once.
 
     Args:
         gpu: kind of GPU.
@@ -46,7 +46,7 @@ def enter(gpu: str, arguments: Sequence[str]) -> None:
         ValueError: the fake GPU cannot be built on this machine.
     """
     if "FAKE_GPU_LOG" in os.environ:
-        if (folder := Path(os.environ["FAKE_GPU_LOG"]).parent).name.startswith(_FOLDER):  # not a folder of the caller
+        if (folder := Path(os.environ["FAKE_GPU_LOG"]).parent).name.startswith(_FOLDER):  # created below
             atexit.register(shutil.rmtree, folder, ignore_errors=True)
         return
     kind = find_gpu(gpu)
@@ -61,7 +61,7 @@ def enter(gpu: str, arguments: Sequence[str]) -> None:
 
 
 def run(cfg: ConfigContainer, *, rank: int, gpus: int, gpu: str, as_json: bool, verbose: bool) -> int:
-    """Simulate a rank, and print its memory and kernel launches; return 1 if it fails or leaves too little memory."""
+    """Simulate a rank, and print its memory and kernel launches. Return 1 if it fails or leaves too little memory."""
     from qwen3vl_bridge.models.common import delta_rule
     from qwen3vl_bridge.planning.from_config import estimate_run
     from qwen3vl_bridge.simulation.one_rank import has_data, simulate_rank
@@ -72,7 +72,7 @@ def run(cfg: ConfigContainer, *, rank: int, gpus: int, gpu: str, as_json: bool, 
         logging.getLogger("qwen3vl_bridge").setLevel(logging.WARNING)  # losses of a simulation have no meaning
     with contextlib.redirect_stdout(sys.stderr) if verbose else without_prints():
         complete = dry_run.finalize_copy(cfg, gpus)
-        logging.getLogger(delta_rule.__name__).setLevel(logging.ERROR)  # the simulated run repeats its messages
+        logging.getLogger(delta_rule.__name__).setLevel(logging.ERROR)  # the simulated run would repeat them
         try:
             plan = estimate_run(complete, gpus)
         except ValueError as error:
@@ -94,7 +94,7 @@ def run(cfg: ConfigContainer, *, rank: int, gpus: int, gpu: str, as_json: bool, 
 
 
 def _show_needs(cfg: ConfigContainer) -> None:
-    """Print the host memory and time that simulations of similar recipes needed."""
+    """Print how much host memory and time simulations of similar recipes have taken."""
     model = cfg.model
     memory, time = 2, "a minute"
     if getattr(
@@ -117,8 +117,8 @@ def _show_needs(cfg: ConfigContainer) -> None:
 def find_stage(plan: MemoryEstimate, rank: int, *, replicas_last: bool = False) -> StageEstimate:
     """Return the planner's estimate for the pipeline stage of a rank.
 
-    megatron-core numbers the ranks of a pipeline stage consecutively. With `use_tp_pp_dp_mapping` (`replicas_last`) it
-    numbers the ranks of a data-parallel replica consecutively.
+    In megatron-core, the ranks of a pipeline stage have consecutive numbers. With `use_tp_pp_dp_mapping`
+    (`replicas_last`), the ranks of a data-parallel replica have consecutive numbers instead.
     """
     layout = plan.layout
     stage = rank // (layout.tp * layout.cp) % layout.pp if replicas_last else rank // (layout.world // layout.pp)

@@ -1,4 +1,4 @@
-"""Write benchmarks/results/recipes.md: the memory of each recipe, planned and simulated, and the GPUs on which it fits.
+"""Write benchmarks/results/recipes.md: each recipe's planned and simulated memory, and the GPUs on which it fits.
 
 Run `python -m qwen3vl_recipes.table --write benchmarks/results/recipes.md` in the repository.
 """
@@ -21,15 +21,15 @@ BEGIN, END = "<!-- recipes: begin -->\n", "<!-- recipes: end -->\n"
 # Fraction of a GPU's memory that must remain free, because estimates are not exact.
 FREE = 0.05
 _MOST_NODES = 128
-# Written by benchmarks/simulation.py.
+# benchmarks/simulation.py writes this file.
 SIMULATIONS = Path("benchmarks/results/simulation.csv")
 
 
 def smallest(recipe: Recipe, gpu: str) -> tuple[int, MemoryEstimate] | None:
-    """Return the fewest GPUs on which a recipe fits with its parallel sizes, and the memory estimate there.
+    """Return the smallest number of GPUs on which a recipe fits with its parallel sizes, and the memory estimate.
 
-    None if it fits on none of the numbers tried: the recipe's own, 1, and the GPUs of a node times powers of two. A
-    recipe with separate vision ranks supports only its own number.
+    The numbers tried are the recipe's own, 1, and the GPUs of a node times powers of two. Return None if the recipe
+    fits on none of them. A recipe with separate vision ranks supports only its own number.
     """
     from qwen3vl_bridge.planning.hardware import GPUS
 
@@ -38,7 +38,7 @@ def smallest(recipe: Recipe, gpu: str) -> tuple[int, MemoryEstimate] | None:
     for gpus in sorted({1, recipe.gpus, *(kind.gpus_per_node * 2**power for power in range(_MOST_NODES.bit_length()))}):
         try:
             found = estimate_memory(cfg, gpus)
-        except (ValueError, AssertionError):  # the sizes need more GPUs, or the batch fewer
+        except (ValueError, AssertionError):  # too few GPUs for the parallel sizes, or too many for the batch
             continue
         if found.peak.total <= (1 - FREE) * kind.memory_bytes:
             return gpus, found
@@ -46,7 +46,7 @@ def smallest(recipe: Recipe, gpu: str) -> tuple[int, MemoryEstimate] | None:
 
 
 def latest_simulations(file: Path = SIMULATIONS) -> dict[str, list[dict[str, str]]]:
-    """Return the latest simulation of each rank and layer implementation, by recipe."""
+    """Return the latest simulations of each recipe, one for each simulated rank and layer implementation."""
     with file.open() as lines:
         rows = {(row["recipe"], row["rank"], row["layers"]): row for row in csv.DictReader(lines)}
     found: dict[str, list[dict[str, str]]] = {}
@@ -76,7 +76,7 @@ def table() -> str:
 
 
 def cell(ranks: list[dict[str, str]]) -> str:
-    """Return the table cell with allocated and planned GiB of simulated ranks with Transformer Engine's layers."""
+    """Return the table cell with allocated and planned GiB, for ranks simulated with Transformer Engine's layers."""
     pairs = (f"{x['allocated GiB']} / {x['planned GiB']}" for x in ranks if x["layers"] == "transformer_engine")
     return ", ".join(dict.fromkeys(pairs)) or "-"
 

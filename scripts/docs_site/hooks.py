@@ -14,7 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Pages outside of docs/, by their path in the repository, and what they are called on the site.
+# Path in the repository of a page outside of docs/ -> its path on the site.
 ROOT_PAGES = {
     "README.md": "overview.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -22,7 +22,7 @@ ROOT_PAGES = {
     "CHANGELOG.md": "changelog.md",
     "requirements/README.md": "installing.md",
 }
-# Packages whose public names `docs/api.md` shows; each says in its `_PUBLIC` what these are.
+# Packages with public names that `docs/api.md` shows. Each package lists its public names in `_PUBLIC`.
 PUBLIC = {
     "package": "src/qwen3vl_bridge/__init__.py",
     "checkpoint": "src/qwen3vl_bridge/checkpoint/__init__.py",
@@ -72,7 +72,7 @@ def on_post_build(config: Any) -> None:
 
 
 def api(package: str) -> str:
-    """Return the text that replaces `<!-- api: PACKAGE -->`: mkdocstrings' marker of each public name of a package."""
+    """Return the text that replaces `<!-- api: PACKAGE -->`: mkdocstrings' markers for a package's public names."""
     return "\n".join(f"::: {name}\n" for name in public_names(ROOT / PUBLIC[package]))
 
 
@@ -125,7 +125,7 @@ def dialect(markdown: str, path: str) -> str:
 
 
 def _on_site(link: re.Match[str], path: str) -> str:
-    """Return a link as it is on the site. A link to a file that is not on the site becomes text with a tooltip."""
+    """Return a link in the form for the site. A link to a file that is not on the site becomes text with a tooltip."""
     image, text, target = link.groups()
     if re.match(r"[a-z]+:|#", target):
         return link[0]

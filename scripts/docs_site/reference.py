@@ -55,7 +55,7 @@ _HYBRID, _QWEN4_EXP = "models/common/hybrid_provider.py", "models/qwen4_exp/prov
 _HYBRID_FIELDS, _HYBRID_EXPERTS = (_HYBRID, "HybridModelProvider"), (_HYBRID, "HybridExpertsMixin")
 _ROWS = ("data/dataset_provider.py", "ConversationRows")
 
-# By the place that a page has for them.
+# Name of a generated part of the page -> the dataclasses in it.
 GROUPS: dict[str, tuple[Group, ...]] = {
     "model": (
         Group("model.", *_FIELDS),
@@ -104,7 +104,7 @@ class Setting:
 
 
 def settings(group: Group) -> list[Setting]:
-    """Return the fields of a group in the order of the source, then inherited fields that its docstring describes."""
+    """Return the fields of a group in the order of the source, then inherited fields that the docstring describes."""
     found = _class(group.file, group.name)
     own = _meanings(found)
     known = {
@@ -129,7 +129,7 @@ def table(group: Group) -> str:
 
 
 def _code(text: str) -> str:
-    # GitHub and Python-Markdown read an escaped bar in a code span of a table differently; both read this alike.
+    # GitHub and Python-Markdown treat an escaped bar in a code span of a table differently, but HTML the same.
     return (
         f"<code>{html.escape(text, quote=False).replace('|', '&#124;')}</code>" if "|" in text else text and f"`{text}`"
     )
@@ -185,7 +185,7 @@ def _default(value: ast.expr | None) -> str:
 
 
 def _meanings(found: ast.ClassDef) -> dict[str, str]:
-    """Return descriptions of fields by name, from "Attributes" in the docstring or comments at the fields."""
+    """Return descriptions of fields by name, from "Attributes" in the docstring, or from comments at the fields."""
     names = {name for name, _, _ in _fields(found)}
     lines = (node for node in found.body if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) in names)
     comments = {ast.unparse(node.target): node.type_comment for node in lines if node.type_comment}
@@ -196,7 +196,7 @@ def _meanings(found: ast.ClassDef) -> dict[str, str]:
 
 
 class _Found(Exception):
-    """Raised to stop a command when it has made its parser."""
+    """Raised to stop a command after it has created its parser."""
 
 
 def parser_of(target: str, prog: str) -> argparse.ArgumentParser:

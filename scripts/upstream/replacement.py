@@ -1,7 +1,7 @@
 """A pytest plugin for Megatron-Bridge's own tests that replaces the classes they import by this project's classes.
 
-This project is always imported, because Megatron-Bridge cannot be imported without Transformer Engine otherwise. With
-`--stock` nothing is replaced, and `sitecustomize.py` prevents this project from registering its bridges.
+Without Transformer Engine, Megatron-Bridge can be imported only after this project, so this project is always imported.
+With `--stock` nothing is replaced, and `sitecustomize.py` prevents this project from registering its bridges.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from megatron.core import parallel_state
 
 _QWEN_VL = "megatron.bridge.models.qwen_vl"
 _CLASSES = ("Qwen3VLModelProvider", "Qwen3VLMoEModelProvider", "Qwen3VLBridge", "Qwen3VLMoEBridge", "Qwen3VLModel")
-# Where tests and Megatron-Bridge's own code take these names from. Qwen3.5's modules are left out: they build
-# upstream's model with arguments of their own.
+# Modules from which tests and Megatron-Bridge's own code import these classes. Qwen3.5's modules are left out, because
+# they build upstream's model with other arguments.
 _MODULES = (
     "megatron.bridge.models",
     _QWEN_VL,
@@ -35,7 +35,7 @@ _MODULES = (
     "megatron.bridge.inference.vlm.base",
 )
 _CONFIG_LOADER = "megatron.bridge.models.hf_pretrained.safe_config_loader"
-# The directory whose tests ask torch for CUDA and NCCL by themselves, though they need neither.
+# The folder of tests that request CUDA and NCCL although they need neither.
 _ON_CPU = "modelling_qwen3_vl"
 
 
@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
     importlib.import_module("megatron.bridge.models")
     if not config.getoption("--stock"):
         _replace()
-    # It waits longer and longer for a hub that is switched off.
+    # This module would wait longer and longer for the hub, which is switched off.
     vars(sys.modules[_CONFIG_LOADER])["time"] = types.SimpleNamespace(time=time.time, sleep=lambda _: None)
     config.pluginmanager.register(_Report(config.getoption("--report")))
 
@@ -88,14 +88,14 @@ def _get_rope_index(
     attention_mask: Any = None,
     packed_seq_params: Any = None,
 ) -> tuple[Any, Any]:
-    """Compute mRoPE positions [3, rows, tokens] and deltas by our functions, in place of `get_rope_index`."""
+    """Replace `get_rope_index`: compute mRoPE positions [3, rows, tokens] and deltas with this project's functions."""
     from qwen3vl_bridge.core.vision_inputs import VisionSettings, mrope_positions
     from qwen3vl_bridge.models.inputs.caller_batches import read_arguments
     from qwen3vl_bridge.models.inputs.caller_layout import OutputConversion, detect_layout
 
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    if packed_seq_params is not None:  # of which tests give what upstream's function reads
+    if packed_seq_params is not None:  # tests set only the fields that upstream's function reads
         tables = [getattr(packed_seq_params, name, None) for name in ("cu_seqlens_q", "cu_seqlens_q_padded")]
         packed_seq_params = PackedSeqParams("thd", tables[0], tables[0], tables[1], tables[1])
     read = read_arguments(dict(input_ids=input_ids, attention_mask=attention_mask))
@@ -117,7 +117,7 @@ class _Report:
         self.path, self.tests = path, {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Record a phase of a test. The first failure counts."""
+        """Record a phase of a test. A failure is not overwritten by later phases."""
         known = self.tests.get(report.nodeid, {}).get("outcome")
         if known != "failed" and (report.when == "call" or not report.passed):
             self._add(report)

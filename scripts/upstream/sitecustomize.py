@@ -9,4 +9,4 @@ import qwen3vl_bridge  # noqa: F401
 if "UPSTREAM_TESTS_STOCK" in os.environ:
     sys.modules["qwen3vl_bridge.models.qwen3_vl.bridge"] = types.ModuleType(
         "qwen3vl_bridge.models.qwen3_vl.bridge"
-    )  # which registers
+    )  # replaces the module that registers bridges

@@ -28,7 +28,7 @@ def attributes(package: str, public: Mapping[str, str]) -> tuple[Callable[[str],
 def is_installed(package: str) -> bool:
     """Return True if a top-level package can be imported, without importing it.
 
-    A module in `sys.modules` without `__spec__` counts as not installed: it is a stub that a framework has put there.
+    A module in `sys.modules` without `__spec__` counts as not installed: it is a stub that another library put there.
     """
     stub = package in sys.modules and getattr(sys.modules[package], "__spec__", None) is None
     return not stub and importlib.util.find_spec(package) is not None

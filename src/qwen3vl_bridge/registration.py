@@ -1,8 +1,8 @@
-"""Register our bridges with Megatron-Bridge, and replace a few functions of Megatron, when these are imported.
+"""Register our bridges when Megatron-Bridge is imported, and replace a few functions in modules of Megatron.
 
 The import hook calls `after_import` for each module of Megatron, and `register` when Megatron-Bridge has registered its
-own models. `docs/compatibility.md` lists the replaced functions, and `qwen3vl doctor` shows them. Our functions are
-imported when they are called, because Megatron is not fully imported at this time.
+own models. `docs/compatibility.md` lists the replaced functions, and `qwen3vl doctor` shows them. The replacements
+import our own code only when they are called, because Megatron is not fully imported when this module runs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def after_import(module: ModuleType) -> None:
     """Replace functions in a module of Megatron or ModelOpt that has just been imported.
 
     Raises:
-        ImportError: The module does not have a name to replace, because its release is not supported.
+        ImportError: The module does not define a function that we replace: its release is not supported.
     """
     for step in (cpu.adopt, *_STEPS.get(module.__name__, ())):
         try:
@@ -86,7 +86,7 @@ def _is_our_model(model: Any) -> bool:
     return isinstance(model, VisionLanguageModel)
 
 
-# Functions that replace something in a module, by the name of the module.
+# For each module of Megatron or ModelOpt, the functions that change it after its import.
 _STEPS: Mapping[str, tuple[Callable[[ModuleType], None], ...]] = {
     "megatron.bridge.training.initialize": (dataset_helpers.keep_compiled_helpers,),
     "megatron.bridge.utils.instantiate_utils": (partial(saved_configs.build_instead, builder_for=_builder_for),),

@@ -27,32 +27,37 @@ Config = Mapping[str, Any]  # a `config.json`
 
 @dataclass(frozen=True)
 class Family:
-    """Models that share a weight table. Conversion uses only the functions, which need neither torch nor Megatron.
+    """The models that share a weight table, and what this package needs to convert and train them.
+
+    The attributes `table`, `dimensions`, `check`, `fields`, `fields_of_run` and `constants` are functions. Conversion
+    calls only these functions, so they must need neither torch nor Megatron.
 
     Attributes:
         name: the name of the family, equal to `Dimensions.family` and to the provider's `family`.
-        architectures: by `model_type`, the name of transformers' class, as in `architectures` of `config.json`.
-        table: returns the rows of the weight table for a checkpoint with this layout of experts.
-        dimensions: returns the dimensions of a configuration that has passed `check`.
-        check: raises ValueError for a setting that would otherwise be ignored.
-        fields: returns the fields of a configuration that identify the model, with normalized values, by names such as
-            "text_config.hidden_size". Two configurations describe the same model if these are equal.
-        fields_of_run: (section `model` of a `run_config.yaml`, result of `fields` for the configuration to compare) ->
-            the fields of the latter that the section contains.
+        architectures: a dict from each `model_type` to the name of the transformers class (`architectures` of
+            `config.json`).
+        table: function that returns the rows of the weight table, given how a checkpoint stores experts.
+        dimensions: function that returns the dimensions of a configuration that has passed `check`.
+        check: function that raises ValueError if a configuration contains a setting that we would ignore.
+        fields: function that returns the fields of a configuration that identify the model: a dict from names such as
+            "text_config.hidden_size" to normalized values. Two configurations with equal fields are the same model.
+        fields_of_run: function that returns the fields, with names as in `fields`, that the section `model` of a
+            `run_config.yaml` contains. Its second argument is the `fields` of the configuration to compare them with.
         bridge: dotted name of a module that registers the family with Megatron-Bridge when it is imported. Its function
-            `provider_from_hf_config(hf_config, **settings)` returns the provider of a configuration with these fields
-            set, not finalized. The `run_config.yaml` of a converted checkpoint calls that function.
-        presets: module with `PRESETS`, a mapping with sizes as keys, and `config_dict`, (size or hub id) -> config,
-            which raises ValueError for an unknown name; optionally `hub_ids`, size -> hub ids. None for no presets.
-        released_experts: the layout of experts in released checkpoints, used if nothing else determines it.
-        fp8_experts: the layout of experts in released FP8 checkpoints; None for `released_experts`.
-        fp8_only_experts: whether released FP8 checkpoints have only routed experts in FP8, of all linear layers.
-        optional: components that a checkpoint may lack: `WeightRow.condition` of the component -> field of
-            `text_config` with its number of layers.
-        fp8_table_field: field of `text_config` with the dtype of a table in FP8, whose parts share one scale; None if
-            the family has no such table.
-        constants: returns the int64 vectors, by name, that checkpoints have in addition to the weights, and that
-            follow from the configuration.
+            `provider_from_hf_config(hf_config, **settings)` returns the provider for a configuration, with the fields
+            in `settings` set, not finalized. The `run_config.yaml` of a converted checkpoint names that function.
+        presets: module with the released configurations; None if there are none. The keys of its mapping `PRESETS` are
+            sizes. Its function `config_dict` takes a size or a hub id, returns a configuration, and raises ValueError
+            for an unknown name. Its optional function `hub_ids` returns the hub ids of a size.
+        released_experts: the expert layout of released checkpoints, used if nothing else determines it.
+        fp8_experts: the expert layout of released FP8 checkpoints; None for `released_experts`.
+        fp8_only_experts: whether routed experts are the only linear layers that released FP8 checkpoints store in FP8.
+        optional: components that a checkpoint may lack, such as multi-token prediction: a dict from the
+            `WeightRow.condition` of the component's rows to the `text_config` field that gives its number of layers.
+        fp8_table_field: field of `text_config` with the dtype of an n-gram table that a checkpoint may store in FP8,
+            with one scale for all its parts; None if the family has no such table.
+        constants: function that returns int64 vectors, by tensor name, which follow from the configuration, and which
+            checkpoints store in addition to the weights.
         dist_train: whether the family supports separate vision ranks.
         title: the name of the models in help and messages; None for `name`.
     """
@@ -81,7 +86,7 @@ class Family:
         return f"{self.bridge}.provider_from_hf_config"
 
     def rows(self, experts: ExpertLayout | None = None) -> tuple[WeightRow, ...]:
-        """Return the weight table for the expert layout `experts`; None for the layout of released checkpoints."""
+        """Return the weight table for an expert layout; None stands for the expert layout of released checkpoints."""
         return self.table(experts or self.released_experts)
 
     def config_of(self, config: Config, names: Collection[str]) -> Config:
@@ -120,13 +125,13 @@ def register_family(family: Family) -> None:
     """Register a family. Its `bridge` module must be importable.
 
     Raises:
-        ValueError: another family has its name or one of its `model_type`s.
+        ValueError: another registered family has the same name, or one of the same `model_type`s.
     """
     known = families()
     for other in known.values():
         taken = [kind for kind in family.architectures if kind in other.architectures]
         if other != family and (taken or other.name == family.name):
-            raise ValueError(f"the family {other.name!r} has {taken or 'this name'} already, expected a new one")
+            raise ValueError(f"the registered family {other.name!r} already uses {taken or 'this name'}; use another")
     known[family.name] = family
     if _MEGATRON_BRIDGE in sys.modules:
         importlib.import_module(family.bridge)
@@ -158,14 +163,14 @@ def family_of(config: Config) -> Family:
             return each
         known |= each.architectures
     whole = kind.removesuffix("_text") if isinstance(kind, str) else None
-    advice = "another family is made known with qwen3vl_bridge.register_family"
+    advice = "call qwen3vl_bridge.register_family to add another family"
     if whole != kind and whole in known:
         advice = (
-            f"a text model is converted only as part of its complete model (model_type {whole}); or use "
-            "Megatron-Bridge's AutoBridge, which has its own text models"
+            f"a text model is converted only as part of its complete model (model_type {whole}); for a text model "
+            "alone, use Megatron-Bridge's AutoBridge"
         )
     expected = " or ".join(f"{arch} (model_type {kind})" for kind, arch in known.items())
-    raise ValueError(f"describes {architectures} (model_type {kind}), expected {expected}; {advice}")
+    raise ValueError(f"found the architectures {architectures} (model_type {kind}), expected {expected}; {advice}")
 
 
 def family_of_provider(target: Any) -> Family | None:
@@ -195,7 +200,7 @@ def preset(name: str) -> dict[str, Any]:
 
 
 def nearest_name(name: str, sizes: Collection[str] = ()) -> str:
-    """Return the end of an error message about an unknown model name: the most similar known name; "" if there is none.
+    """Return text to append to an error about an unknown model name: the most similar known name; "" if there is none.
 
     For an id such as "Qwen/..." without a similar name, list the supported models.
     """
@@ -218,7 +223,7 @@ def nearest_name(name: str, sizes: Collection[str] = ()) -> str:
 
 
 def titles() -> dict[str, str]:
-    """Return the name of the models of each family in help and messages, by the name of the family."""
+    """Return a dict from the name of each family to the name of its models in help and messages."""
     return {name: family.title or name for name, family in families().items()}
 
 

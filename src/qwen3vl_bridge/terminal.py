@@ -1,4 +1,4 @@
-"""Print output, errors and exit codes of all commands in the same way.
+"""Print the output and the errors of all commands in the same way, and return the same exit codes.
 
 Standard library only, so that `--help` answers at once.
 """
@@ -82,7 +82,7 @@ def visible(text: str) -> str:
 
 
 def show(text: str, *, error: bool = False) -> None:
-    """Print a line, with control characters escaped. If the reader of a pipe (such as `head`) has exited, drop it.
+    """Print a line, with control characters escaped. Drop the line if the reader of a pipe (such as `head`) has exited.
 
     Args:
         text: the line.
@@ -129,7 +129,7 @@ def _drop(stream: TextIO) -> None:
 def show_report(text: str, result: object) -> None:
     """Print a report about a finished result. If that fails, print a note to standard error instead of raising.
 
-    `result` is the name of the result in that note, such as its path.
+    The note calls the result `result`, such as its path.
     """
     try:
         show(text)

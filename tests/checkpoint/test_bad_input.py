@@ -33,7 +33,7 @@ from tests.checkpoint.support import (
 )
 
 
-def test_convert_missing_path_raises(capsys, tmp_path):
+def test_convert_raises_if_path_is_missing(capsys, tmp_path):
     missing = tmp_path / "no such"
     expect_error(capsys, importing(missing, tmp_path), str(missing), "does not exist", "config.json")
     expect_error(
@@ -41,7 +41,7 @@ def test_convert_missing_path_raises(capsys, tmp_path):
     )
 
 
-def test_import_hub_unreachable_raises(capsys, tmp_path, monkeypatch):
+def test_import_raises_if_hub_is_unreachable(capsys, tmp_path, monkeypatch):
     import huggingface_hub
 
     def refuse(*_, **__):
@@ -51,7 +51,7 @@ def test_import_hub_unreachable_raises(capsys, tmp_path, monkeypatch):
     expect_error(capsys, importing("Qwen/No-Such", tmp_path), "Qwen/No-Such is neither a folder", "no connection")
 
 
-def test_convert_source_folder_of_wrong_format_raises(capsys, tmp_path, untied_folder, imported):
+def test_convert_raises_if_source_folder_has_wrong_format(capsys, tmp_path, untied_folder, imported):
     (tmp_path / "file").write_text("x")
     expect_error(capsys, importing(tmp_path / "file", tmp_path), "is a file, expected a folder")
     expect_error(capsys, exporting(tmp_path / "file", tmp_path), "it is a file, not a folder, expected the folder")
@@ -73,7 +73,7 @@ def test_convert_source_folder_of_wrong_format_raises(capsys, tmp_path, untied_f
     ({"text_config": {}}, ("lacks the field text_config.vocab_size",)),
     ({"vision_config": 3}, ("vision_config is 3, expected an object",)),
 ])  # fmt: skip
-def test_import_unsupported_or_invalid_model_config_raises(capsys, tmp_path, untied_folder, change, parts):
+def test_import_raises_if_model_config_is_unsupported_or_invalid(capsys, tmp_path, untied_folder, change, parts):
     folder = model_with_config(tmp_path / "other", untied_folder, change)
     expect_error(capsys, importing(folder, tmp_path), str(folder), *parts)
 
@@ -86,12 +86,12 @@ def test_import_unsupported_or_invalid_model_config_raises(capsys, tmp_path, unt
     (lambda t: t.update({NORM: t[NORM].to(torch.int32)}), (NORM, "found dtype int32, expected float32")),
     (lambda t: t.update({Q_PROJ: t[Q_PROJ].half()}), (f"{Q_PROJ} float16", "--torch-dtype")),
 ])  # fmt: skip
-def test_import_tensors_of_wrong_name_shape_or_dtype_raise(capsys, tmp_path, untied_folder, change, parts):
+def test_import_raises_if_tensor_names_shapes_or_dtypes_are_wrong(capsys, tmp_path, untied_folder, change, parts):
     folder = model_with(tmp_path / "model", untied_folder, change)
     expect_error(capsys, importing(folder, tmp_path), str(folder), *parts)
 
 
-def test_import_tied_model_with_output_layer_unlike_embedding_raises(capsys, tmp_path, tied_folder):
+def test_import_raises_if_tied_output_layer_differs_from_embedding(capsys, tmp_path, tied_folder):
     def change(tensors):
         tensors["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"].clone()
         tensors["lm_head.weight"][3, 4] += 1
@@ -102,7 +102,7 @@ def test_import_tied_model_with_output_layer_unlike_embedding_raises(capsys, tmp
 
 
 @pytest.mark.parametrize("which", ["untied_folder", "sharded_folder"])
-def test_import_truncated_safetensors_raises(capsys, tmp_path, request, which):
+def test_import_raises_if_safetensors_file_is_truncated(capsys, tmp_path, request, which):
     shutil.copytree(request.getfixturevalue(which), tmp_path / "model")
     path = sorted((tmp_path / "model").glob("*.safetensors"))[-1]
     size = path.stat().st_size - 100
@@ -111,7 +111,7 @@ def test_import_truncated_safetensors_raises(capsys, tmp_path, request, which):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_export_tensors_of_wrong_name_or_shape_raise(capsys, tmp_path, imported, untied_folder):
+def test_export_raises_if_tensor_names_or_shapes_are_wrong(capsys, tmp_path, imported, untied_folder):
     stored = stock_load(imported / "iter_0000000")
     projection = "model.module.language_model.decoder.layers.1.self_attention.linear_proj.weight"
     del stored["model.module.language_model.decoder.final_layernorm.weight"]
@@ -130,7 +130,7 @@ def checkpoint(imported, tmp_path):
     return shutil.copytree(imported, tmp_path / "checkpoint")
 
 
-def test_export_damaged_distcp_file_raises(capsys, tmp_path, imported, checkpoint):
+def test_export_raises_if_distcp_file_is_damaged_or_missing(capsys, tmp_path, imported, checkpoint):
     path = checkpoint / "iter_0000000" / "__0_0.distcp"
     path.write_bytes(bytes(path.stat().st_size))
     expect_error(capsys, exporting(checkpoint, tmp_path), str(path), "cannot be read")
@@ -142,7 +142,7 @@ def test_export_damaged_distcp_file_raises(capsys, tmp_path, imported, checkpoin
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1", "9" * 5000, "3"])
-def test_export_invalid_latest_checkpointed_iteration_file_raises(capsys, tmp_path, checkpoint, text):
+def test_export_raises_if_latest_checkpointed_iteration_file_is_invalid(capsys, tmp_path, checkpoint, text):
     (checkpoint / "latest_checkpointed_iteration.txt").write_text(text)
     expect_error(capsys, exporting(checkpoint, tmp_path), "expected an iteration number" if text != "3" else "iter_")
 
@@ -152,12 +152,12 @@ def test_export_invalid_latest_checkpointed_iteration_file_raises(capsys, tmp_pa
     ('{"sharded_backend": "zarr"}', ("metadata.json", "is 'zarr'")),
     ('{"sharded_backend": "torch_dist"}', ("holds no model", "model.module.")),
 ])  # fmt: skip
-def test_export_invalid_metadata_json_raises(capsys, tmp_path, checkpoint, text, parts):
+def test_export_raises_if_metadata_json_is_invalid(capsys, tmp_path, checkpoint, text, parts):
     (checkpoint / "iter_0000000" / "metadata.json").write_text(text)
     expect_error(capsys, exporting(checkpoint, tmp_path), *parts)
 
 
-def test_convert_existing_target_with_user_files_raises(capsys, tmp_path, untied_folder, imported):
+def test_convert_raises_if_target_contains_user_files(capsys, tmp_path, untied_folder, imported):
     for arguments in (importing(untied_folder, tmp_path), exporting(imported, tmp_path)):
         target = Path(arguments[-1])
         target.mkdir(parents=True)
@@ -168,7 +168,7 @@ def test_convert_existing_target_with_user_files_raises(capsys, tmp_path, untied
         assert (target / "precious").read_text() == "x"
 
 
-def test_import_target_inside_source_raises(capsys, tmp_path, untied_folder):
+def test_import_raises_if_target_is_inside_source(capsys, tmp_path, untied_folder):
     shutil.copytree(untied_folder, tmp_path / "model")
     target = str(tmp_path / "model" / "megatron")
     expect_error(capsys, ["import", "--hf-model", str(tmp_path / "model"), "--megatron-path", target], "overlap")
@@ -181,16 +181,16 @@ def test_import_target_inside_source_raises(capsys, tmp_path, untied_folder):
     (["--tp", "0"], ("--tp is 0", "expected 1 or more")),
     (["--make-vocab-size-divisible-by", "0"], ("--make-vocab-size-divisible-by is 0, expected",)),
 ])  # fmt: skip
-def test_import_invalid_parallel_sizes_or_vocab_divisor_raise(capsys, tmp_path, untied_folder, options, parts):
+def test_import_raises_if_parallel_sizes_or_vocab_divisor_are_invalid(capsys, tmp_path, untied_folder, options, parts):
     expect_error(capsys, importing(untied_folder, tmp_path), *parts, options=options)
 
 
-def test_import_without_enough_free_disk_space_raises(capsys, tmp_path, untied_folder, monkeypatch):
+def test_import_raises_if_disk_space_is_insufficient(capsys, tmp_path, untied_folder, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6 - 5, 5))
     expect_error(capsys, importing(untied_folder, tmp_path), "has 5 bytes free, expected")
 
 
-def test_import_failing_to_write_leaves_no_files(capsys, tmp_path, untied_folder):
+def test_import_leaves_no_files_if_writing_fails(capsys, tmp_path, untied_folder):
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -299,7 +299,7 @@ def test_check_same_model_accepts_equivalent_config_formats(size, tmp_path):
     ("vision_config", {"num_heads": 2}),  # the same shapes, interleaved in another way
     ("text_config", {"vocab_size": 500}), ("text_config", {"rms_norm_eps": 1e-5}),
 ])  # fmt: skip
-def test_export_hf_model_with_config_unlike_checkpoint_raises(
+def test_export_raises_if_config_of_hf_model_differs_from_checkpoint(
     section, fields, capsys, tmp_path, untied_folder, imported
 ):
     model = model_with_config(tmp_path / "model", untied_folder, {section: fields})
@@ -320,7 +320,7 @@ def test_export_hf_model_with_config_unlike_checkpoint_raises(
 
 
 @pytest.mark.parametrize("text", [None, "checkpoint: {}", "model: [", "a: 1" + ":1" * 500_000])
-def test_export_of_checkpoint_without_config_notes_that_none_was_compared(text, tmp_path, untied_folder, imported):
+def test_export_notes_that_config_was_not_compared_if_checkpoint_has_none(text, tmp_path, untied_folder, imported):
     run = shutil.copytree(imported / "iter_0000000", tmp_path / "run")
     shutil.rmtree(run / "hf")
     (run / "run_config.yaml").unlink()
@@ -361,7 +361,7 @@ def split_off(source: Path, folder: Path, prefix: str, file: str) -> Path:
     return folder
 
 
-def test_import_weights_file_missing_from_index_raises(capsys, tmp_path, qwen3_5_folder):
+def test_import_raises_if_index_does_not_name_a_weights_file(capsys, tmp_path, qwen3_5_folder):
     folder = split_off(qwen3_5_folder, tmp_path / "model", "mtp.", "mtp.safetensors")
     parts = (str(folder / "mtp.safetensors"), "tensors that would be lost, such as mtp.", "index.json does not name it")
     expect_error(capsys, importing(folder, tmp_path), *parts)
@@ -380,7 +380,7 @@ def test_import_notes_adapter_file_that_index_does_not_name(tmp_path, sharded_fo
     assert verify_checkpoint(folder, tmp_path / "megatron").notes == report.notes
 
 
-def test_import_shards_beside_single_file_are_noted_or_raise_if_tensors_are_lost(tmp_path, sharded_folder):
+def test_import_ignores_shards_beside_single_file_unless_tensors_are_lost(tmp_path, sharded_folder):
     folder = shutil.copytree(sharded_folder, tmp_path / "model")
     tensors = hf_tensors(folder)
     save_file(tensors, folder / "model.safetensors")
@@ -394,7 +394,7 @@ def test_import_shards_beside_single_file_are_noted_or_raise_if_tensors_are_lost
         import_checkpoint(folder, tmp_path / "other")
 
 
-def test_import_shards_without_index_raises(capsys, tmp_path, sharded_folder):
+def test_import_raises_if_shards_have_no_index(capsys, tmp_path, sharded_folder):
     folder = shutil.copytree(sharded_folder, tmp_path / "model")
     (folder / "model.safetensors.index.json").unlink()
     parts = (
@@ -406,7 +406,7 @@ def test_import_shards_without_index_raises(capsys, tmp_path, sharded_folder):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_import_nan_or_infinite_weight_raises(value, dtype, tmp_path, untied_folder, imported):
+def test_import_raises_if_weight_is_nan_or_infinite(value, dtype, tmp_path, untied_folder, imported):
     def change(tensors):
         tensors |= {name: tensor.to(dtype) for name, tensor in tensors.items()}
         tensors[Q_PROJ][7, 5] = value

@@ -100,7 +100,7 @@ def test_import_fp8_matches_model_loaded_by_transformers(name, folders, tmp_path
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_autobridge_fp8_model_loads_and_saves_dequantized_values(name, folders, tmp_path):
+def test_autobridge_loads_and_saves_dequantized_values_of_fp8_model(name, folders, tmp_path):
     expected = rounded(folders[name])
     bridge = AutoBridge.from_hf_pretrained(str(folders[name]))
     model = build(bridge.to_megatron_provider(load_weights=False))
@@ -138,7 +138,7 @@ def test_import_fp8_rounds_each_dequantized_value_once(scales, dtype, moe_folder
     assert_same(hf_tensors(tmp_path / "hf"), expected)
 
 
-def test_import_fp8_e8m0_scales_stored_as_uint8_give_same_values(untied_folder, tmp_path):
+def test_import_fp8_reads_e8m0_scales_stored_as_uint8(untied_folder, tmp_path):
     source = fp8.in_fp8(untied_folder, tmp_path / "fp8", scales_in=torch.float8_e8m0fnu)
 
     def change(tensors):
@@ -152,7 +152,7 @@ def test_import_fp8_e8m0_scales_stored_as_uint8_give_same_values(untied_folder, 
 
 @pytest.mark.parametrize("block", [(24, 40), (128, 128), (1, 7), (1000, 1)])
 @pytest.mark.parametrize("layout", ["untied", ExpertLayout.INPUT_MAJOR])
-def test_import_fp8_blocks_not_dividing_matrix_match_blockwise_dequantization(
+def test_import_fp8_dequantizes_blocks_that_do_not_divide_the_matrix(
     block, layout, untied_folder, moe_folders, tmp_path
 ):
     source = untied_folder if layout == "untied" else moe_folders[layout]
@@ -189,7 +189,7 @@ def test_slice_reader_uses_one_torch_thread_and_restores_thread_count(folders):
         torch.set_num_threads(before)
 
 
-def test_import_fp8_value_too_large_for_float16_raises(untied_folder, tmp_path):
+def test_import_fp8_raises_if_value_is_too_large_for_float16(untied_folder, tmp_path):
     source = fp8.in_fp8(untied_folder, tmp_path / "fp8", scales_in=torch.float32)
 
     def enlarge(tensors):
@@ -201,7 +201,7 @@ def test_import_fp8_value_too_large_for_float16_raises(untied_folder, tmp_path):
 
 
 @pytest.mark.parametrize("as_number", [True, False])
-def test_import_fp8_one_scale_per_matrix_equals_one_block_per_matrix(as_number, moe_folders, tmp_path):
+def test_import_fp8_reads_one_scale_per_matrix_like_one_block_per_matrix(as_number, moe_folders, tmp_path):
     """Some models have one scale per matrix: a number, or one number for each packed expert."""
     source = fp8.in_fp8(moe_folders[ExpertLayout.OUTPUT_MAJOR], tmp_path / "fp8", (10_000, 10_000))
 
@@ -219,7 +219,7 @@ def test_import_fp8_one_scale_per_matrix_equals_one_block_per_matrix(as_number, 
     assert verify_checkpoint(source, tmp_path / "m").same
 
 
-def test_import_fp8_scales_in_separate_file_give_same_values(folders, tmp_path):
+def test_import_fp8_reads_scales_from_separate_file(folders, tmp_path):
     shutil.copytree(folders["dense"], tmp_path / "hf")
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     (tmp_path / "hf" / "model.safetensors").unlink()
@@ -247,7 +247,7 @@ def test_import_fp8_scales_in_separate_file_give_same_values(folders, tmp_path):
         (None, r"quantization_config\.quant_method is None, expected 'fp8'"),
     ],
 )
-def test_import_fp8_unsupported_quantization_config_raises(change, message, folders, tmp_path):
+def test_import_fp8_raises_if_quantization_config_is_unsupported(change, message, folders, tmp_path):
     source = shutil.copytree(folders["dense"], tmp_path / "hf")
     config = json.loads((source / "config.json").read_text())
     config["quantization_config"] = None if change is None else config["quantization_config"] | change
@@ -257,7 +257,7 @@ def test_import_fp8_unsupported_quantization_config_raises(change, message, fold
     assert not (tmp_path / "m").exists()
 
 
-def test_import_fp8_weight_without_scales_or_scales_without_fp8_weight_raise(folders, tmp_path):
+def test_import_fp8_raises_if_weight_has_no_scales_or_scales_no_fp8_weight(folders, tmp_path):
     def lose(tensors):
         del tensors[f"{DOWN}_scale_inv"]
 
@@ -359,7 +359,7 @@ def test_export_fp8_leaves_modules_to_not_convert_unquantized(models, tmp_path):
     assert quantized == expected and {layers.fullmatch(name)[1] for name in expected} == {"1", "2", "3"}
 
 
-def test_quantize_error_is_within_5_percent_of_best_scale():
+def test_quantize_scale_has_error_within_5_percent_of_best_scale():
     """Within 5 %, measured 3 %, of the best of 256 scales from half to twice as large, of normal values."""
     values = torch.randn(128, 512, generator=torch.Generator().manual_seed(1)).mul(0.02).bfloat16().float()
     weights, scales = quantize(values, 128, None, torch.bfloat16)
@@ -377,7 +377,7 @@ def test_quantize_error_is_within_5_percent_of_best_scale():
     assert (found <= 1.05 * best).all() and (found < 0.03 * size).all()
 
 
-def test_export_unknown_quantize_option_raises(folders, tmp_path):
+def test_export_raises_if_quantize_option_is_unknown(folders, tmp_path):
     import_checkpoint(folders["dense"], tmp_path / "m")
     with pytest.raises(CheckpointError, match="quantize is 'int8', expected 'fp8' or None"):
         export_checkpoint(tmp_path / "m", tmp_path / "hf", quantize="int8")
@@ -388,7 +388,7 @@ BAD_SCALES = {"nan": float("nan"), "inf": float("inf"), "zero": 0.0, "negative":
 
 @pytest.mark.parametrize("value", BAD_SCALES.values(), ids=BAD_SCALES)
 @pytest.mark.parametrize("name", ["dense", "moe input-major"])
-def test_import_fp8_invalid_scale_raises(name, value, models, tmp_path):
+def test_import_fp8_raises_if_scale_is_invalid(name, value, models, tmp_path):
     tensor, index = (DOWN, (1, 2)) if name == "dense" else (GATE_UP, (3, 1, 2))
 
     def change(tensors):
@@ -424,7 +424,7 @@ def test_export_fp8_replaces_invalid_scales_of_hf_model(folders, tmp_path):
     assert (found - expected).abs().max() <= 2**-4 * expected.abs().max()
 
 
-def test_autobridge_fp8_weight_without_scale_raises(folders, tmp_path):
+def test_autobridge_raises_if_fp8_weight_has_no_scale(folders, tmp_path):
     source = model_with(tmp_path / "lost", folders["dense"], lambda tensors: tensors.pop(f"{DOWN}_scale_inv"))
     bridge = AutoBridge.from_hf_pretrained(str(source))
     with pytest.raises(ValueError, match=rf"tensor {DOWN}: its scales {DOWN}_scale_inv are missing"):
@@ -433,19 +433,19 @@ def test_autobridge_fp8_weight_without_scale_raises(folders, tmp_path):
 
 @pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("largest", [1e-44, 1e-30, 1e-7])
-def test_quantize_tiny_values_gives_positive_scales_and_finite_weights(scales, largest):
+def test_quantize_of_tiny_values_gives_positive_scales_and_finite_weights(scales, largest):
     weights, found = quantize(torch.full((4, 32), largest), 16, None, scales)
     assert (found.float() > 0).all() and torch.isfinite(weights.view(torch.float8_e4m3fn).float()).all()
 
 
-def test_quantize_scale_too_large_for_its_dtype_raises():
+def test_quantize_raises_if_scale_is_too_large_for_its_dtype():
     with pytest.raises(ValueError, match=r"the scale of block \[0, 1\] of \[1, 2\] is inf, expected a finite number"):
         quantize(torch.tensor([[1.0] * 16 + [1e9] * 16]), 16, None, torch.float16)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
 @pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu], ids=str)
-def test_export_fp8_one_scale_per_matrix_keeps_shape_and_bytes(shape, scales, models, tmp_path):
+def test_export_fp8_keeps_shape_and_bytes_of_one_scale_per_matrix(shape, scales, models, tmp_path):
     source = fp8.in_fp8(models["dense"], tmp_path / "fp8", (10_000, 10_000), scales)
 
     def change(tensors):
@@ -483,7 +483,7 @@ def test_export_fp8_with_different_expert_layout_quantizes_experts(folders, tmp_
 
 
 @pytest.mark.parametrize("bits", [0x7F, 0xFF])
-def test_import_fp8_nan_weight_raises(bits, untied_folder, tmp_path):
+def test_import_fp8_raises_if_weight_is_nan(bits, untied_folder, tmp_path):
     def change(tensors):
         tensors[DOWN].view(torch.uint8)[3, 4] = bits
 

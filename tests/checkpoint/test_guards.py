@@ -38,7 +38,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("gate", DTYPES)
 @pytest.mark.parametrize("up", DTYPES)
 @pytest.mark.parametrize("target", ["float32", "bfloat16"])
-def test_export_mixed_dtype_experts_packed_equals_one_tensor_per_expert(gate, up, target, moe_folder, tmp_path):
+def test_export_packs_mixed_dtype_experts_equal_to_one_tensor_per_expert(gate, up, target, moe_folder, tmp_path):
     import_checkpoint(moe_folder, tmp_path / "m")
     stored = stock_load(tmp_path / "m" / "iter_0000000")
     for name, tensor in stored.items():
@@ -74,7 +74,7 @@ def test_import_writes_at_most_two_byte_ranges_at_a_time(untied_folder, tmp_path
     assert len(most) > 5 and max(most) == 2
 
 
-def test_resume_after_model_config_changed_raises(untied_folder, tmp_path, small_units):
+def test_resume_raises_if_model_config_changed(untied_folder, tmp_path, small_units):
     model = shutil.copytree(untied_folder, tmp_path / "model")
     with broken_disk(5), pytest.raises(CheckpointError, match="stays in"):
         import_checkpoint(model, tmp_path / "m", resume=True)
@@ -89,13 +89,13 @@ def test_resume_after_model_config_changed_raises(untied_folder, tmp_path, small
         verify_checkpoint(untied_folder, tmp_path / "m")
 
 
-def test_resume_with_different_spelling_of_source_path_continues(untied_folder, tmp_path, small_units):
+def test_resume_continues_if_source_path_is_spelled_differently(untied_folder, tmp_path, small_units):
     with broken_disk(5), pytest.raises(CheckpointError, match="stays in"):
         import_checkpoint(str(untied_folder), tmp_path / "m", resume=True)
     assert import_checkpoint(f"{untied_folder}/", tmp_path / "m", resume=True).resumed
 
 
-def test_import_source_changed_while_reading_raises(untied_folder, tmp_path):
+def test_import_raises_if_source_changes_while_it_is_read(untied_folder, tmp_path):
     model = shutil.copytree(untied_folder, tmp_path / "model")
     touched = before_each_unit(lambda *_: os.utime(model / "model.safetensors"))
     with touched, pytest.raises(CheckpointError, match="changed while it was being read"):
@@ -112,7 +112,7 @@ def target(tmp_path, monkeypatch):
     return tmp_path / "target"
 
 
-def test_move_into_place_failing_rename_restores_old_result(target, tmp_path, monkeypatch):
+def test_move_into_place_restores_old_result_if_rename_fails(target, tmp_path, monkeypatch):
     rename = os.rename
 
     def refuse(one, other):
@@ -166,14 +166,14 @@ def test_move_into_place_interrupted_leaves_complete_old_or_new_result(step, tar
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
-def test_import_target_that_is_symlink_raises(capsys, tmp_path, untied_folder):
+def test_import_raises_if_target_is_a_symlink(capsys, tmp_path, untied_folder):
     (tmp_path / "real").mkdir()
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "megatron").symlink_to(tmp_path / "real")
     expect_error(capsys, importing(untied_folder, tmp_path), "is a link, expected a path")
 
 
-def test_export_stored_item_used_by_two_tensors_raises(untied_folder, imported, tmp_path):
+def test_export_raises_if_two_tensors_share_a_stored_item(untied_folder, imported, tmp_path):
     folder = shutil.copytree(imported, tmp_path / "m") / "iter_0000000"
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     layers = {i.fqn: i for i in metadata.storage_data if "q_layernorm" in i.fqn or "k_layernorm" in i.fqn}
@@ -194,7 +194,7 @@ def bomb(levels: int) -> bytes:
     b"\x80\x04ccollections\nOrderedDict\n]" + bomb(60)[2:] + b"K\x01\x86a\x85R.",
     b"\x80\x04]" + b"q\x00h\x00h\x00\x86a" * 3 + b".",
 ])  # fmt: skip
-def test_read_metadata_exponentially_nested_pickle_raises_quickly(data, saved, tmp_path):
+def test_read_metadata_raises_quickly_if_pickle_is_exponentially_nested(data, saved, tmp_path):
     folder = shutil.copytree(saved, tmp_path / "copy")
     (folder / ".metadata").write_bytes(data)
     begun = time.process_time()
@@ -207,12 +207,12 @@ def test_read_metadata_exponentially_nested_pickle_raises_quickly(data, saved, t
     ("text_config", "num_hidden_layers", " is 1000000000, expected a whole number from 1 to 10000"),
     ("vision_config", "depth", " is 1000000000"),
 ])  # fmt: skip
-def test_import_huge_layer_count_in_config_raises(capsys, tmp_path, untied_folder, section, field, part):
+def test_import_raises_if_layer_count_in_config_is_huge(capsys, tmp_path, untied_folder, section, field, part):
     model = model_with_config(tmp_path / "model", untied_folder, {section: {field: 10**9}})
     expect_error(capsys, importing(model, tmp_path), field + part)
 
 
-def test_import_too_deep_or_too_large_config_json_raises(capsys, tmp_path, untied_folder):
+def test_import_raises_if_config_json_is_too_deep_or_too_large(capsys, tmp_path, untied_folder):
     model = shutil.copytree(untied_folder, tmp_path / "model")
     text = (model / "config.json").read_text()
     (model / "config.json").write_text(text.rstrip()[:-1] + ', "x": ' + '{"x": ' * 600 + "1" + "}" * 601)

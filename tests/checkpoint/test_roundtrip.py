@@ -74,7 +74,7 @@ def test_import_writes_files_of_megatron_checkpoint(imported, untied_folder):
     assert torch.__version__.startswith(manifest["torch"])
 
 
-def test_import_tied_model_drops_output_layer_that_copies_embedding(tied_folder, tmp_path):
+def test_import_of_tied_model_drops_output_layer_that_copies_embedding(tied_folder, tmp_path):
     def change(tensors):
         tensors["lm_head.weight"] = tensors[EMBEDDING].clone()
 
@@ -106,12 +106,12 @@ def test_roundtrip_of_bf16_through_float32_keeps_every_value(bf16_folder, tmp_pa
 
 
 @pytest.mark.parametrize("options", [{"torch_dtype": "bf16"}, {"naming": "te"}])
-def test_import_unknown_option_value_raises(options, untied_folder, tmp_path):
+def test_import_raises_if_option_value_is_unknown(options, untied_folder, tmp_path):
     with pytest.raises(CheckpointError, match=r"is '(bf16|te)', expected"):
         import_checkpoint(untied_folder, tmp_path / "megatron", **options)
 
 
-def test_import_value_too_large_for_float16_raises(untied_folder, tmp_path):
+def test_import_raises_if_value_is_too_large_for_float16(untied_folder, tmp_path):
     def change(tensors):
         tensors[NORM][3] = 1e6
 
@@ -126,7 +126,7 @@ def test_import_value_too_large_for_float16_raises(untied_folder, tmp_path):
 @pytest.mark.parametrize("naming", ["transformer_engine", "local"])
 @pytest.mark.parametrize("ckpt_format", FORMATS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_roundtrip_keeps_experts_in_every_layout(layout, ckpt_format, naming, moe_folders, tmp_path):
+def test_roundtrip_keeps_experts_in_every_expert_layout(layout, ckpt_format, naming, moe_folders, tmp_path):
     source = moe_folders[layout]
     how = dict(ckpt_format=ckpt_format, naming=naming, topology=Topology(tp=2, ep=2, etp=1, chunk_bytes=5_000))
     imported = import_checkpoint(source, tmp_path / "m", verify=True, **how)
@@ -140,7 +140,7 @@ def test_roundtrip_keeps_experts_in_every_layout(layout, ckpt_format, naming, mo
 
 @pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_export_writes_experts_in_requested_or_source_layout(layout, moe_folders, moe_folder, tmp_path):
+def test_export_writes_experts_in_requested_or_source_expert_layout(layout, moe_folders, moe_folder, tmp_path):
     import_checkpoint(moe_folders[ExpertLayout.OUTPUT_MAJOR], tmp_path / "m")
     export_checkpoint(tmp_path / "m", tmp_path / "hf", expert_layout=layout.name.lower(), torch_dtype="bfloat16")
     rounded = {name: tensor.bfloat16() for name, tensor in hf_tensors(moe_folder).items()}
@@ -185,7 +185,7 @@ def test_import_to_torch_dist_stacks_layers_in_one_tensor(all_moe_folder, untied
 
 
 @pytest.mark.parametrize("ckpt_format", FORMATS)
-def test_import_vocab_divisor_pads_vocabulary_with_zeros(ckpt_format, untied_folder, tmp_path):
+def test_import_with_vocab_divisor_pads_vocabulary_with_zeros(ckpt_format, untied_folder, tmp_path):
     names = ["language_model.embedding.word_embeddings.weight", "language_model.output_layer.weight"]
     import_checkpoint(
         untied_folder, tmp_path / "m", ckpt_format=ckpt_format, vocab_divisor=100,

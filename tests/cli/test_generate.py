@@ -56,7 +56,7 @@ def test_generate_matches_transformers(folder, picture, capsys):
     assert expected
 
 
-def test_generate_rotated_transparent_image_answers_as_upright_on_white(untied_folder, picture, capsys, tmp_path):
+def test_generate_reads_rotated_transparent_image_as_upright_on_white(untied_folder, picture, capsys, tmp_path):
     """Compare with the answer of transformers about the same image, upright and on white."""
     upright = tmp_path / "upright.png"
     Image.eval(Image.open(picture).convert("L"), lambda level: 255 - level).save(upright)
@@ -73,7 +73,7 @@ def test_generate_rotated_transparent_image_answers_as_upright_on_white(untied_f
     assert decode(reference(untied_folder, tmp_path / "black.png", 12), skip_special_tokens=True) != expected
 
 
-def test_generate_invalid_image_exits_2(untied_folder, tmp_path, capsys, monkeypatch):
+def test_generate_exits_with_code_2_if_image_does_not_decode(untied_folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(weight_loading, "load_model", None)  # no model is built before
     (tmp_path / "x.png").write_bytes(b"no picture")
     assert main(["generate", QUESTION, "--hf-model", str(untied_folder), "--image", str(tmp_path / "x.png")]) == 2
@@ -103,7 +103,7 @@ def test_generate_stops_at_eos_token_of_any_config_file(folder, picture, capsys,
     assert found in ended and found != tokenizer.decode(new, skip_special_tokens=True)
 
 
-def test_generate_missing_megatron_checkpoint_exits_2(untied_folder, tmp_path, capsys, monkeypatch):
+def test_generate_exits_with_code_2_if_megatron_checkpoint_is_missing(untied_folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(weight_loading, "load_model", None)  # no model is built before
     words = ["generate", QUESTION, "--hf-model", str(untied_folder), "--megatron-path", str(tmp_path / "none")]
     assert main(words) == 2

@@ -21,7 +21,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def test_main_script_runs_with_plugin_imported(tmp_path):
+def test_main_runs_script_with_plugin_imported(tmp_path):
     """Megatron-Bridge's `hf_to_megatron_generate_vlm.py` imports a file beside it."""
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "beside_it.py").write_text("NAME = 'beside'")
@@ -31,7 +31,7 @@ def test_main_script_runs_with_plugin_imported(tmp_path):
 
 
 @pytest.mark.parametrize(("arguments", "said"), [((), "found nothing"), (("no/script.py",), "found 'no/script.py'")])
-def test_main_missing_script_exits_with_error(arguments, said):
+def test_main_exits_with_error_if_script_is_missing(arguments, said):
     found = run(*arguments)
     assert found.returncode != 0 and f"SCRIPT [ARGUMENT ...]: {said}, expected a Python file" in found.stderr
 

@@ -108,14 +108,14 @@ MISTYPED = [
      "unexpected\n  unexpected: model.language_model.layers.3.input_layernorm.weight: found [80] float32, expected no"),
     (f"{RUN} --pretrained-checkpoint cut", "cut/model.safetensors of 1000 bytes: "),
     ("--hf-model lacking --data-path . --save run", "lacking/model-2.safetensors: found nothing, expected a file"),
-    (f"{RUN} --save other", "--save is other, which has the run of another model than HF: hidden is 80, "
-     "expected 96. Give another folder, or the model of other"),
-    (f"{RUN} --save of_3.5", "--save is of_3.5, which has the run of another model than HF: the family "
-     "is qwen3_vl, expected qwen3_5. Give another folder, or the model of of_3.5/iter_0000007"),
+    (f"{RUN} --save other", "--save is other, which contains the run of another model than HF: hidden is 80, "
+     "expected 96. Use another folder, or the model of other"),
+    (f"{RUN} --save of_3.5", "--save is of_3.5, which contains the run of another model than HF: the family "
+     "is qwen3_vl, expected qwen3_5. Use another folder, or the model of of_3.5/iter_0000007"),
 ]  # fmt: skip
 
 
-def test_train_invalid_options_exit_2_before_importing_torch(untied_folder, tmp_path):
+def test_train_exits_with_code_2_before_importing_torch_if_options_are_invalid(untied_folder, tmp_path):
     """Each in a process of its own would start Python 20 times."""
     (tmp_path / "HF").symlink_to(untied_folder)
     other = json.loads((untied_folder / "config.json").read_text())
@@ -175,7 +175,7 @@ UNREAD = [
 
 
 @pytest.mark.parametrize(("variables", "words", "message"), UNREAD)
-def test_environment_variable_of_ms_swift_without_effect_warns(
+def test_program_warns_about_ms_swift_environment_variables_without_effect(
     variables, words, message, tmp_path, monkeypatch, capsys
 ):
     """Both commands end at what is missing here: the warning comes first."""
@@ -196,12 +196,12 @@ def test_environment_variable_of_ms_swift_without_effect_warns(
 @pytest.mark.parametrize(("words", "message"), [
     ([], "COMMAND is missing"), (["transmute"], "invalid choice: 'transmute'"), (["convert"], "VERB"),
     (["train"], "--recipe is missing"),
-    (["train", "--recipe", "x", "--from-scratch", "--pretrained-checkpoint", "y"], "expected only one of them"),
+    (["train", "--recipe", "x", "--from-scratch", "--pretrained-checkpoint", "y"], "exclude each other"),
     (["train", "--recipe", "x", "--json"], "--json works only with --list, --dry-run and --simulate-gpu"),
     (["generate", "?", "--hf-model", "x", "--image", "/no/such.png"], "/no/such.png, expected a file that exists"),
     (["plan", "--model", "8B", "--gpus", "0"], "0, expected 1 or more"),
 ])  # fmt: skip
-def test_wrong_usage_exits_2(words, message, capsys):
+def test_program_exits_with_code_2_if_usage_is_wrong(words, message, capsys):
     with pytest.raises(SystemExit) as end:
         main(words)
     assert end.value.code == 2
@@ -239,7 +239,7 @@ WANT_MEGATRON = (
     *((words, *kind) for words in WANT_MEGATRON for kind in (MISTAKEN["adapters"], HUGGING_FACE)),
     ("convert inspect --megatron-path", *MISTAKEN["adapters"]),  # which reads a Hugging Face model, too
 ])  # fmt: skip
-def test_folder_without_expected_model_or_checkpoint_exits_2_naming_contents(
+def test_program_error_names_contents_of_folder_without_model_or_checkpoint(
     words, files, holds, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)  # a folder is never a hub's name
@@ -254,13 +254,13 @@ def test_folder_without_expected_model_or_checkpoint_exits_2_naming_contents(
 
 
 @pytest.mark.parametrize("words", ["generate ? --hf-model", "convert import --megatron-path y --hf-model"])
-def test_model_without_weights_exits_2(words, untied_folder, tmp_path, capsys):
+def test_program_exits_with_code_2_if_model_has_no_weights(words, untied_folder, tmp_path, capsys):
     shutil.copy(untied_folder / "config.json", tmp_path)
     assert main([*words.split(), str(tmp_path)]) == 2
     assert "model.safetensors.index.json; it holds a configuration without weights" in capsys.readouterr().err
 
 
-def test_folder_without_processor_exits_2(tmp_path, capsys):
+def test_data_inspect_exits_with_code_2_if_folder_has_no_processor(tmp_path, capsys):
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "data.jsonl").write_text('{"messages": []}')
     words = ["data", "inspect", "--data", str(tmp_path / "data.jsonl"), "--hf-model", str(tmp_path)]
@@ -282,7 +282,7 @@ def test_main_returns_exit_code_of_command(capsys, tmp_path):
     ["train", "--recipe", "qwen3_vl_2b_sft_config", "--data-path", "DATA", "--save", "run"],
     ["train", "--recipe", "qwen3_vl_2b_sft_config", "--dry-run"],
 ])  # fmt: skip
-def test_missing_hub_model_is_requested_once(words, tmp_path, capsys, monkeypatch):
+def test_program_requests_missing_hub_model_once(words, tmp_path, capsys, monkeypatch):
     """The library would ask for each file, several times; without a network that took minutes."""
     asked = []
 
@@ -301,14 +301,14 @@ def test_missing_hub_model_is_requested_once(words, tmp_path, capsys, monkeypatc
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl"]
 
 
-def test_train_without_recipes_package_exits_2(monkeypatch, capsys):
+def test_train_exits_with_code_2_if_recipes_package_is_missing(monkeypatch, capsys):
     assert program.COMMANDS["train"][0] == "qwen3vl_recipes.cli:train"
     monkeypatch.setitem(program.COMMANDS, "train", ("no_such_recipes.cli:train", ""))
     assert main(["train", "--list"]) == 2
     assert "train needs the package no_such_recipes, which is not installed" in capsys.readouterr().err
 
 
-def test_command_with_missing_package_exits_2_naming_package(monkeypatch, tmp_path, capsys):
+def test_program_exits_with_code_2_and_names_missing_package(monkeypatch, tmp_path, capsys):
     (tmp_path / "needing.py").write_text("def main(*_, **__):\n    import no_such_package.inner\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(program.COMMANDS, "plan", ("needing:main", ""))
@@ -316,13 +316,13 @@ def test_command_with_missing_package_exits_2_naming_package(monkeypatch, tmp_pa
     assert "plan needs the package no_such_package, which is not installed; requ" in capsys.readouterr().err
 
 
-def test_command_with_missing_module_of_this_package_raises(monkeypatch):
+def test_program_raises_if_module_of_this_package_is_missing(monkeypatch):
     monkeypatch.setitem(program.COMMANDS, "plan", ("qwen3vl_bridge.cli.no_such:main", ""))
     with pytest.raises(ModuleNotFoundError, match="no_such"):
         main(["plan"])
 
 
-def test_train_list_json_has_gpus_and_summary_of_recipes(capsys):
+def test_train_list_json_gives_gpus_and_summary_of_each_recipe(capsys):
     assert main(["train", "--list", "--json"]) == 0
     found = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
     assert [name for name, one in found.items() if not one["gpus"]] == list(found)[:3]  # on a CPU
@@ -357,7 +357,7 @@ def test_convert_import_under_torchrun_passes_verify_until_weights_change(untied
     assert not differs["same"] and [(one["name"], one["elements"]) for one in differs["differences"]] == [(name, 1)]
 
 
-def test_error_under_torchrun_is_repeated_as_root_cause():
+def test_torchrun_repeats_error_of_program_as_root_cause():
     words = ["train", "--recipe", "qwen3_vl_digits_sft_config", "lr=1e-4"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1", "-m", "qwen3vl_bridge", *words]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -387,7 +387,7 @@ def test_terminal_escape_sequences_in_input_are_printed_escaped(untied_folder, t
 
 
 @pytest.mark.parametrize(("begin", "status"), [("", 120), ("terminal.escape_unprintable(); ", 0)])
-def test_escape_unprintable_closed_stderr_exits_0_instead_of_120(begin, status):
+def test_escape_unprintable_lets_process_exit_with_0_if_stderr_is_closed(begin, status):
     """Python's own is 120, if a library has written a part of a line that is still in the buffer."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -432,12 +432,12 @@ def test_doctor_packages_says_which_are_required_and_fit():
     (dict(shared_memory=64 << 20), "/dev/shm has 0.06 GiB free", False),
     (dict(open_files=[1024, 65536]), "1024 open files are allowed", False),
 ])  # fmt: skip
-def test_doctor_list_missing_reports_problem_and_whether_fatal(changed, message, fatal):
+def test_doctor_list_missing_reports_problem_and_whether_it_is_fatal(changed, message, fatal):
     (one,) = missing(**changed)
     assert message in one["what"] and one["fatal"] == fatal and one["get"]
 
 
-def test_doctor_list_missing_without_problems_is_empty():
+def test_doctor_list_missing_is_empty_if_there_is_no_problem():
     assert missing() == missing({"transformer-engine": None, "flash-attn": None}) == []
 
 
@@ -449,7 +449,7 @@ def test_doctor_list_missing_without_problems_is_empty():
         ("", "this system has another C library"),
     ],
 )
-def test_doctor_nvidia_resiliency_ext_advice_depends_on_glibc(glibc, get):
+def test_doctor_advice_on_nvidia_resiliency_ext_depends_on_glibc(glibc, get):
     (one,) = missing({"nvidia-resiliency-ext": None}, glibc=glibc)
     assert get in one["get"] and not one["fatal"] and ("pip" in one["get"]) == (glibc == "2.40")
 
@@ -474,7 +474,7 @@ def test_doctor_json_describes_this_machine(capsys, tmp_path):
     assert "No such file" in capsys.readouterr().err
 
 
-def test_doctor_replaced_functions_are_grouped_by_condition():
+def test_doctor_groups_replaced_functions_by_condition():
     names = ["megatron.core.a.torch", "megatron.core.b.torch", "torch.Tensor.cuda"]
     replaced = [{"name": name, "when": "without CUDA"} for name in names] + [{"name": "a.b", "when": "always"}]
     assert doctor._describe_replaced(replaced).splitlines() == [
@@ -490,7 +490,7 @@ def test_doctor_shows_hardware_before_slow_imports(monkeypatch):
     assert "megatron-core " in told[0] and "open files" in told[1]
 
 
-def test_doctor_import_failure_exits_1(capsys, monkeypatch):
+def test_doctor_exits_with_code_1_if_training_cannot_be_imported(capsys, monkeypatch):
     original = doctor.import_error
     broken = "megatron.core: ImportError: undefined symbol"
     monkeypatch.setattr(doctor, "import_error", lambda *names: broken if len(names) > 1 else original(*names))
@@ -509,7 +509,7 @@ def test_doctor_import_error_returns_module_and_message(tmp_path, monkeypatch):
     )
 
 
-def test_doctor_package_not_installed_exits_2(capsys, monkeypatch):
+def test_doctor_exits_with_code_2_if_package_is_not_installed(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "_PACKAGE", "no-such-package")
     assert doctor.main([]) == 2
     assert "error: No package metadata was found for no-such-package" in capsys.readouterr().err

@@ -45,7 +45,7 @@ def test_token_batch_local_returns_tokens_that_token_index_assigns_to_rank(cp, s
             assert sorted(used) == list(range(int((batch.vision_slot >= 0).sum())))
 
 
-def test_token_batch_local_of_text_batch_has_no_vision_rows():
+def test_token_batch_local_of_text_batch_has_no_vision_tokens():
     batch = random_batch(np.random.default_rng(0), 4, packed=True, pictures=False)
     share = batch.local(2, 1)
     assert batch.vision is None and share.vision is None

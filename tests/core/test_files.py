@@ -37,7 +37,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     ("a: {b: [1, 1" + "0" * 60 + "]}", "a.b is an integer of more than 64 bits, expected a smaller one"),
     ("{[a]: b}", "unhashable"), ("\udcff", "."),
 ])  # fmt: skip
-def test_read_yaml_invalid_raises(text, message, tmp_path):
+def test_read_yaml_raises_if_text_is_invalid(text, message, tmp_path):
     (tmp_path / "x.yaml").write_bytes(text.encode("utf-8", "surrogateescape"))
     begun = time.process_time()
     with pytest.raises(ValueError, match=message) as error:
@@ -63,7 +63,7 @@ def test_read_yaml_restores_dumped_config_with_aliases(tmp_path):
 
 
 @given(st.text("[]{}:,-?&*!|>'\"#%@` ab\n\t<1.", max_size=60))
-def test_read_yaml_random_text_raises_nothing_but_value_error(tmp_path_factory, text):
+def test_read_yaml_raises_only_value_error_for_random_text(tmp_path_factory, text):
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_text(text)
     with contextlib.suppress(ValueError):
@@ -80,7 +80,7 @@ def test_read_yaml_random_text_raises_nothing_but_value_error(tmp_path_factory, 
     ('{"a": 18446744073709551616}', "a is an integer of more than 64 bits"), ('{"a": 1}'.encode("utf-16"), "utf-8"),
     (b"\xef\xbb\xbf{}", "BOM"), (b'{"a": "\xff"}', "utf-8"),
 ])  # fmt: skip
-def test_parse_json_invalid_raises(text, message, tmp_path):
+def test_parse_json_raises_if_text_is_invalid(text, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         parse_json(text)
     path = tmp_path / "x.json"
@@ -97,7 +97,7 @@ def test_parse_record_accepts_nan_and_duplicate_keys_but_not_deep_nesting():
             parse_record(text)
 
 
-def test_read_json_or_yaml_of_300_gib_file_raises(tmp_path):
+def test_read_json_and_read_yaml_raise_if_file_is_too_large(tmp_path):
     for name, read in (("x.json", read_json), ("x.yaml", read_yaml)):
         with (tmp_path / name).open("wb") as file:
             file.truncate(300 << 30)
@@ -115,7 +115,7 @@ def test_json_and_yaml_are_parsed_in_listed_modules_only():
     assert found == {"core/files.py", "data/encoding.py", "testing/tiny_processor.py"}
 
 
-def test_long_strings_and_64_bit_integers_are_parsed(tmp_path):
+def test_parsers_accept_long_strings_and_64_bit_integers(tmp_path):
     value = {"text": "9" * 5_000, "words": "1 " * 5_000, "seed": 2**64 - 1, "less": -(2**63), "pi": 3.14}
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(value))
     assert read_yaml(tmp_path / "x.yaml") == value
@@ -123,7 +123,7 @@ def test_long_strings_and_64_bit_integers_are_parsed(tmp_path):
     assert parse_record('{"hash": ' + "9" * 60 + "}") == {"hash": int("9" * 60)}
 
 
-def test_check_plain_nan_raises_with_path_of_value():
+def test_check_plain_error_names_path_of_nan_value():
     check_plain({"a": 1.0, "b": [2.0]})
     with pytest.raises(ValueError, match=r"peft\.alpha is nan, expected a finite number"):
         check_plain({"alpha": float("nan")}, "peft")

@@ -88,12 +88,12 @@ def test_packed_row_layout_pads_each_segment_and_end_of_row():
     (lambda: SequenceLayout.packed_row([3, 4], multiple=4, total=7), "2 segments take 8 tokens, padded to"),
     (lambda: SequenceLayout.packed_row([3], multiple=4, total=10), "has 6 unused tokens after the last segment"),
     (lambda: token_index(SequenceLayout.padded_rows([8, 8], 10), 2, 0), "segment 0: a padded length of 10 .* 4 chunks"),
-    (lambda: token_index(SequenceLayout.padded_rows([3, 3], 3), 1, 0, 2, 0), "3 tokens a row .* over 2 sequence"),
+    (lambda: token_index(SequenceLayout.padded_rows([3, 3], 3), 1, 0, 2, 0), "3 tokens per row, .* the 2 sequence"),
     (lambda: token_index(SequenceLayout.padded_rows([8, 8], 8), 2, 2), "context-parallel rank 2 .* group of 2"),
     (lambda: token_index(SequenceLayout.padded_rows([8, 8], 8), 1, 0, 2, -1), "sequence-parallel rank -1 .* of 2"),
-    (lambda: token_index(SequenceLayout.padded_rows([8, 8], 8), 2, 0, 3, 0), "4 tokens a row .* over 3 sequence"),
+    (lambda: token_index(SequenceLayout.padded_rows([8, 8], 8), 2, 0, 3, 0), "4 tokens per row, .* the 3 sequence"),
 ])  # fmt: skip
-def test_layout_or_token_index_invalid_arguments_raise(make, message):
+def test_sequence_layout_and_token_index_raise_if_arguments_are_invalid(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -115,7 +115,7 @@ ranks = st.integers(1, 6)
 
 
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=5), cp=ranks, sp=ranks, more=st.integers(0, 3))
-def test_token_indices_of_all_ranks_cover_row_of_valid_length_once(lengths, cp, sp, more):
+def test_token_index_assigns_each_token_of_packed_row_to_one_rank(lengths, cp, sp, more):
     segment, row = segment_multiple(cp), row_length_multiple(cp, sp)
     padded = sum(-(-length // segment) * segment for length in lengths)
     total = -(-(padded + 1) // row) * row + more * row
@@ -125,7 +125,7 @@ def test_token_indices_of_all_ranks_cover_row_of_valid_length_once(lengths, cp, 
 
 
 @given(length=st.integers(1, 200), cp=ranks, sp=ranks)
-def test_token_index_indivisible_row_length_raises(length, cp, sp):
+def test_token_index_raises_if_row_length_is_not_divisible(length, cp, sp):
     """`row_length_multiple` returns the smallest possible multiple."""
     layout = SequenceLayout.padded_rows([length], length)
     if length % row_length_multiple(cp, sp) == 0:

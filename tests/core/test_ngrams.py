@@ -74,7 +74,7 @@ def test_ngram_ids_match_loop_over_documents(case, ngram_size):
 
 @given(st.lists(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=9), min_size=1, max_size=5))
 @settings(max_examples=100, deadline=None)
-def test_ngram_ids_of_packed_and_padded_documents_equal_those_of_single_documents(documents):
+def test_ngram_ids_are_equal_for_packed_padded_and_single_documents(documents):
     lengths, constants = [len(document) for document in documents], make_hash(3)
     single = [
         ngram_ids(torch.tensor([document]), SequenceLayout.packed_row([len(document)]), [constants])[0]
@@ -86,7 +86,7 @@ def test_ngram_ids_of_packed_and_padded_documents_equal_those_of_single_document
         assert torch.equal(found[~layout.padding_mask()], torch.cat(single))
 
 
-def test_ngram_ids_wrap_around_and_are_not_negative():
+def test_ngram_ids_are_not_negative_if_products_overflow_int64():
     constants = replace(make_hash(3), multipliers=(2**62 + 1, 2**61 + 3, 2**60 + 5))
     tokens = [11, 10, 9, EOS, 8, 11]
     found = ngram_ids(torch.tensor([tokens]), SequenceLayout.packed_row([6]), [constants])[0]
@@ -113,12 +113,12 @@ def test_token_batch_local_returns_ngram_ids_of_tokens_of_rank(case):
     assert batch.local().ngram_ids is None
 
 
-def test_ngram_hash_with_wrong_number_of_heads_raises():
+def test_ngram_hash_raises_if_number_of_heads_is_wrong():
     with pytest.raises(ValueError, match="found 3 multipliers and 5 head sizes, expected 3 and 4"):
         replace(make_hash(3), head_sizes=(2, 3, 5, 7, 11))
 
 
-def test_hash_constants_of_released_model_match_table_rows():
+def test_ngram_hash_constants_match_rows_of_released_ngram_table():
     """The sum of the sizes is that of the released table. splitmix64 is checked with its published test vector."""
     sizes = head_sizes(20_000_000, 16, 0)
     assert sum(sizes) == 320_001_446 and sizes[0] == 20_000_003
@@ -134,6 +134,6 @@ def test_hash_constants_of_released_model_match_table_rows():
     assert multipliers(1, 3, 0, start) == tuple(2 * (value % (2**62 - 1)) + 1 for value in stream)
 
 
-def test_head_sizes_start_at_base_and_continue_in_next_layer():
+def test_head_sizes_are_primes_from_base_that_continue_in_next_layer():
     assert head_sizes(1, 5, 0) == (2, 3, 5, 7, 11)
     assert head_sizes(7, 2, 0) + head_sizes(7, 2, 1) == (7, 11, 13, 17)

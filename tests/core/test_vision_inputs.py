@@ -44,7 +44,7 @@ def test_patch_positions_match_transformers(merge):
 
 
 @pytest.mark.parametrize(("side", "merge"), [(48, 2), (4, 2), (7, 1), (16, 3)])
-def test_interpolation_random_grids_equals_transformers(side, merge):
+def test_interpolation_of_random_grids_equals_transformers(side, merge):
     random = np.random.default_rng(side)
     for _ in range(100):
         grids = random_grids(random, merge)
@@ -55,7 +55,7 @@ def test_interpolation_random_grids_equals_transformers(side, merge):
         assert torch.equal(weight, expected_weight)
 
 
-def test_interpolation_even_sides_up_to_200_equals_transformers():
+def test_interpolation_of_even_sides_up_to_200_equals_transformers():
     """Each size rounds differently. The table is 48 x 48, as in released models."""
     sides = torch.arange(2, 202, 2)
     grids = torch.stack((torch.ones_like(sides), sides, sides.flip(0)), dim=-1)
@@ -65,7 +65,7 @@ def test_interpolation_even_sides_up_to_200_equals_transformers():
 
 
 @pytest.mark.parametrize("grid", [[1, 4, 6], [3, 4, 6], [1, 66, 64]])  # the last is too large to be kept
-def test_interpolation_result_changed_in_place_leaves_cache_unchanged(grid):
+def test_interpolation_keeps_cache_if_result_is_changed_in_place(grid):
     """Cached tensors are not returned, even for a single image."""
     grids = torch.tensor([grid])
     for _ in range(2):
@@ -92,14 +92,14 @@ def test_interpolation_cache_ignores_default_dtype_and_device():
     assert torch.equal(patch_positions(grids, 2), get_vision_position_ids(grids, 2))
 
 
-def test_interpolation_no_grids_returns_empty():
+def test_interpolation_returns_empty_tensors_if_there_are_no_grids():
     none = torch.zeros(0, 3, dtype=torch.int64)
     index, weight = interpolation(none, 8, 2)
     assert index.shape == weight.shape == (4, 0) and index.dtype == torch.int64 and weight.dtype == torch.float32
     assert patch_positions(none, 2).shape == (0, 2)
 
 
-def test_vision_slots_number_image_tokens_before_video_tokens():
+def test_vision_slots_of_image_tokens_come_before_those_of_video_tokens():
     ids = torch.tensor([[1, IMAGE, IMAGE, 2, VIDEO], [VIDEO, 3, IMAGE, 4, 5]])
     grids = torch.tensor([[1, 4, 2], [1, 2, 2]])
     assert vision_slots(ids, grids, SETTINGS).tolist() == [-1, 0, 1, -1, 3, 4, -1, 2, -1, -1]
@@ -126,7 +126,7 @@ def test_make_vision_inputs_matches_transformers():
 
 
 @pytest.mark.parametrize("kind", [0, 1])
-def test_make_vision_inputs_one_modality_is_kept_and_no_modality_gives_none(kind):
+def test_make_vision_inputs_keeps_one_modality_and_returns_none_without_pixels(kind):
     arguments: list[torch.Tensor | None] = [None] * 4
     arguments[2 * kind : 2 * kind + 2] = torch.randn(8, 3), torch.tensor([[1, 2, 4]])
     inputs = make_vision_inputs(*arguments, SETTINGS)
@@ -145,7 +145,7 @@ def test_make_vision_inputs_one_modality_is_kept_and_no_modality_gives_none(kind
     ({"video_grid_thw": torch.tensor([[1, 2, 4], [1, 3, 4]])}, "video 1: found a grid of 1 x 3 x 4"),
     ({"settings": VisionSettings(IMAGE, VIDEO, MERGE, 15)}, "found 15 position embeddings, expected a square number"),
 ])  # fmt: skip
-def test_make_vision_inputs_mismatched_pixels_raise(changed, message):
+def test_make_vision_inputs_raises_if_pixels_do_not_match_grids(changed, message):
     good = {
         "pixel_values": torch.zeros(8, 3), "image_grid_thw": torch.tensor([[1, 2, 4]]), "pixel_values_videos": None,
         "video_grid_thw": None, "settings": SETTINGS,
@@ -207,7 +207,7 @@ def flat(layout: SequenceLayout, samples: list[Sample]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_mrope_positions_random_batches_equal_transformers(seed):
+def test_mrope_positions_of_random_batches_equal_transformers(seed):
     """4 x 150 batches of 1 to 5 samples, padded and packed: about 3,600 comparisons."""
     random = np.random.default_rng(seed)
     for _ in range(150):
@@ -228,7 +228,7 @@ def test_mrope_positions_random_batches_equal_transformers(seed):
                 torch.testing.assert_close(result[:, start : start + len(sample[0])], reference(sample), rtol=0, atol=0)
 
 
-def test_mrope_positions_adjacent_images_are_separated_by_grids():
+def test_mrope_positions_separate_adjacent_images_by_their_grids():
     """Transformers reads two adjacent images as one; here the grids separate them."""
     ids = [1] + [IMAGE] * 6
     result = positions(torch.tensor([ids]), SequenceLayout.padded_rows([7], 7), [(ids, [[1, 2, 4], [1, 4, 4]], [])])
@@ -244,14 +244,14 @@ I, V, S, E = IMAGE, VIDEO, START, END  # noqa: E741  one letter each, so that ro
     ([S, I, E, S, I, E], [3, 3], [[1, 2, 2], [1, 2, 4]], [], "found 2 image tokens .* expected 3 for 2 images"),
     ([S, I, I, E, 1, 1], [6], [[1, 2, 4], [1, 2, 2]], [], "found 2 image tokens .* expected 3 for 2 images"),
     ([S, I, E, I, I, E], [6], [[1, 2, 6]], [], r"segment 0: .* image 0 \(1 x 1 x 3\) .* token 1 .* expected 3"),
-    ([1, 1, I, I, 1, 1], [3, 3], [[1, 2, 4]], [], "segment 0: .* image 0 .* at token 2 .* expected 2 in a row"),
+    ([1, 1, I, I, 1, 1], [3, 3], [[1, 2, 4]], [], "segment 0: .* image 0 .* at token 2 .* expected 2 consecutive"),
     ([S, V, V, E, 1, 1], [6], [], [[2, 2, 4]], "found 2 video tokens .* expected 4 for 2 video frames"),
     ([S, V, V, E, 1, 1], [6], [[1, 2, 4]], [], "found 0 image tokens .* expected 2 for 1 images"),
-    ([S, I, E, 1, 1, I], [5], [[1, 2, 2]] * 2, [], "segment 1: .* image 1 .* token 5 .* before its padding"),
+    ([S, I, E, 1, 1, I], [5], [[1, 2, 2]] * 2, [], "segment 1: .* image 1 .* token 5 .* before the padding"),
     ([S, I, I, E], [4], [[1, 2, 3]], [], "image 0: found a grid of 1 x 2 x 3 .* divisible by 2"),
     ([S, I, I, E], [4], [[0, 2, 4]], [], "image 0: found a grid of 0 x 2 x 4 patches, expected positive"),
 ])  # fmt: skip
-def test_mrope_positions_vision_tokens_not_fitting_grids_raise(ids, lengths, images, videos, message):
+def test_mrope_positions_raises_if_vision_tokens_do_not_fit_grids(ids, lengths, images, videos, message):
     layout = SequenceLayout.packed_row(lengths, total=len(ids))
     with pytest.raises(ValueError, match=message):
         positions(torch.tensor([ids]), layout, [(ids, images, videos)])
@@ -263,7 +263,7 @@ def test_mrope_positions_vision_tokens_not_fitting_grids_raise(ids, lengths, ima
     ({"grid": torch.tensor([1, 2, 2])}, r"image grids: found \[3\] torch.int64, expected \[K, 3\] integers"),
     ({"grid": torch.ones(1, 3)}, r"image grids: found \[1, 3\] torch.float32, expected \[K, 3\] integers"),
 ])  # fmt: skip
-def test_mrope_positions_mismatched_shapes_raise(call, message):
+def test_mrope_positions_raises_if_shapes_do_not_match(call, message):
     rows = call.get("rows", torch.ones(1, 8, dtype=torch.int64))
     with pytest.raises(ValueError, match=message):
         mrope_positions(rows, SequenceLayout.packed_row([8]), call.get("grid"), None, SETTINGS)

@@ -35,14 +35,14 @@ def test_assign_frames_assigns_each_frame_to_one_rank(costs, ranks):
 
 
 @given(costs=COSTS.filter(bool), ranks=RANKS)
-def test_assign_frames_largest_cost_is_within_graham_1966_bound(costs, ranks):
+def test_assign_frames_keeps_largest_rank_cost_within_graham_1966_bound(costs, ranks):
     """Graham's bound of 1966: the mean cost of a rank, and 1 - 1/ranks of the most expensive frame."""
     heaviest = max(totals(costs, assign_frames(costs, ranks)))
     assert ranks * heaviest <= sum(costs) + (ranks - 1) * max(costs)
 
 
 @given(costs=st.lists(st.integers(1, 30), min_size=1, max_size=6), ranks=st.integers(2, 3))
-def test_assign_frames_largest_cost_is_within_graham_1969_bound(costs, ranks):
+def test_assign_frames_keeps_largest_rank_cost_within_graham_1969_bound(costs, ranks):
     """Graham's bound of 1969, 4/3 - 1/(3 ranks), holds only if the most expensive frame is assigned first."""
     best = min(
         max(totals(costs, [[frame for frame, r in enumerate(way) if r == rank] for rank in range(ranks)]))
@@ -52,7 +52,7 @@ def test_assign_frames_largest_cost_is_within_graham_1969_bound(costs, ranks):
 
 
 @given(kinds=st.lists(st.integers(1, 50), min_size=1, max_size=8), ranks=RANKS, more=st.integers(0, 9))
-def test_assign_frames_many_frames_largest_cost_is_within_5_percent_of_mean(kinds, ranks, more):
+def test_assign_frames_balances_many_frames_within_5_percent_of_mean(kinds, ranks, more):
     times = -(-20 * max(kinds) * ranks // sum(kinds)) + more
     costs = kinds * times
     assert 20 * max(costs) * ranks <= sum(costs)
@@ -60,7 +60,7 @@ def test_assign_frames_many_frames_largest_cost_is_within_5_percent_of_mean(kind
 
 
 @given(frames=st.integers(0, 40), ranks=RANKS)
-def test_assign_frames_equal_costs_give_counts_that_differ_by_at_most_1(frames, ranks):
+def test_assign_frames_gives_equal_counts_within_1_if_costs_are_equal(frames, ranks):
     assert {len(share) for share in assign_frames([3.5] * frames, ranks)} <= {frames // ranks, -(-frames // ranks)}
 
 
@@ -94,7 +94,7 @@ def encode(vision: VisionInputs | None) -> torch.Tensor:
 
 
 @given(images=st.lists(GRIDS, max_size=6), videos=st.lists(GRIDS, max_size=3), work=WORKS, ranks=st.integers(1, 6))
-def test_assign_vision_encoded_shares_restore_tokens_of_full_batch(images, videos, work, ranks):
+def test_assign_vision_index_restores_token_order_of_full_batch(images, videos, work, ranks):
     """The encoded tokens of all ranks, reordered, equal the tokens of the full batch."""
     vision = make_vision(images, videos)
     assume(vision is not None)
@@ -116,7 +116,7 @@ def test_assign_vision_balances_given_cost_of_patches_or_patch_pairs():
         assert [assignment.select(vision, rank).lengths for rank in range(2)] == expected
 
 
-def test_assign_vision_frame_without_whole_number_of_tokens_raises():
+def test_assign_vision_raises_if_frame_has_fractional_number_of_tokens():
     vision = make_vision([(1, 2, 2), (1, 2, 6)], [])
     with pytest.raises(ValueError, match=r"frames have \(4, 12\) patches, expected multiples of 8"):
         assign_vision(vision, VisionWork(1, 1, 8), 2)

@@ -46,7 +46,7 @@ def test_batch_stream_resumed_yields_same_batches_as_uninterrupted(make_rows, se
         assert all(map(same, take(resumed, 4), whole[stop : stop + 4]))
 
 
-def test_batch_stream_resumed_does_not_measure_samples_packed_in_earlier_windows(make_rows):
+def test_batch_stream_resumed_does_not_measure_samples_of_earlier_windows(make_rows):
     rows = make_rows(seed=None)
     stream = BatchStream(rows())
     take(stream, 7)
@@ -110,7 +110,7 @@ def test_batch_stream_keeps_global_rng_state(make_rows):
     ({"seed": None, "pack": False}, "found pack 0, expected 1; seed None, expected 0. Con"),
     ({"window_size": 9}, "found window_size 9, expected 8. Con"),
 ])  # fmt: skip
-def test_batch_stream_load_state_dict_with_different_row_settings_raises(make_rows, other, message):
+def test_batch_stream_load_state_dict_raises_if_row_settings_differ(make_rows, other, message):
     state = BatchStream(make_rows()()).state_dict()
     with pytest.raises(ValueError, match=message):
         BatchStream(make_rows(**other)()).load_state_dict(state)
@@ -133,7 +133,7 @@ def test_one_pass_reads_each_sample_once_over_all_dp_ranks(make_rows, share):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_batch_stream_missing_image_in_worker_or_main_process_error_names_line(make_rows, tmp_path, num_workers):
+def test_batch_stream_error_names_line_of_missing_image_with_or_without_worker(make_rows, tmp_path, num_workers):
     message = {"role": "user", "content": [{"type": "image", "image": "gone.png"}]}
     path = write(tmp_path / "bad.jsonl", [{"messages": [message]}])
     with pytest.raises(DataError, match=r"bad.jsonl:1: message 1, part 1: 'gone.png' is .*does not exist"):
@@ -143,7 +143,7 @@ def test_batch_stream_missing_image_in_worker_or_main_process_error_names_line(m
 @pytest.mark.parametrize(
     ("share", "found"), [((2, 2, 1), "rank 2 of 2"), ((-1, 2, 1), "rank -1"), ((0, 1, 0), "0 rows")]
 )
-def test_batch_stream_invalid_dp_rank_or_micro_batch_size_raises(make_rows, share, found):
+def test_batch_stream_raises_if_dp_rank_or_micro_batch_size_is_invalid(make_rows, share, found):
     rank, size, rows = share
     for use in (lambda **kw: BatchStream(make_rows()(), **kw), lambda **kw: next(one_pass(make_rows()(), **kw))):
         with pytest.raises(ValueError, match=found):
@@ -151,7 +151,7 @@ def test_batch_stream_invalid_dp_rank_or_micro_batch_size_raises(make_rows, shar
 
 
 @pytest.mark.parametrize("settings", [{}, pytest.param({"pack": False}, marks=pytest.mark.slow)])
-def test_batch_stream_dropped_counts_independent_of_ranks_workers_and_resume(make_rows, settings):
+def test_batch_stream_drop_counts_do_not_depend_on_ranks_workers_or_resume(make_rows, settings):
     rows = make_rows(seq_length=64, on_long="drop", **settings)
     whole = take(BatchStream(rows()), NUMBER)
     counts = [sum(batch.dropped) for batch in whole]
@@ -199,14 +199,14 @@ def test_energon_stream_worker_survives_ignored_signal(energon):
 
 
 @pytest.mark.slow
-def test_batch_stream_without_ignored_signal_sigterm_to_worker_raises(make_rows):
+def test_batch_stream_raises_if_worker_gets_sigterm_that_is_not_ignored(make_rows):
     with pytest.raises(RuntimeError, match="DataLoader worker"):
         signalled(BatchStream(make_rows()(), num_workers=1))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cycle", [False, True])
-def test_batch_stream_deleted_ends_its_workers_without_terminate(make_rows, monkeypatch, cycle):
+def test_batch_stream_ends_its_workers_without_terminate_when_deleted(make_rows, monkeypatch, cycle):
     terminated = []
     monkeypatch.setattr(BaseProcess, "terminate", terminated.append)
     others = set(multiprocessing.active_children())
@@ -242,7 +242,7 @@ class Owner:
 
 
 @pytest.mark.slow
-def test_worker_init_gc_in_worker_does_not_finalize_garbage_of_parent(tmp_path):
+def test_worker_init_prevents_worker_from_finalizing_garbage_of_parent(tmp_path):
     said = tmp_path / "said"
     gc.disable()
     try:
@@ -295,7 +295,7 @@ class _Dies(Dataset):
     (signal.SIGKILL, r"was killed by a signal \(Killed\)\. Most likely memory ran out"),
     (signal.SIGBUS, r"was killed by a signal \(Bus error\)\. Shared memory is full"),
 ])  # fmt: skip
-def test_describe_lost_worker_killed_by_signal_names_cause_and_setting(sent, words):
+def test_describe_lost_worker_names_cause_and_setting_if_signal_killed_worker(sent, words):
     with pytest.raises(RuntimeError) as caught:
         next(iter(DataLoader(_Dies(sent), num_workers=1)))
     said = describe_lost_worker(caught.value)

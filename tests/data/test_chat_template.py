@@ -121,7 +121,7 @@ def runs(pieces) -> list[tuple[str, bool]]:
 
 @given(cases, st.booleans())
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_template_any_sequence_of_roles_trains_only_on_assistant_answers(encoders, image, case, thinks):
+def test_encoder_trains_only_on_assistant_answers_for_any_sequence_of_roles(encoders, image, case, thinks):
     conversation, encoder = made(case, image), encoders[thinks]
     if not thinks and any("reasoning_content" in message for message in conversation.messages):
         with pytest.raises(DataError, match=r"message \d+: found reasoning_content, which the chat template ignores"):
@@ -161,7 +161,7 @@ TURNS = Conversation("train.jsonl:1", (ASK, SEVEN, ASK, EIGHT))
      "<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n[null]\n</parameter>\n<"),
 ])  # fmt: skip
 @pytest.mark.parametrize("arguments", [{"city": None, "a": 1, "b": [None]}, '{"a":1,"b":[null]}'])
-def test_template_tool_call_arguments_as_object_or_json_string_render_equally(
+def test_template_renders_tool_call_arguments_equally_as_object_or_json_string(
     processor, read, template, written, arguments
 ):
     call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
@@ -184,13 +184,13 @@ def changed(processor):
 
 
 @pytest.mark.parametrize("change", [str, without_reading_reasoning])
-def test_template_inline_reasoning_rendered_only_for_last_answer_is_trained_on(processor, changed, change):
+def test_inline_reasoning_is_trained_on_if_template_renders_it_for_last_answer(processor, changed, change):
     expected = f"A bar.\n</think>\n\nEight{END}"
     assert trained(processor, changed(change)(TURNS)) == f"Seven{END}{expected}"
     assert trained(processor, changed(change, "last")(TURNS)) == expected
 
 
-def test_template_without_enable_thinking_encodes_without_transformers_warning(changed, caplog, monkeypatch):
+def test_encoder_causes_no_warning_if_template_does_not_read_enable_thinking(changed, caplog, monkeypatch):
     # Whatever the tests before have set.
     for name in ("transformers", "transformers.processing_utils"):
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
@@ -206,7 +206,7 @@ def test_template_without_enable_thinking_encodes_without_transformers_warning(c
 
 
 @pytest.mark.parametrize("answers", ["all", "last"])
-def test_template_whose_generation_prompt_contradicts_answer_advises_other_template(changed, answers):
+def test_encoder_error_advises_other_template_if_prompt_contradicts_answer(changed, answers):
     encoder = changed(
         lambda text: without_reading_reasoning(text).replace("question.last and (loop.last or thought)", "9999"),
         answers,
@@ -218,7 +218,7 @@ def test_template_whose_generation_prompt_contradicts_answer_advises_other_templ
     assert "answers=" not in str(caught.value)
 
 
-def test_template_calling_raise_exception_raises_data_error_with_advice(changed):
+def test_encoder_raises_data_error_with_advice_if_template_raises(changed):
     def raising(when: str):
         return lambda text: f"{{%- if {when} -%}}{{{{- raise_exception('no more') -}}}}{{%- endif -%}}{text}"
 
@@ -345,7 +345,7 @@ def test_released_thinking_template_trains_only_on_answers_and_reasoning(process
 
 @given(conversations)
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_empty_thinking_train_trains_on_think_end_tag_if_answer_has_no_reasoning(thinking, image, case):
+def test_think_end_tag_is_trained_on_if_empty_thinking_is_train(thinking, image, case):
     conversation, expected = with_reasoning(case, image)
     sample = Encoder(thinking, "last", empty_thinking="train")(conversation)
     thought, text = expected[-1]
@@ -377,7 +377,7 @@ def test_template_prompt_enables_thinking_if_a_trained_answer_has_reasoning(proc
         assert "A bar." not in whole and found == f"Seven{END}Eight{END}"
 
 
-def test_template_setting_rejected_or_ignored_by_template_raises(processor):
+def test_encoder_raises_if_template_rejects_or_ignores_a_setting(processor):
     release = with_template(processor, QWEN3_8)
     with pytest.raises(ValueError, match="the chat template fails with reasoning_effort='high': No effort high"):
         Encoder(release, reasoning_effort="high")
@@ -387,7 +387,7 @@ def test_template_setting_rejected_or_ignored_by_template_raises(processor):
         assert Encoder(release, **{name: value}).fingerprint != Encoder(release).fingerprint
 
 
-def test_template_conversation_without_user_message_raises(processor):
+def test_encoder_raises_if_template_finds_no_user_message(processor):
     encoder = Encoder(with_template(processor, QWEN3_8))
     with pytest.raises(DataError, match=r"^x: the chat template fails: No user query found"):
         encoder(Conversation("x", ({"role": "system", "content": "Be brief."}, SEVEN)))
@@ -414,14 +414,14 @@ CONVERSATION = Conversation("train.jsonl:1", (ASK, THOUGHT_SEVEN, ASK, {**THOUGH
     ("{{- called(call) -}}\n        {%- endfor -%}\n        {{- '<|im_end|>\\n' -}}",
      "{%- endfor -%}\n        {{- '\\n' -}}", "expected a token that closes the turn"),
 ])  # fmt: skip
-def test_template_whose_rendered_answer_cannot_be_located_raises(thinking, old, new, message):
+def test_encoder_raises_if_answer_cannot_be_located_in_rendered_text(thinking, old, new, message):
     assert QWEN3_5.count(old) == 1
     with pytest.raises(DataError, match=f"^train.jsonl:1: message [24]: .*{message}"):
         Encoder(with_template(thinking, QWEN3_5.replace(old, new)))(CONVERSATION)
 
 
 @pytest.mark.parametrize("settled", [{"answers": "last"}, {}])
-def test_template_earlier_answer_that_cannot_be_located_can_be_excluded_from_loss(thinking, settled):
+def test_earlier_answer_that_cannot_be_located_can_be_excluded_from_loss(thinking, settled):
     counting = "{%- if messages[1] -%}{{- messages[1].content | length -}}{%- endif -%}{%- if add_generation"
     other = with_template(thinking, QWEN3_5.replace("{%- if add_generation", counting))
     with pytest.raises(DataError, match="on the answer: train on only the last answer with answers='last', leave this"):
@@ -430,7 +430,7 @@ def test_template_earlier_answer_that_cannot_be_located_can_be_excluded_from_los
     assert trained(other, Encoder(other, **settled)(conversation)) == f"A bar.\n</think>\n\nEight{END}"
 
 
-def test_empty_thinking_invalid_or_unsupported_by_template_raises(processor, thinking):
+def test_encoder_raises_if_empty_thinking_is_invalid_or_unsupported(processor, thinking):
     with pytest.raises(
         ValueError, match="empty_thinking is 'train', but the chat template does not read 'reasoning_cont"
     ):
@@ -458,16 +458,16 @@ def test_chat_template_kwargs_of_record_override_encoder_settings(processor):
 
 
 @pytest.mark.parametrize("name", ["thinking_budget", "messages", "tools", "add_generation_prompt", "m", "range"])
-def test_chat_template_kwargs_unread_by_template_or_reserved_raise(processor, name):
+def test_chat_template_kwargs_raise_if_reserved_or_not_read_by_template(processor, name):
     encoder = Encoder(with_template(processor, QWEN3_6))
     conversation = Conversation("x", (ASK, SEVEN), template_kwargs={name: True})
-    message = f"^x: found '{name}' under 'chat_template_kwargs', .* expected some of enable_thinking, preserve_thinking"
+    message = f"^x: found '{name}' under 'chat_template_kwargs', .* reads only enable_thinking, preserve_thinking"
     for work in (encoder, encoder.size):
         with pytest.raises(DataError, match=message):
             work(conversation)
 
 
-def test_chat_template_kwargs_enable_thinking_overrides_empty_thinking_setting(processor):
+def test_enable_thinking_in_chat_template_kwargs_overrides_empty_thinking(processor):
     plain = Encoder(with_template(processor, QWEN3_5))
     trains = Encoder(with_template(processor, QWEN3_5), empty_thinking="train")
 

@@ -65,7 +65,7 @@ def test_collator_pixels_have_requested_dtype(samples, collator):
     assert batch.vision.interpolation_weight.dtype == torch.float32
 
 
-def test_collator_too_long_samples_raise(samples, collator):
+def test_collator_raises_if_sample_is_too_long(samples, collator):
     long = max(samples, key=len)
     with pytest.raises(ValueError, match=r"1 segments take \d+ tokens, padded to multiples of 1: expected at most 8"):
         replace(collator, seq_length=8).collate_packed([long])
@@ -74,12 +74,12 @@ def test_collator_too_long_samples_raise(samples, collator):
 
 
 @pytest.mark.parametrize(("seq_length", "multiple"), [(0, 1), (10, 4), (8, 0)])
-def test_collator_seq_length_not_multiple_of_padding_multiple_raises(collator, seq_length, multiple):
+def test_collator_raises_if_seq_length_is_no_multiple_of_padding_multiple(collator, seq_length, multiple):
     with pytest.raises(ValueError, match=f"seq_length is {seq_length}, expected a multiple of {multiple}"):
         replace(collator, seq_length=seq_length, multiple=multiple)
 
 
-def test_pad_token_id_missing_falls_back_to_eos_token_id(processor):
+def test_pad_token_id_falls_back_to_eos_token_id(processor):
     assert processor.tokenizer.decode([pad_token_id(processor.tokenizer)]) == "<|endoftext|>"
     assert pad_token_id(SimpleNamespace(pad_token_id=0, eos_token_id=5)) == 0
     assert pad_token_id(SimpleNamespace(pad_token_id=None, eos_token_id=5)) == 5
@@ -102,13 +102,13 @@ def test_read_vision_settings_matches_config_and_processor(processor, checkpoint
 
 
 @pytest.mark.parametrize(("part", "name", "message"), [
-    (None, "image_token_id", r"the processor has the image_token_id \d+, but the config 7"),
-    (None, "video_token_id", r"the processor has the video_token_id \d+, but the config 7"),
-    ("vision_config", "spatial_merge_size", "the processor has the merge size 2, but the config 7"),
-    ("vision_config", "patch_size", "the processor has the patch size 16, but the config 7"),
-    ("vision_config", "temporal_patch_size", "the processor has the temporal patch size 2, but the config 7"),
+    (None, "image_token_id", r"the image_token_id is \d+ in the processor, but 7 in the config"),
+    (None, "video_token_id", r"the video_token_id is \d+ in the processor, but 7 in the config"),
+    ("vision_config", "spatial_merge_size", "the merge size is 2 in the processor, but 7 in the config"),
+    ("vision_config", "patch_size", "the patch size is 16 in the processor, but 7 in the config"),
+    ("vision_config", "temporal_patch_size", "the temporal patch size is 2 in the processor, but 7 in the config"),
 ])  # fmt: skip
-def test_read_vision_settings_config_disagreeing_with_processor_raises(processor, checkpoint, part, name, message):
+def test_read_vision_settings_raises_if_config_disagrees_with_processor(processor, checkpoint, part, name, message):
     config, folder = checkpoint
     setattr(getattr(config, part) if part else config, name, 7)
     config.save_pretrained(folder)
@@ -116,9 +116,9 @@ def test_read_vision_settings_config_disagreeing_with_processor_raises(processor
         read_vision_settings(folder, processor)
 
 
-def test_read_vision_settings_missing_or_text_only_config_raises(processor, checkpoint, tmp_path):
+def test_read_vision_settings_raises_if_config_is_missing_or_text_only(processor, checkpoint, tmp_path):
     with pytest.raises(DataError, match="nowhere: found no config"):
         read_vision_settings(tmp_path / "nowhere", processor)
     checkpoint[0].text_config.save_pretrained(tmp_path / "text")
-    with pytest.raises(DataError, match="text: found the config of a 'qwen3_vl_text', expected one of Qwen3-VL"):
+    with pytest.raises(DataError, match="text: the config is of a 'qwen3_vl_text' model, expected a vision"):
         read_vision_settings(tmp_path / "text", processor)

@@ -36,7 +36,7 @@ def asked(record: dict, **columns):
     return read(record, **columns)[0]["content"]
 
 
-def test_columns_renamed_keys_are_read_as_turns_and_images():
+def test_columns_setting_reads_renamed_keys_as_turns_and_images():
     turns = [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "Seven."}]
     question = [IMAGE, {"type": "text", "text": "?"}]
     assert asked({"conversations": turns, "img": b"x"}, image="img") == question
@@ -67,7 +67,7 @@ def test_columns_templates_are_filled_with_values_of_record():
     assert asked({"file_name": "1.png", "image": b"x"}, question="{file_name}?", answer="text:a")[0] == IMAGE
 
 
-def test_columns_image_column_missing_in_record_with_messages_is_allowed():
+def test_columns_setting_allows_record_with_messages_to_lack_image_column():
     turns = [ASK, ANSWER]
     assert read({"messages": turns}, image="img") == turns
     assert read({"messages": turns, "img": None}, image="img") == turns
@@ -114,7 +114,7 @@ def test_columns_template_parses_options_from_text_and_omits_empty_lines():
     assert asked(record, question="{hint}: {question}") == ": Which?"
 
 
-def test_columns_ignored_media_is_not_read_and_placeholders_text_is_literal():
+def test_columns_setting_can_ignore_media_and_keep_placeholders_as_text():
     record = {"messages": [ASK, ANSWER], "thumbnail": "1.png", "preview": {"bytes": b"x", "path": None}}
     assert read(record, ignore=("thumbnail", "preview")) == [ASK, ANSWER]
     with pytest.raises(DataError, match="found 'preview', which looks like"):
@@ -123,7 +123,7 @@ def test_columns_ignored_media_is_not_read_and_placeholders_text_is_literal():
     assert read({"messages": html}, placeholders="text") == html
 
 
-def test_columns_rejected_answer_of_preference_data_raises_unless_ignored(tmp_path):
+def test_columns_setting_raises_unless_rejected_answers_are_ignored(tmp_path):
     for key, other in (("rejected_response", "Eight."), ("rejected", {"role": "assistant", "content": "Eight."})):
         record = {"messages": [ASK, ANSWER], key: other}
         with pytest.raises(
@@ -140,22 +140,22 @@ def test_columns_rejected_answer_of_preference_data_raises_unless_ignored(tmp_pa
     ({"a": "b"}, {"question": "q", "answer": "a"}, r"x: found the keys a, expected 'q' \(columns.question\)"),
     ({"q": None, "a": "b"}, {"question": "q", "answer": "a"}, r"expected 'q' \(columns.question\)"),
     ({"q": "b", "a": 7}, {"question": "q", "answer": "a"}, "'answer': found 7, expected a string"),
-    ({"q": "b"}, {"question": "q", "answer": "{a}"}, "x: columns.answer: found the keys q, expected 'a', and not"),
+    ({"q": "b"}, {"question": "q", "answer": "{a}"}, "x: columns.answer: found the keys q, expected 'a' with a value"),
     ({"q": "b", "a": [1]}, {"question": "q", "answer": "{a}"}, r"found \[1\], expected a text or a number"),
     ({"q": "b", "a": True}, {"question": "q", "answer": "{a}"}, "found True, expected a text or a number"),
     ({"q": "b", "a": []}, {"question": "q", "answer": "{a[0]}"}, r"'{a\[0\]}' cannot be filled: list index"),
     ({"q": "b", "a": {}}, {"question": "q", "answer": "{a[x]}"}, "cannot be filled: 'x'"),
-    ({"q": "b", "a": "c"}, {"question": "q", "answer": "{a:letter}"}, "found 'c', expected an integer"),
-    ({"q": "b", "a": 26}, {"question": "q", "answer": "{a:letter}"}, "found 26, expected a number from 0 to 25"),
-    ({"q": "b", "a": "c"}, {"question": "q", "answer": "{a:letters}"}, "found 'c', expected a list of up to 26"),
-    ({"q": "b", "a": "[c]"}, {"question": "q", "answer": "{a:letters}"}, r"found '\[c\]', expected a list of up to"),
+    ({"q": "b", "a": "c"}, {"question": "q", "answer": "{a:letter}"}, "found 'c' for {NAME:letter}, expected an int"),
+    ({"q": "b", "a": 26}, {"question": "q", "answer": "{a:letter}"}, "found 26 for {NAME:letter}, expected a number"),
+    ({"q": "b", "a": "c"}, {"question": "q", "answer": "{a:letters}"}, "found 'c' for {NAME:letters}, expected a"),
+    ({"q": "b", "a": "[c]"}, {"question": "q", "answer": "{a:letters}"}, r"found '\[c\]' for {NAME:letters}, exp"),
     ({"q": "b", "a": "[" * 9999}, {"question": "q", "answer": "{a:letters}"}, "expected a list of up to 26"),
     ({"q": "b", "a": "[{}]"}, {"question": "q", "answer": "{a:letters}"}, "found {}, expected a text or a number"),
     ({"question": "q", "answer": "a"}, {"image": "image_*"}, r"expected 'image_\*' \(columns.image\)"),
     ({"messages": [], "q": "b"}, {"question": "q"}, r"found 'messages' in addition to columns.q.*ignore=\[mess"),
     ({"question": "a", "answer": "b", "tools": []}, {"system": "s"}, r"expected 's' \(columns.system\)"),
 ])  # fmt: skip
-def test_columns_record_not_matching_settings_raises(record, columns, message):
+def test_columns_setting_raises_if_record_does_not_match_it(record, columns, message):
     with pytest.raises(DataError, match=message):
         read(record, **columns)
 
@@ -163,20 +163,20 @@ def test_columns_record_not_matching_settings_raises(record, columns, message):
 @pytest.mark.parametrize(("columns", "message"), [
     ({"image": ""}, "columns.image is '', expected the name of a column"),
     ({"image": 7}, "columns.image is 7, expected the name of a column"),
-    ({"question": "{}"}, "columns.question is '{}', expected a template: found {}, a column stands as {NAME}"),
+    ({"question": "{}"}, "columns.question is '{}', expected a template: found {}; write a column as {NAME}"),
     ({"question": "{a"}, "columns.question is '{a', expected a template: expected '}'"),
     ({"question": "a}"}, "expected a template: Single '}'"),
-    ({"answer": "{a.__class__}"}, "found {a.__class__}, a column stands as"),
-    ({"answer": "{a!r}"}, "found {a}, a column stands as"), ({"answer": "{a:>9}"}, "found {a}, a column stands as"),
+    ({"answer": "{a.__class__}"}, "found {a.__class__}; write a column as"),
+    ({"answer": "{a!r}"}, "found {a}; write a column as"), ({"answer": "{a:>9}"}, "found {a}; write a column as"),
     ({"ignore": "thumbnail"}, r"columns.ignore is 'thumbnail', expected a list of columns, such as \[thumbnail\]"),
     ({"ignore": ["img"], "image": "img"}, "columns.ignore has 'img', which columns.image reads"),
-    ({"image": "*"}, r"columns.image is '\*', .*; of image, images, video, videos one '\*' in it may stand for num"),
-    ({"image": "image_**"}, r"columns.image is 'image_\*\*', expected the name of a column; of image"),
+    ({"image": "*"}, r"is '\*', .*; for image, images, video, videos one '\*' in the name may stand for num"),
+    ({"image": "image_**"}, r"columns.image is 'image_\*\*', expected the name of a column; for image"),
     ({"question": "question_*"}, r"columns.question is 'question_\*', expected the name of a column"),
     ({"ignore": ["image_2"], "image": "image_*"}, "columns.ignore has 'image_2', which columns.image reads"),
     ({"placeholders": "none"}, "columns.placeholders is 'none', expected 'media' or 'text'"),
 ])  # fmt: skip
-def test_columns_invalid_settings_raise(columns, message):
+def test_columns_setting_raises_if_it_is_invalid(columns, message):
     with pytest.raises(ValueError, match=message):
         Columns(**columns).check()
     for provider, place in (("Qwen3VLConversationProvider", "train_path"), ("Qwen3VLEnergonProvider", "path")):
@@ -185,7 +185,7 @@ def test_columns_invalid_settings_raise(columns, message):
             getattr(qwen3vl_bridge, provider)(**settings, columns=Columns(**columns)).finalize()
 
 
-def test_schema_adapter_together_with_columns_raises(tmp_path):
+def test_open_source_raises_if_schema_adapter_and_columns_are_both_set(tmp_path):
     with pytest.raises(ValueError, match=r"schema_adapter is 'cord_v2', .* schema of columns image='img'; exp"):
         open_source(tmp_path, schema_adapter="cord_v2", columns=Columns(image="img"))
 
@@ -227,7 +227,7 @@ def test_columns_give_equal_samples_in_every_file_format(sources):
     assert open_source(plain).fingerprint() == open_source(plain, columns=Columns(ignore=[])).fingerprint()
 
 
-def test_columns_not_in_table_raise_when_source_is_opened(sources):
+def test_open_source_raises_if_columns_are_not_in_table(sources):
     _, _, (saved, parquet, _, _) = sources
     for path in (saved, parquet):
         for setting, column in (("image", "foto"), ("ignore", "foto"), ("answer", "foto")):
@@ -242,7 +242,7 @@ def test_columns_not_in_table_raise_when_source_is_opened(sources):
             open_source(path)
 
 
-def test_columns_of_parquet_with_image_paths_and_json_turns_are_read(tmp_path):
+def test_open_source_reads_parquet_with_image_paths_and_json_turns(tmp_path):
     picture(tmp_path / "1.png", 32, 32)
     rows = [{"question": "Which?", "answer": "Seven.", "image": "1.png", "n": 7, "foto": None}]
     rows += [{**rows[0], "foto": "2.png"}]
@@ -256,7 +256,7 @@ def test_columns_of_parquet_with_image_paths_and_json_turns_are_read(tmp_path):
     assert open_source(tmp_path / "turns.parquet", columns=Columns(messages="dialog"))[0].messages[0] == ASK
 
 
-def test_columns_overrides_are_applied_and_unknown_keys_raise():
+def test_columns_overrides_are_applied_and_raise_if_key_is_unknown():
     cfg = qwen3_vl_8b_sft_config()
     words = ["dataset.columns.image=img", "dataset.columns.ignore=[thumbnail]"]
     words += [r"dataset.columns.question='{question}\nBe brief.'", "dataset.columns.answer='{answers[0]}'"]
@@ -311,11 +311,11 @@ def test_columns_of_data_set_in_mixture_override_common_columns(sources, checkpo
     ):
         with pytest.raises(ValueError, match=message):
             rows([{"path": str(parquet), "columns": columns}])
-    with pytest.raises(ValueError, match=r"schema_adapter is 'cord_v2', .* expected only one of the two"):
+    with pytest.raises(ValueError, match=r"schema_adapter is 'cord_v2', .* set only schema_adapter or"):
         rows([{"path": str(parquet), "columns": theirs, "schema_adapter": "cord_v2"}])
 
 
-def test_columns_option_of_inspect_and_pack_commands_is_applied(sources, checkpoint, tmp_path, capsys):
+def test_inspect_and_pack_commands_apply_columns_option(sources, checkpoint, tmp_path, capsys):
     _, _, (_, parquet, _, _) = sources
     common = ["--data", str(parquet), "--hf-model", str(checkpoint), "--seq-length", "256", "--no-progress"]
     words = ["image=img", r"question={q}\nBe brief.", "answer={answers[0]}"]

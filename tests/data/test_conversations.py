@@ -75,8 +75,8 @@ def user(*parts) -> dict:
     (user({"type": "image", "image": ["a.png"]}), r"found \['a.png'\] under 'image', expected a path"),
     ({"messages": [{"role": "robot", "content": ""}]}, "message 1: found the role 'robot', expected one of system"),
     ({"messages": [{"role": ["user"], "content": ""}]}, r"found the role \['user'\], expected one of system"),
-    ({"messages": [ASK]}, "found the roles user, expected an assistant's message after another one"),
-    ({"messages": [ANSWER, ASK]}, "found the roles assistant, user, expected an assistant's message"),
+    ({"messages": [ASK]}, "found the roles user, expected an assistant message after at least one other message"),
+    ({"messages": [ANSWER, ASK]}, "found the roles assistant, user, expected an assistant message"),
     ({"messages": [{"role": "user", "content": None}]}, "message 1: found the keys role, expected role and content"),
     ({"messages": [{"role": "user", "content": []}]}, r"message 1: found \[\] as content"),
     ({"messages": [{"role": "user", "content": {"a": 1}}]}, "message 1: found {'a': 1} as content"),
@@ -101,7 +101,7 @@ def user(*parts) -> dict:
     (user({"type": "image", "image": "/etc/passwd"}), "'/etc/passwd' is /etc/passwd: expected a path inside"),
     (user({"type": "image", "image": "link.png"}), "'link.png' is .*out.png: expected a path inside the media"),
 ])  # fmt: skip
-def test_parse_conversation_invalid_record_raises_error_naming_line(tmp_path, line, message):
+def test_parse_conversation_error_names_line_of_invalid_record(tmp_path, line, message):
     picture(tmp_path / "out.png", 8, 8)
     folder = tmp_path / "root"
     folder.mkdir()
@@ -119,7 +119,7 @@ def test_parse_conversation_invalid_record_raises_error_naming_line(tmp_path, li
     (("empty.jsonl",), "empty.jsonl: found no lines, expected one conversation per line"),
     (("train.jsonl", "nowhere"), "nowhere: there is no such folder, expected the media root"),
 ])  # fmt: skip
-def test_json_lines_missing_or_empty_file_or_missing_media_root_raises(tmp_path, arguments, message):
+def test_json_lines_raises_if_file_or_media_root_is_missing_or_file_is_empty(tmp_path, arguments, message):
     (tmp_path / "empty.jsonl").write_text("\n \n")
     write(tmp_path / "train.jsonl", [{"messages": [ASK, ANSWER]}])
     with pytest.raises(DataError, match=message):
@@ -157,7 +157,7 @@ def spelt(content: str | list) -> str:
 
 @pytest.mark.parametrize("first", GIVES_TURNS)
 @pytest.mark.parametrize("second", GIVES_TURNS)
-def test_convert_record_with_turns_under_two_keys_raises(first, second):
+def test_convert_record_raises_if_two_keys_give_turns(first, second):
     if first == second:
         assert told(GIVES_TURNS[first]) == [ASK, ANSWER]
         return
@@ -170,7 +170,7 @@ def test_convert_record_with_turns_under_two_keys_raises(first, second):
 
 
 @pytest.mark.parametrize("key", GIVES_TURNS)
-def test_convert_record_history_or_input_next_to_format_without_it_raises(key):
+def test_convert_record_raises_if_history_or_input_does_not_fit_format(key):
     history, record = [["a", "b"]], GIVES_TURNS[key]
     if key in ("messages", "conversations", "texts"):
         with pytest.raises(DataError, match=rf"found 'history' next to '{key}', where .*columns.ignore=\[history"):
@@ -185,13 +185,13 @@ def test_convert_record_history_or_input_next_to_format_without_it_raises(key):
     assert told({**record, "history": [], "input": ""}) == told({**record, "history": None, "input": None})
 
 
-def test_convert_record_prompt_or_answer_alone_next_to_turns_is_ignored():
+def test_convert_record_ignores_prompt_or_answer_alone_next_to_turns():
     """HuggingFaceH4/ultrachat_200k has `messages` and repeats the first one as `prompt`."""
     assert told({"prompt": "Which?", "prompt_id": "f0e", "messages": [ASK, ANSWER]}) == [ASK, ANSWER]
     assert told({"conversations": [HUMAN, GPT], "answer": "7"}) == [ASK, ANSWER]
 
 
-def test_parquet_ambiguous_turn_keys_raise_as_in_json_lines(tmp_path):
+def test_parquet_raises_if_turn_keys_are_ambiguous_as_in_json_lines(tmp_path):
     def refused(record: dict, *rows: dict) -> str:
         pq.write_table(pa.Table.from_pylist([record, *rows]), tmp_path / "a.parquet")
         with pytest.raises(DataError) as caught:
@@ -233,7 +233,7 @@ def test_placeholders_with_number_take_image_of_that_number_in_any_spelling(form
         asked(one)
 
 
-def test_placeholders_img_tag_with_path_takes_image_at_that_path():
+def test_img_tag_with_path_takes_image_at_that_path():
     words = "Picture 1: <img>a/1.png</img>\nWhich?"
     assert spelt(asked(words)) == "Picture 1: [a/1.png]\nWhich?"
     assert spelt(asked(words, image="")) == "Picture 1: [a/1.png]\nWhich?"
@@ -242,7 +242,7 @@ def test_placeholders_img_tag_with_path_takes_image_at_that_path():
 
 
 @pytest.mark.parametrize("words", ["<image><img>", "<img><ImageHere>", "<image><image 1>", "<img>1.png</img><image>"])
-def test_placeholders_of_two_spellings_in_one_record_raise(words):
+def test_convert_record_raises_if_placeholders_have_two_spellings(words):
     with pytest.raises(DataError, match=r"found both '<.*>' and '<.*>', expected placeholders of one format; .*list"):
         asked(words, images=["a", "b"])
     part = [{"role": "user", "content": [{"type": "image"}]}, ANSWER, {"role": "user", "content": "<img>"}, ANSWER]
@@ -251,7 +251,7 @@ def test_placeholders_of_two_spellings_in_one_record_raise(words):
 
 
 @pytest.mark.parametrize("place", ["<img>", "<image 1>", "<ImageHere>", "<img>1.png</img>"])
-def test_placeholder_such_as_img_tag_in_answer_raises_unless_literal(place):
+def test_convert_record_raises_if_answer_contains_media_placeholder(place):
     for beside in ({"image": "1"}, {}):
         with pytest.raises(DataError, match=rf"message 2: found '{place}' in an answer, which may be a placeholder"):
             asked("Which tag?", f"It is {place}.", **beside)
@@ -269,7 +269,7 @@ def test_text_resembling_placeholder_stays_text(words):
 
 @pytest.mark.parametrize("none", ["", None, [], {}, [""], [None], {"bytes": None, "path": None}, [{}]])
 @pytest.mark.parametrize("key", ["image", "images", "video", "videos"])
-def test_empty_image_or_video_key_counts_as_missing(key, none):
+def test_empty_image_or_video_key_is_treated_as_missing(key, none):
     assert asked("Which?", **{key: none}) == "Which?"
     kind = key.rstrip("s")
     with pytest.raises(DataError, match=rf"found 1 placeholders for {kind}s .* expected 0"):
@@ -279,7 +279,7 @@ def test_empty_image_or_video_key_counts_as_missing(key, none):
 
 
 @pytest.mark.parametrize("some", [[b"1", ""], [b"1", None], [[], b"1"], [{"bytes": None, "path": None}, b"1"]])
-def test_media_list_with_empty_item_raises(some):
+def test_parse_conversation_raises_if_media_list_has_empty_item(some):
     with pytest.raises(DataError, match=r"part \d: found .*"):
         parse_conversation(
             convert_record({"question": "<video><video>", "answer": "a", "videos": some}, "x"), "x", Path()
@@ -300,7 +300,7 @@ KINDS = [encoded(0, kind) for kind in ("PNG", "JPEG", "GIF", "WEBP", "TIFF", "BM
 
 
 @pytest.mark.parametrize("value", [*KINDS, "AAAAIGZ0eXBpc29tAAACAGlzb21pc28y" * 3])
-def test_base64_image_or_video_under_unknown_key_raises(value):
+def test_convert_record_raises_if_unknown_key_has_base64_image_or_video(value):
     for content in (value, [value, value], {"bytes": value, "path": None}):
         with pytest.raises(DataError, match=r"found 'payload', which looks like images .*columns.image=payload"):
             asked("Which?", payload=content)
@@ -439,7 +439,7 @@ def test_random_record_is_read_with_all_its_images_and_text_or_raises(encoder, r
 
 
 @pytest.mark.parametrize("text", ['{"messages": [{"role": "us', '{"messages": [{"role": "user"', "{"])
-def test_json_lines_truncated_line_raises(tmp_path, text):
+def test_json_lines_raises_if_line_is_truncated(tmp_path, text):
     path = tmp_path / "train.jsonl"
     path.write_text(f"{text}\n")
     with pytest.raises(

@@ -100,7 +100,7 @@ names = st.text("ab.-@:/\\?#%2eE5cfF;é。", max_size=12)
 
 @settings(max_examples=500)
 @given(between=names, after=names, prefix=st.sampled_from([HOST, f"{HOST}/", f"{HOST}/a", f"{HOST}/a/"]))
-def test_allowed_urls_accepted_random_url_requests_only_allowed_host_and_path(between, after, prefix):
+def test_accepted_random_url_requests_only_allowed_host_and_path(between, after, prefix):
     address = f"https://images.example.org{between}/a/{after}"
     if allowed(address, prefix):
         url = check_allowed_url(address, [prefix], "here")
@@ -124,19 +124,19 @@ def test_allowed_urls_accept_any_path_below_allowed_folder(path):
     "https://example.org#", "https://example.org\\", "https://example.org:x/", "https://xn--/",
     "https://example.org/%2e%2e/",
 ])  # fmt: skip
-def test_allowed_urls_invalid_prefix_raises(prefix):
+def test_allowed_urls_raise_if_prefix_is_invalid(prefix):
     with pytest.raises(ValueError, match="expected a scheme and a host, and optionally a path, such as"):
         check_url_prefix(prefix)
 
 
-def test_url_not_allowed_error_names_url_and_allowed_prefixes():
+def test_error_names_url_that_is_not_allowed_and_allowed_prefixes():
     with pytest.raises(DataUnavailable, match=rf"^here: found .*evil.com/1.png', .* begins with {HOST} or http://"):
         check_allowed_url("https://evil.com/1.png", [HOST, "http://"], "here")
     with pytest.raises(DataError, match=r"found the URL 's3://bucket/1.png', expected the path of a file"):
         find_media("s3://bucket/1.png", MediaAccess(), "here")
 
 
-def test_redirects_are_followed_only_to_allowed_urls(server, get):
+def test_downloader_follows_redirects_only_to_allowed_urls(server, get):
     to = {
         "1": "/a/2.png?x=1", "out": "/b/1.png", "up": "%2e%2e/b/1.png", "far": "http://evil.com/",
         "file": "file:///etc/passwd", "user": server.url.replace("//", "//me@") + "/a/2.png", "loop": "loop.png",
@@ -146,7 +146,7 @@ def test_redirects_are_followed_only_to_allowed_urls(server, get):
     allowed = f"{server.url}/a/"
     assert get("/a/1.png", allowed).read_bytes() == png()
     for name in ("out", "up", "far", "file", "user"):
-        with pytest.raises(DataError, match=rf"^here: {allowed}{name}.png leads elsewhere: found the URL '"):
+        with pytest.raises(DataError, match=rf"^here: {allowed}{name}.png redirects to another: found the URL '"):
             get(f"/a/{name}.png", allowed)
     assert server.asked["/b/1.png"] == 0
     assert get("/a/out.png", allowed, f"{server.url}/b/").read_bytes() == png()
@@ -158,7 +158,7 @@ def test_redirects_are_followed_only_to_allowed_urls(server, get):
 
 
 @pytest.mark.parametrize("status", [204, 400, 401, 403, 404, 410, 451])
-def test_downloader_permanent_failure_status_raises_data_error_without_retry(server, get, tmp_path, status):
+def test_downloader_raises_data_error_without_retry_if_failure_is_permanent(server, get, tmp_path, status):
     server.answers["/a.png"] = status
     with pytest.raises(DataError, match=f"^here: {server.url}/a.png: found the status {status}") as caught:
         get("/a.png")
@@ -167,7 +167,7 @@ def test_downloader_permanent_failure_status_raises_data_error_without_retry(ser
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 503])
-def test_downloader_temporary_http_error_is_retried_then_raises_data_unavailable(server, get, tmp_path, status):
+def test_downloader_retries_temporary_http_error_then_raises_data_unavailable(server, get, tmp_path, status):
     server.answers["/a.png"], server.first["/a.png"] = png(), [status, status]
     assert get("/a.png").read_bytes() == png() and server.asked["/a.png"] == 3
     server.answers["/b.png"] = status
@@ -178,7 +178,7 @@ def test_downloader_temporary_http_error_is_retried_then_raises_data_unavailable
     assert server.asked["/b.png"] == 3 and len(files(tmp_path / "cache")) == 1
 
 
-def test_downloader_unknown_host_raises_data_unavailable(server, get, tmp_path):
+def test_downloader_raises_data_unavailable_if_host_is_unknown(server, get, tmp_path):
     with pytest.raises(DataUnavailable, match=r"^here: found .* unreachable after 2 attempts \(ConnectErr"):
         Downloader(UrlCache(tmp_path / "cache"), ("http://",))("http://no.such.host.invalid/a.png", "here")
 
@@ -202,7 +202,7 @@ def half(handler):
 @pytest.mark.parametrize(
     ("wait", "longest", "message"), [(0.4, 5, "ReadTimeout"), (0.05, 0.4, r"\(ReadTimeout: [1-9]\d* bytes so far")]
 )
-def test_downloader_slow_server_times_out(server, get, tmp_path, monkeypatch, wait, longest, message):
+def test_downloader_times_out_if_server_is_slow(server, get, tmp_path, monkeypatch, wait, longest, message):
     whole = []
 
     def drip(handler):
@@ -221,7 +221,7 @@ def test_downloader_slow_server_times_out(server, get, tmp_path, monkeypatch, wa
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_downloader_file_over_size_limit_raises(server, get, tmp_path, monkeypatch, told):
+def test_downloader_raises_if_file_exceeds_size_limit(server, get, tmp_path, monkeypatch, told):
     def long(handler):
         if told:  # and not a byte of it sent
             send(handler, 200, Content_Length=5000)
@@ -237,14 +237,14 @@ def test_downloader_file_over_size_limit_raises(server, get, tmp_path, monkeypat
     assert len(get("/b.png").read_bytes()) == 1000
 
 
-def test_downloader_invalid_gzip_encoding_raises(server, get):
+def test_downloader_raises_if_gzip_encoding_is_invalid(server, get):
     server.answers["/a.png"] = lambda handler: send(handler, 200, b"none", Content_Encoding="gzip")
     with pytest.raises(DataError, match=r"a.png' damaged"):
         get("/a.png")
 
 
 @pytest.mark.parametrize("to", ["http://[::1", "http:a.png", "data:,x", "http://xn--/", "/a\x01.png", "//[x]"])
-def test_downloader_redirect_to_invalid_url_raises(server, get, to):
+def test_downloader_raises_if_redirect_url_is_invalid(server, get, to):
     server.answers["/a.png"] = redirect(to)
     with pytest.raises(
         DataError, match=rf"^here: found '{server.url}/a.png' (unreachable after 3|redirected to an invalid URL)"
@@ -262,7 +262,7 @@ OK = b"HTTP/1.1 200 OK\r\n"
     OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\nab", OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n",
     pytest.param(OK + b"Content-Length: 999\r\n\r\n" + png()[:50], id="half a picture"),
 ])  # fmt: skip
-def test_downloader_malformed_response_is_retried_then_raises_data_unavailable(server, get, tmp_path, answer):
+def test_downloader_retries_malformed_response_then_raises_data_unavailable(server, get, tmp_path, answer):
     server.answers["/a.png"] = raw(answer)
     with pytest.raises(DataUnavailable, match=rf"^here: found '{server.url}/a.png' unreachable after 3 .*Error: "):
         get("/a.png")
@@ -282,7 +282,7 @@ PAGES = ("text/html; charset=utf-8", "TEXT/HTML", "text/plain", "Application/JSO
     ("application/octet-stream", b"not found", r"found contents that begin b'not found' \(application/octet-"),
     (None, b"not found", r"found contents that begin b'not found' \(no type\)"),
 ])  # fmt: skip
-def test_downloader_contents_not_image_or_video_raise_and_are_not_stored(server, get, tmp_path, kind, body, message):
+def test_downloader_raises_and_stores_no_file_if_contents_are_no_media(server, get, tmp_path, kind, body, message):
     server.answers["/a.png"] = png()
     server.first["/a.png"] = [lambda handler: send(handler, 200, body, Content_Type=kind)]
     with pytest.raises(DataError, match=f"^here: {server.url}/a.png: {message}") as caught:
@@ -293,21 +293,21 @@ def test_downloader_contents_not_image_or_video_raise_and_are_not_stored(server,
 
 @pytest.mark.parametrize("kind", [None, "binary/octet-stream", "video/x-any"])
 @pytest.mark.parametrize("ending", ["mkv", "mp4", "avi", "ts", "m2ts", "mpg", "flv", "mov", "ogv", "wmv"])
-def test_downloader_video_of_any_container_and_content_type_is_stored(server, get, tmp_path, kind, ending):
+def test_downloader_stores_video_of_any_container_and_content_type(server, get, tmp_path, kind, ending):
     body = {"ogv": b"OggS" + bytes(60), "flv": b"FLV\1" + bytes(60)}.get(ending)
     body = body or clip(tmp_path / f"a.{ending}", 3, rate=25).read_bytes()
     server.answers["/a"] = lambda handler: send(handler, 200, body, Content_Type=kind)
     assert get("/a").read_bytes() == body
 
 
-def test_downloader_image_over_pixel_limit_is_stored_and_raises_when_read(server, get, monkeypatch):
+def test_downloader_stores_image_over_pixel_limit_and_reading_it_raises(server, get, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
     server.answers["/a.png"] = png()
     with pytest.raises(DataError, match=rf"-a.png \(downloaded from {server.url}/a.png\) is too large"):
         image_size(get("/a.png"), "here")
 
 
-def test_downloaded_file_that_does_not_decode_error_names_its_url(server, get):
+def test_error_names_url_of_downloaded_file_that_does_not_decode(server, get):
     server.answers = {"/a.png": png(), "/b": b"OggS" + bytes(60)}
     server.first["/a.png"] = [raw(OK + b"\r\n" + png()[:-30])]
     path = get("/a.png?x=1")
@@ -341,7 +341,7 @@ def closed():
         yield f"http://127.0.0.1:{free.getsockname()[1]}"
 
 
-def test_downloader_after_failed_connection_requests_no_more_urls_of_server(server, fetch, closed):
+def test_downloader_requests_no_more_urls_of_server_after_failed_connection(server, fetch, closed):
     assert "unreachable after 2 attempts (ConnectError" in out_of_reach(fetch, f"{closed}/0.png")
     where = closed.removeprefix("http://")
     assert out_of_reach(fetch, f"{closed}/9.png") == (
@@ -353,7 +353,7 @@ def test_downloader_after_failed_connection_requests_no_more_urls_of_server(serv
 
 
 @pytest.mark.parametrize("answer", [500, 503, 521, "nothing"])
-def test_downloader_after_repeated_failures_requests_no_more_urls_of_server(server, monkeypatch, tmp_path, answer):
+def test_downloader_requests_no_more_urls_of_server_after_repeated_failures(server, monkeypatch, tmp_path, answer):
     monkeypatch.setattr(module, "TIMEOUT", 0.1 if answer == "nothing" else 15)
     fetch = Downloader(UrlCache(tmp_path / "cache"), ("http://",))
     answers = (lambda handler: time.sleep(1)) if answer == "nothing" else answer
@@ -365,7 +365,7 @@ def test_downloader_after_repeated_failures_requests_no_more_urls_of_server(serv
 
 
 @pytest.mark.parametrize("answer", [404, 429, "half", "picture"])
-def test_downloader_response_resets_failure_count_of_server(server, fetch, answer):
+def test_downloader_resets_failure_count_when_server_responds(server, fetch, answer):
     server.answers = {f"/{number}.png": 503 for number in range(12)}
     server.answers |= {"/2.png": {"half": half, "picture": png()}.get(answer, answer)}
     for number in range(MOST_DOWN + 2):  # the third is the other one
@@ -381,7 +381,7 @@ def test_downloader_response_resets_failure_count_of_server(server, fetch, answe
     assert "not requested" in out_of_reach(fetch, f"{server.url}/6.png")
 
 
-def test_downloader_retries_stop_when_other_threads_find_server_down(server, fetch, closed, monkeypatch):
+def test_downloader_stops_retries_when_other_threads_find_server_down(server, fetch, closed, monkeypatch):
     fetch._responded.add(closed.removeprefix("http://"))
     fetch._failed[closed.removeprefix("http://")] = MOST_DOWN - 1
     others = threading.Timer(0.2, lambda: fetch._failed.update([closed.removeprefix("http://")]))
@@ -391,7 +391,7 @@ def test_downloader_retries_stop_when_other_threads_find_server_down(server, fet
     others.join()
 
 
-def test_downloader_failed_redirect_target_does_not_count_against_redirecting_server(server, fetch, closed):
+def test_downloader_does_not_blame_server_for_failed_redirect_target(server, fetch, closed):
     server.answers = {f"/{number}.png": redirect(f"{closed}/{number}.png") for number in range(9)}
     said = [out_of_reach(fetch, f"{server.url}/{number}.png") for number in range(5)]
     assert [closed.removeprefix("http://") in one for one in said[MOST_DOWN:]] == [True, True]

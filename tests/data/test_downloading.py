@@ -195,7 +195,7 @@ def test_download_after_interrupt_or_kill_requests_only_missing_urls(server, run
     assert (server.asked - before).total() == 12 - len(whole)
 
 
-def test_download_unwritable_cache_or_invalid_allowed_url_exits_2(server, download, tmp_path, capsys):
+def test_download_exits_with_code_2_if_cache_or_allowed_urls_are_unusable(server, download, tmp_path, capsys):
     server.answers["/a.png"] = png()
     (tmp_path / "cache").write_text("a file")
     file = write(tmp_path / "train.jsonl", [asking(f"{server.url}/a.png")])
@@ -228,9 +228,7 @@ def captions(server, tmp_path) -> Path:
     return file
 
 
-def test_download_with_columns_option_requests_urls_of_that_column(
-    server, download, captions, encoder, tmp_path, capsys
-):
+def test_download_requests_urls_of_column_in_columns_option(server, download, captions, encoder, tmp_path, capsys):
     assert download("--data", captions) == 2 and not server.asked
     assert "found the columns image_url, caption, transcripts, expected" in capsys.readouterr().err
     assert download("--data", captions, "--columns", *(f"{key}={column}" for key, column in CAPTIONS.items())) == 1
@@ -245,7 +243,7 @@ def test_download_with_columns_option_requests_urls_of_that_column(
     assert not isinstance(caught.value, DataUnavailable)
 
 
-def test_training_with_columns_not_given_to_download_raises(download, captions, tmp_path):
+def test_training_raises_if_columns_were_not_given_to_download(download, captions, tmp_path):
     rows = [{**row, "large_url": f"{row['image_url']}?large"} for row in pq.read_table(captions).to_pylist()]
     pq.write_table(pa.Table.from_pylist(rows), captions)
     options = ["question=text:Describe this image.", "answer=caption", "ignore=large_url"]
@@ -318,9 +316,7 @@ def test_resume_raises_if_download_changed_available_urls(server, download, trai
         provider.rows("train")
 
 
-def test_resume_of_streamed_data_after_download_changed_available_urls_raises(
-    server, download, training, file, monkeypatch
-):
+def test_streamed_resume_raises_if_download_changed_available_urls(server, download, training, file, monkeypatch):
     records = [json.loads(line) for line in file.read_text().splitlines()]
     for record in records:  # contents of one type, as tables need it
         record["messages"][1]["content"] = [{"type": "text", "text": "Seven."}]
@@ -379,7 +375,7 @@ def test_training_raises_if_cache_was_changed_by_download_for_other_data(server,
     assert len(samples_of(training(third))[0]) == 1
 
 
-def test_on_bad_drop_up_to_5_percent_temporarily_failed_urls_are_dropped(server, download, training, file, tmp_path):
+def test_training_drops_temporarily_failed_urls_if_at_most_5_percent(server, download, training, file, tmp_path):
     server.answers |= {f"/{number}.png": png() for number in range(8, 20)} | {"/5.png": 503}
     write(file, [asking(f"{server.url}/{number}.png") for number in range(20)])
     assert download("--data", file) == 1  # one of twenty may be requested again: not more than 5 %
@@ -396,7 +392,7 @@ def test_on_bad_drop_up_to_5_percent_temporarily_failed_urls_are_dropped(server,
     assert "without 1 of 20 addresses" in training(file).rows("train").fingerprint()["data"]
 
 
-def test_on_bad_drop_over_5_percent_temporarily_failed_urls_raises(server, download, training, file, capsys):
+def test_training_raises_if_over_5_percent_of_urls_failed_temporarily(server, download, training, file, capsys):
     server.answers |= {"/2.png": 503, "/5.png": 404}
     assert download("--data", file) == 1
     assert "more than 5% of the URLs of a data set, training stops, unless --give-up" in capsys.readouterr().out
@@ -439,7 +435,7 @@ def test_download_retries_unreachable_host_after_all_urls_were_tried(
         )
 
 
-def test_undownloaded_url_raises_even_if_on_bad_is_drop(training, file):
+def test_check_samples_raises_if_no_url_was_downloaded_even_if_on_bad_is_drop(training, file):
     message = r"train data: 8 of 8 records cannot be used:\n.*1: .* no download of it .*\n  the same in 7 more"
     with pytest.raises(DataError, match=message):
         training(file).check_samples()
@@ -488,7 +484,7 @@ def test_download_writes_record_of_failures_for_each_data_set_of_mixture(server,
     assert server.asked["/0.png"] == server.asked["/7.png"] == 1
 
 
-def test_build_datasets_ranks_with_different_downloads_all_raise(server, download, training, file, tmp_path):
+def test_build_datasets_raises_on_all_ranks_if_their_downloads_differ(server, download, training, file, tmp_path):
     download("--data", file, cache="one")
     server.answers["/2.png"] = png()
     download("--data", file, cache="other")
@@ -510,7 +506,7 @@ def test_build_datasets_ranks_with_different_downloads_all_raise(server, downloa
         assert "without 1 of 8 addresses" in one and "expected " in one and "on rank 0. Every machine needs" in one
 
 
-def test_download_record_round_trip_is_equal_and_damaged_file_raises(tmp_path):
+def test_download_record_is_read_back_equal_and_raises_if_file_is_damaged(tmp_path):
     addresses = [f"http://a/{number}.png" for number in range(200)]
     record = DownloadRecord(300, frozenset(map(url_digest, addresses[::2])), 7)
     record.write(tmp_path, "data")

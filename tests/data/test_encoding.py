@@ -137,7 +137,7 @@ def test_encoder_text_only_sample_has_no_pixel_values(encoder, read):
 
 @pytest.mark.parametrize("in_part", [True, False])
 @pytest.mark.parametrize("token", ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"])
-def test_encoder_vision_token_written_in_text_raises(encoder, read, token, in_part):
+def test_encoder_raises_if_text_contains_vision_token(encoder, read, token, in_part):
     text = f"Which {token}?"
     conversation = read(dialogue([{"type": "text", "text": text}] if in_part else text, "7"))
     assert_refused(encoder, r"train.jsonl:1: message 1: found '<\|\w+\|>' in the text, which", conversation)
@@ -175,7 +175,7 @@ def check_last(processor, sample, prompt: list[int], answer: str) -> None:
 
 @given(spoken, spoken, st.booleans(), st.sampled_from([*TEMPLATES, "train"]))
 @settings(max_examples=300, deadline=None)
-def test_encoder_tokens_equal_generation_prompt_plus_separately_tokenized_answer(
+def test_encoder_tokens_equal_prompt_tokens_plus_separately_tokenized_answer(
     joining_encoders, text, earlier, in_parts, name
 ):
     encoder = joining_encoders[name]
@@ -237,7 +237,7 @@ def test_encoder_prompt_ending_in_space_does_not_merge_with_answer(processor):
     assert encoder.size(conversation).tokens == len(sample)
 
 
-def test_encoder_leading_newlines_of_answer_before_last_raise_unless_excluded(joining_encoders):
+def test_encoder_raises_if_earlier_trained_answer_has_leading_newlines(joining_encoders):
     encoder = joining_encoders["released_template"]
     ask, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "\n\nSeven."}
     messages = (ask, {**answer, "content": "Six."}, ask, answer, ask, {**answer, "content": "Eight."})
@@ -268,38 +268,38 @@ PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif 
     ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '\n' }}{% endfor %}" + PROMPT,
      "message 2: the answer is followed by .*im_start.*, expected a token that closes the turn"),
 ])  # fmt: skip
-def test_encoder_template_whose_answers_cannot_be_located_raises(processor, read, template, message):
+def test_encoder_raises_if_answers_cannot_be_located_in_rendered_template(processor, read, template, message):
     with pytest.raises(DataError, match=message):
         Encoder(with_template(processor, template))(read(dialogue("Hi", "Seven", "Hi", "Eight")))
 
 
-def test_encoder_template_that_drops_images_raises(processor, read, tmp_path):
+def test_encoder_raises_if_template_drops_images(processor, read, tmp_path):
     other = with_template(processor, f"{{% for m in messages if m.content is string %}}{TURN}{{% endfor %}}{PROMPT}")
     picture(tmp_path / "7.png", 64, 64)
     conversation = read(dialogue([{"type": "image", "image": "7.png"}], "7"))
     assert_refused(Encoder(other), "1: the chat template made 0 placeholders for images, expected 1", conversation)
 
 
-def test_encoder_image_rejected_by_processor_raises_error_naming_record(encoder, read, tmp_path):
+def test_encoder_error_names_record_if_processor_rejects_image(encoder, read, tmp_path):
     picture(tmp_path / "7.png", 1, 500)
     conversation = read(dialogue([{"type": "image", "image": "7.png"}], "7"))
     assert_refused(encoder, r"train.jsonl:1: the processor rejects an image or video: .*aspect ratio", conversation)
 
 
 @pytest.mark.parametrize("role", ["user", "assistant"])
-def test_encoder_invalid_unicode_raises(encoder, read, role):
+def test_encoder_raises_if_text_is_not_valid_unicode(encoder, read, role):
     messages = dialogue("a", "b")
     messages[role == "assistant"]["content"] = "a\ud800"
     assert_refused(encoder, r"train.jsonl:1: found text that is not valid Unicode", read(messages))
 
 
 @pytest.mark.parametrize("template", ["{{ 5 + 'a' }}", "{{ nothing.at }}", "{{ raise_exception('no') }}", "{% if %}"])
-def test_encoder_failing_template_raises_error_naming_record(processor, read, template):
+def test_encoder_error_names_record_if_template_fails(processor, read, template):
     broken, conversation = with_template(processor, template), read(dialogue("a", "b"))
     assert_refused(Encoder(broken), r"train.jsonl:1: the chat template fails", conversation)
 
 
-def test_encoder_deeply_nested_tool_raises_error_naming_record(encoder, read):
+def test_encoder_error_names_record_if_tool_is_deeply_nested(encoder, read):
     tool: dict = {}
     for _ in range(900):
         tool = {"a": tool}

@@ -195,13 +195,13 @@ def test_streamed_cache_of_rows_has_bounded_memory(seed):
     assert not state["_kept"] and not state["_readings"]
 
 
-def test_streamed_read_far_ahead_equals_sequential_read_and_warns(rows_stream, caplog):
+def test_streamed_dataset_warns_and_reads_same_samples_if_read_far_ahead(rows_stream, caplog):
     begun = StreamedDataset(rows_stream, "x", seed=5, buffer_size=16)
     expected = epoch_of(begun, 4)
     source = StreamedDataset(rows_stream, "x", seed=5, buffer_size=16, keep=20)
     with caplog.at_level(logging.WARNING, "qwen3vl_bridge.data.hub"):
         numbers = source.sample_numbers(4, 66, 10)
-        assert caplog.messages == ["x: epoch 4 is read from its beginning to reach sample 75; the latest 20 are kept"]
+        assert caplog.messages == ["x: epoch 4 is read from its beginning to reach sample 75; the latest 20 are cached"]
         assert [asked(source, number) for number in range(numbers[0] - 10, numbers[-1] + 1)] == expected[56:76]
         assert len(caplog.messages) == 1
         assert asked(source, 4 * EPOCH_STRIDE + 30) == expected[30] and len(caplog.messages) == 2
@@ -219,7 +219,7 @@ def broken_at(place: int, state: dict):
     return rows
 
 
-def test_streamed_connection_error_raises_data_unavailable_and_reading_can_continue():
+def test_streamed_dataset_can_be_read_again_after_connection_error():
     state = {"broken": True}
     source = StreamedDataset(datasets.IterableDataset.from_generator(broken_at(7, state)), "owner/name#train")
     assert [asked(source, number) for number in source.sample_numbers(0, 0, 7)] == list(range(7))
@@ -239,15 +239,15 @@ def test_streamed_connection_error_raises_data_unavailable_and_reading_can_conti
     assert [asked(source, number) for number in source.sample_numbers(0, 0, 99)] == list(range(20))
 
 
-def test_streamed_row_of_different_type_raises_error_naming_row():
+def test_streamed_dataset_error_names_row_of_different_type():
     rows = [record(0), {"messages": [{"role": "user", "content": ["a", {"b": 1}]}, ANSWER]}, record(2)]
     source = StreamedDataset(datasets.IterableDataset.from_generator(rows.__iter__), "x")
     assert asked(source, 0) == 0
-    with pytest.raises(DataError, match=r"^x\[1\]: .*ArrowInvalid.* expected rows of one type \(pass features"):
+    with pytest.raises(DataError, match=r"^x\[1\]: .*ArrowInvalid.* several types, pass features"):
         source[1]
 
 
-def test_streamed_invalid_rows_raise_errors_naming_row(rows_stream):
+def test_streamed_dataset_error_names_invalid_row(rows_stream):
     bad = [{"messages": [{"role": "user", "content": "?"}]}, {"messages": None}, {"words": "hi"}, record(3)]
     source = StreamedDataset(datasets.IterableDataset.from_generator(bad.__iter__), "x")
     assert len(source.sample_numbers(0, 0, 9)) == 4
@@ -395,7 +395,7 @@ def test_streamed_part_begins_next_epoch_when_its_samples_are_used_up(make, divi
     assert [size[0] for size in sizes] == [15, 15, 10] and all(size[1] == size[0] for size in sizes)
 
 
-def test_streamed_fewer_files_than_parts_raises(make, divided, stream):
+def test_streamed_rows_raise_if_files_are_fewer_than_parts(make, divided, stream):
     with pytest.raises(DataError, match=r"^train: found 8 files or row groups .*expected at least 9, one for each"):
         StreamedRows(make(dataset=divided[0])(), 9)
 
@@ -447,14 +447,14 @@ class Breaks(JsonLines):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_batch_stream_unavailable_media_raises_even_if_on_bad_is_drop(make, train_file, workers):
+def test_batch_stream_raises_if_media_is_unavailable_even_if_on_bad_is_drop(make, train_file, workers):
     stream = BatchStream(make(seed=None, on_bad="drop", source=Breaks(train_file))(), num_workers=workers)
     with pytest.raises(DataUnavailable, match=r"^train.jsonl:3: found no answer$"):
         take(stream, 8)
 
 
-def test_offline_packing_of_streamed_data_raises(make, tmp_path):
-    with pytest.raises(ValueError, match="found a stream, expected samples by number"):
+def test_offline_packing_raises_if_data_is_streamed(make, tmp_path):
+    with pytest.raises(ValueError, match="the data set is streamed, so its rows cannot be packed before"):
         pack(make()(), tmp_path / "rows")
 
 
@@ -506,7 +506,7 @@ def test_streamed_build_datasets_equals_streams_of_ranks_and_resumes(provider):
     assert names(built(again, 40, dp=2)[0], range(12)) == expected
 
 
-def test_streamed_provider_invalid_settings_raise(provider):
+def test_streamed_provider_raises_if_settings_are_invalid(provider):
     for changes, message in (
         ({"streaming": False, "stream_parts": 4}, "stream_parts is 4, but streaming is off"),
         ({"stream_parts": 0}, "stream_parts is 0, expected at least 1"),

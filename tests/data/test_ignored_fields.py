@@ -54,7 +54,7 @@ def having(what: str) -> Conversation:
     ("released_thinking_template.jinja", {"a system prompt after the first message"}),
     ("{{ tools | tojson if tools else '' }}" + PLAIN, {"reasoning_content", "tool_calls"}),
 ])  # fmt: skip
-def test_check_fields_field_not_rendered_by_template_raises(encoder_with, template, left_out):
+def test_check_fields_raises_if_template_does_not_render_a_field(encoder_with, template, left_out):
     encoder = encoder_with(template)
     for what in HAVE:
         for work in (encoder, encoder.size, pickle.loads(pickle.dumps(encoder)).size):
@@ -69,13 +69,13 @@ def test_check_fields_field_not_rendered_by_template_raises(encoder_with, templa
         encoder(Conversation("train.jsonl:1", messages, tools=()))
 
 
-def test_check_fields_error_raised_by_template_is_shown(encoder_with):
+def test_check_fields_shows_error_that_template_raises(encoder_with):
     picky = PLAIN.replace(TURN, "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + TURN)
     with pytest.raises(DataError, match="the chat template fails: no tools"):
         encoder_with(picky)(having("a tool's answer"))
 
 
-def test_check_fields_ignoring_tools_as_error_advises_resolves_it(tmp_path, encoder_with):
+def test_check_fields_accepts_record_if_tools_are_ignored_as_advised(tmp_path, encoder_with):
     path = write(tmp_path / "train.jsonl", [{"messages": [ASK, ANSWER], "tools": [TOOL]}])
     encoder = encoder_with(PLAIN)
     with pytest.raises(DataError, match=r"found tools, .* leave them out \(columns.ignore=\[tools\]\), or give the"):
@@ -125,7 +125,7 @@ def trained(encoder: Encoder, conversation: Conversation) -> str:
 @pytest.mark.parametrize(
     ("text", "at"), [*((text, 3) for text in STRAY), *((text, 1) for text in STRAY if " <think> in" not in text)]
 )
-def test_answer_text_dropped_by_template_at_think_tags_raises(encoder_with, template, text, at):
+def test_encoder_raises_if_template_drops_answer_text_at_think_tags(encoder_with, template, text, at):
     encoder, problem = (
         encoder_with(template),
         rf"^train.jsonl:1: message {at + 1}: .* writes only .*; put reasoning",
@@ -143,7 +143,7 @@ def test_answer_text_dropped_by_template_at_think_tags_raises(encoder_with, temp
 
 
 @pytest.mark.parametrize("text", [*STRAY, "<think>\nTwo.\n</think>\n\n4"])
-def test_think_tags_stay_text_with_template_without_thinking(encoder_with, text):
+def test_think_tags_stay_text_if_template_knows_no_thinking(encoder_with, text):
     for at in (1, 3):
         assert trained(encoder_with("released_template.jinja"), said({**ANSWER, "content": text}, at)) == text + END
 
@@ -190,7 +190,7 @@ def test_inline_thinking_raises_if_template_reads_it_as_text(encoder_with):
 
 
 @pytest.mark.parametrize("changed", ["m.content.split('</think>')[-1]", "m.content | upper", "m.content[:4]"])
-def test_answer_changed_by_template_raises(encoder_with, changed):
+def test_encoder_raises_if_template_changes_answer(encoder_with, changed):
     encoder, text = encoder_with(PLAIN.replace("m.content", changed)), "<think>\nTwo.\n</think>\n\n4"
     with pytest.raises(DataError, match=r"message 4: .*[;:] (exclude it|give the checkpoint ano)"):
         encoder(said({**ANSWER, "content": text}))

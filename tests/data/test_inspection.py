@@ -69,13 +69,13 @@ def test_inspection_shows_all_tokens_in_order(train_file, encoder, processor):
         assert words == processor.tokenizer.decode(ids)
 
 
-def test_inspection_long_answer_of_replacement_characters_is_shown(tmp_path, inspect):
+def test_inspection_shows_long_answer_of_replacement_characters(tmp_path, inspect):
     answer = "\ufffd" * 500
     (view,) = inspect(write(tmp_path / "train.jsonl", [conversation(answer)])).samples
     assert trained_text(view) == answer + END
 
 
-def test_inspection_text_brackets_trained_tokens_and_shortens_image_tokens(tmp_path, inspect):
+def test_inspection_text_marks_trained_tokens_and_abbreviates_image_tokens(tmp_path, inspect):
     picture(tmp_path / "a.png", 64, 96)
     record = conversation("a fox", question=[{"type": "image", "image": "a.png"}])
     text = as_text(inspect(write(tmp_path / "train.jsonl", [record])), brackets=True).plain
@@ -108,7 +108,7 @@ def test_inspection_html_shows_images_as_resized_by_processor(tmp_path, inspect,
     assert np.abs(odd - resized.permute(1, 2, 0).numpy().astype(int)).max() <= 1  # measured: 0
 
 
-def test_inspection_html_large_images_are_stored_as_jpeg(tmp_path, inspect, monkeypatch):
+def test_inspection_html_stores_large_images_as_jpeg(tmp_path, inspect, monkeypatch):
     Image.new("RGB", (96, 64), (200, 30, 90)).save(tmp_path / "a.png")
     record = conversation("yes", question=[{"type": "image", "image": "a.png"}])
     monkeypatch.setattr("qwen3vl_bridge.data.inspection._MOST_PNG_PIXELS", 0)
@@ -176,7 +176,7 @@ N = 200_000
     "long", ["x" * N, "'" + "." * N, "'" * N, "1" * N, "x/" * (N // 2)],
     ids=["x", "dots", "quotes", "digits", "slashes"],
 )  # fmt: skip
-def test_group_errors_long_word_takes_linear_time(long):
+def test_group_errors_takes_linear_time_for_long_word(long):
     """Measured 0.04 s; quadratic time would be minutes."""
     begun = time.monotonic()
     errors = [(str(n), f"{n}: {long}", f"found '/a/{n} b.png' in {long} and {n}.5/x") for n in range(3)]
@@ -205,7 +205,7 @@ def test_inspection_reports_all_errors_in_one_pass(tmp_path, inspect):
     assert "\nerrors         1 (--lengths 9 looks at all samples)\n" in as_text(inspect(file, show=2, lengths=1)).plain
 
 
-def test_inspection_all_samples_invalid_reports_none_measured(tmp_path, inspect):
+def test_inspection_reports_none_measured_if_all_samples_are_invalid(tmp_path, inspect):
     file = write(tmp_path / "train.jsonl", [{"messages": "none"}] * 3)
     found = inspect(file)
     write_html(found, tmp_path / "report.html", "train.jsonl", "model")
@@ -214,7 +214,7 @@ def test_inspection_all_samples_invalid_reports_none_measured(tmp_path, inspect)
     assert json.loads(as_json(found))["length"] is None
 
 
-def test_inspection_unexpected_exception_gets_note_naming_sample(train_file, inspect, monkeypatch):
+def test_inspection_adds_note_naming_sample_to_unexpected_exception(train_file, inspect, monkeypatch):
     def fail(*_, **__):
         raise TypeError("no such thing")
 
@@ -239,7 +239,7 @@ def test_inspection_lengths_and_row_fill_match_row_plan(train_file, inspect, mak
     assert inspect(train_file, seq_length=1).row_fills == ()
 
 
-def test_inspection_start_seed_show_and_lengths_select_samples(train_file, inspect):
+def test_inspection_selects_samples_by_start_seed_show_and_lengths(train_file, inspect):
     def lines(**how):
         return [int(view.sample_id.rpartition(":")[2]) for view in inspect(train_file, lengths=1, **how).samples]
 
@@ -289,7 +289,7 @@ def test_inspection_html_names_data_and_model_and_shows_images_and_frames(tmp_pa
     assert len(re.findall(r"does not fit into a row: [\d,]+ tokens, and a row has 700", page)) == 1
 
 
-def test_inspection_html_long_sample_is_collapsed(tmp_path, inspect):
+def test_inspection_html_collapses_long_sample(tmp_path, inspect):
     records = [conversation("7 " * 200), conversation("7 " * 1000)]
     found = inspect(write(tmp_path / "train.jsonl", records), images=True, seq_length=20_000)
     assert len(found.samples[0].pieces) <= inspection._MOST_OPEN < len(found.samples[1].pieces)
@@ -330,7 +330,7 @@ def test_inspect_command_writes_report_and_overwrites_only_if_asked(run, train_f
     assert report.read_text() == page
 
 
-def test_inspect_command_without_valid_records_writes_no_report(run, tmp_path, capsys):
+def test_inspect_command_writes_no_report_if_no_record_is_valid(run, tmp_path, capsys):
     file, report = write(tmp_path / "train.jsonl", [{"messages": []}] * 3), tmp_path / "report.html"
     command = (file, "--output", report)
     assert run(*command) == 1 and not report.exists()
@@ -341,7 +341,7 @@ def test_inspect_command_without_valid_records_writes_no_report(run, tmp_path, c
     assert run(*command) == 1 and "train.jsonl:2" in report.read_text()
 
 
-def test_inspect_command_images_outside_media_root_need_second_media_root(run, train_file, tmp_path, capsys):
+def test_inspect_command_requires_second_media_root_for_images_outside_first(run, train_file, tmp_path, capsys):
     (tmp_path / "images").symlink_to(train_file.parent / "images")
     (tmp_path / "train.jsonl").write_bytes(train_file.read_bytes())
     command = (tmp_path / "train.jsonl", "--samples", "0")
@@ -350,13 +350,13 @@ def test_inspect_command_images_outside_media_root_need_second_media_root(run, t
     assert run(*command, "--media-root", tmp_path, "--media-root", train_file.parent) == 0
 
 
-def test_inspect_command_answers_last_marks_only_last_answer_as_trained(run, tmp_path, capsys):
+def test_inspect_command_marks_only_last_answer_as_trained_if_answers_is_last(run, tmp_path, capsys):
     file = write(tmp_path / "train.jsonl", [conversation("one", "two")])
     assert run(file, "--answers", "last") == 0
     assert re.findall(r"\[\[.*\]\]", capsys.readouterr().out) == [f"[[two{END}]]"]
 
 
-def test_inspect_command_exits_1_for_bad_samples_and_2_for_wrong_usage(run, tmp_path, capsys):
+def test_inspect_command_exit_code_is_1_for_bad_samples_and_2_for_wrong_usage(run, tmp_path, capsys):
     file = write(tmp_path / "train.jsonl", [conversation("one"), {"messages": []}])
     assert run(file) == 1
     assert "train.jsonl:2" in capsys.readouterr().out

@@ -18,7 +18,7 @@ def first(rows, number: int = 20) -> list:
     return [rows.collate_fn([rows[row]]) for row in range(number)]
 
 
-def test_rows_sample_of_exactly_seq_length_fits_and_longer_raises(make_rows, encoder, train_file):
+def test_rows_accept_sample_of_seq_length_and_raise_if_it_is_longer(make_rows, encoder, train_file):
     file = JsonLines(train_file)
     longest = max(encoder.size(file[index]).tokens for index in range(40))
     first(make_rows(seq_length=longest)())
@@ -26,7 +26,7 @@ def test_rows_sample_of_exactly_seq_length_fits_and_longer_raises(make_rows, enc
         first(make_rows(seq_length=longest - 1)())
 
 
-def test_rows_sample_over_seq_length_raises_or_is_dropped(make_rows, caplog):
+def test_rows_raise_or_drop_sample_over_seq_length(make_rows, caplog):
     rows = make_rows(seq_length=64, seed=None)
     with pytest.raises(
         DataError, match=r"train.jsonl:\d+: found a sample of \d+ tokens, expected at most 64 \(dataset.seq_length"
@@ -43,7 +43,7 @@ def test_rows_sample_over_seq_length_raises_or_is_dropped(make_rows, caplog):
         make_rows(seq_length=8, on_long="drop")()[0]
 
 
-def test_rows_microbatch_of_two_packed_rows_raises(make_rows):
+def test_collate_fn_raises_if_microbatch_has_two_packed_rows(make_rows):
     rows = make_rows()()
     with pytest.raises(ValueError, match="micro_batch_size is 2, expected 1 with packing"):
         rows.collate_fn([rows[0], rows[1]])
@@ -85,7 +85,7 @@ def test_assign_rows_assigns_each_row_once_and_balances_costs_of_ranks(ranks, tu
     assert waits(costs, order, ranks)[1] == pytest.approx(best / (sum(costs) / ranks))
 
 
-def test_assign_rows_has_shorter_waits_than_rows_in_order():
+def test_assign_rows_shortens_waits_compared_with_rows_in_order():
     """64 full rows with a varying share of images, for 8 ranks. Measured: the longest wait at the end of a step is 1.04
     times the mean (1.19 in order); summed over turns 1.11 (1.58).
     """
@@ -98,10 +98,10 @@ def test_assign_rows_has_shorter_waits_than_rows_in_order():
     assert step < 1.05 < 1.15 < plain_step and turn < 1.2 < 1.5 < plain_turn
 
 
-def test_assign_rows_count_not_divisible_by_ranks_raises(make_rows):
+def test_assign_rows_raises_if_row_count_is_not_divisible_by_ranks(make_rows):
     with pytest.raises(ValueError, match="found 7 rows to assign to 2 ranks"):
         assign_rows([1.0] * 7, 2)
-    with pytest.raises(ValueError, match="4 rows are assigned to 3 data-parallel ranks, expected a multiple"):
+    with pytest.raises(ValueError, match="balance_over is 4, expected a multiple of the 3 data-parallel ranks"):
         make_rows(balance=Balance(4, COSTS))(ranks=3)
 
 
@@ -157,7 +157,7 @@ def test_balanced_stream_of_one_rank_resumes_unbalanced_stream_at_any_row(make_r
 
 
 @pytest.mark.parametrize(("over", "batch", "ramp"), [(8, 4, None), (3, 4, None), (4, 4, [2, 2, 8])])
-def test_balance_over_different_from_global_batch_size_raises(over, batch, ramp):
+def test_forward_step_raises_if_balance_over_differs_from_global_batch_size(over, batch, ramp):
     train = SimpleNamespace(global_batch_size=batch, rampup_batch_size=ramp)
     state = SimpleNamespace(cfg=SimpleNamespace(dataset=SimpleNamespace(balance_over=over), train=train))
     with pytest.raises(ValueError, match=f"dataset.balance_over is {over} with train.global_batch_size {batch}"):

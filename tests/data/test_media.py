@@ -45,7 +45,7 @@ def linked(tmp_path):
     ("images/gqa.png", "mnt/gqa", "mnt/gqa"),  # a file that is one
     ("../mnt/coco/train/1.png", "mnt", "mnt/coco/train"), ("{}/mnt/gqa/1.png", "mnt/gqa", "mnt/gqa"),
 ])  # fmt: skip
-def test_find_media_path_leaving_media_root_raises_unless_into_another_root(linked, name, lies_in, missing):
+def test_find_media_raises_if_path_leaves_all_media_roots(linked, name, lies_in, missing):
     root, name = linked / "data", name.format(linked)
     with pytest.raises(DataError) as caught:
         find_media(name, root, "here")
@@ -78,7 +78,7 @@ def test_find_media_searches_media_roots_in_order(linked):
 
 @pytest.mark.parametrize("name", ["loop.png", "loop.png/1.png", "images/round/round/1.png", "images/self/1.png"])
 @pytest.mark.parametrize("roots", [["data"], ["data", "more"]])
-def test_find_media_symlink_loops_raise(linked, name, roots):
+def test_find_media_raises_if_symlinks_form_a_loop(linked, name, roots):
     (linked / "data/loop.png").symlink_to("pool.png")
     (linked / "data/pool.png").symlink_to("loop.png")
     (linked / "data/images/round").symlink_to(".")
@@ -87,7 +87,7 @@ def test_find_media_symlink_loops_raise(linked, name, roots):
         find_media(name, MediaAccess.from_settings([linked / root for root in roots]), "here")
 
 
-def test_find_media_relative_media_roots_work_like_absolute_ones(linked, monkeypatch):
+def test_find_media_treats_relative_media_roots_like_absolute_ones(linked, monkeypatch):
     monkeypatch.chdir(linked)
     with pytest.raises(DataError, match=rf"inside the media root data; .*media_root=\[data,{linked}/mnt/coco/train\]"):
         find_media("images/coco/train/1.png", MediaAccess.from_settings("data"), "here")
@@ -132,7 +132,7 @@ LOSSLESS = {"PNG": {}, "TIFF": {}, "WEBP": {"lossless": True, "exact": True}, "A
 
 @pytest.mark.parametrize("kind", LOSSLESS)
 @given(pixels=arrays.arrays(np.uint8, shape_of(4)))
-def test_load_image_transparent_pixels_are_blended_onto_white(kind, pixels):
+def test_load_image_blends_transparent_pixels_onto_white(kind, pixels):
     file = file_of(Image.fromarray(pixels, "RGBA"), kind, **LOSSLESS[kind])
     opened = Image.open(io.BytesIO(file))
     stored = np.asarray(opened.convert("RGBA"))  # AVIF stores colours approximately
@@ -146,7 +146,7 @@ def test_load_image_transparent_pixels_are_blended_onto_white(kind, pixels):
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG2000", "TGA"])
 @given(pixels=arrays.arrays(np.uint8, shape_of(2)))
-def test_load_image_transparent_gray_pixels_are_blended_onto_white(kind, pixels):
+def test_load_image_blends_transparent_gray_pixels_onto_white(kind, pixels):
     image = Image.merge("LA", [Image.fromarray(pixels[..., channel]) for channel in (0, 1)])
     found = np.asarray(load_image(file_of(image, kind), "here"))
     grey, alpha = pixels[..., :1].astype(int), pixels[..., 1:].astype(int)
@@ -180,12 +180,12 @@ RED_GREEN_BLUE = bytes([255, 0, 0, 0, 255, 0, 0, 0, 255])
     (png(16, 4, [0x12, 0x34, 0, 0, 0x80, 0, 0xFF, 0xFF]), [255, 0x80]),
     (png(16, 6, [0, 0] * 4 + [0x80, 0] * 3 + [0xFF, 0xFF]), [255, 0x80]),
 ])  # fmt: skip
-def test_load_image_png_transparency_in_any_bit_depth_is_blended_onto_white(file, expected):
+def test_load_image_blends_png_transparency_of_any_bit_depth_onto_white(file, expected):
     assert np.array_equal(load_image(file, "here"), [[np.broadcast_to(one, 3) for one in expected]])
 
 
 @pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP"])
-def test_load_image_animation_gives_first_frame_on_white(kind):
+def test_load_image_returns_first_frame_of_animation_on_white(kind):
     clear, other = Image.new("RGBA", (6, 4), (0, 0, 0, 0)), Image.new("RGBA", (6, 4), (0, 0, 255, 128))
     clear.paste("red", (0, 0, 2, 4))
     clear.putpixel((2, 0), (0, 255, 0, 255))
@@ -205,7 +205,7 @@ OPAQUE = {
 
 @pytest.mark.parametrize(("kind", "mode"), [(kind, mode) for kind, modes in OPAQUE.items() for mode in modes])
 @given(pixels=arrays.arrays(np.uint8, st.just((16, 16, 3))))
-def test_load_image_opaque_matches_pillow_rgb_conversion(kind, mode, pixels):
+def test_load_image_of_opaque_image_matches_pillow_rgb_conversion(kind, mode, pixels):
     image = Image.fromarray(pixels)
     file = file_of(Image.merge("LAB", image.split()) if mode == "LAB" else image.convert(mode), kind)
     assert np.array_equal(load_image(file, "here"), Image.open(io.BytesIO(file)).convert("RGB"))
@@ -254,13 +254,13 @@ def sideways_png(where: str, how: bytes, folder: Path) -> Path:
 
 @pytest.mark.parametrize("where", ["before", "behind"])
 @pytest.mark.parametrize("how", [b"eXIf", b"tEXt", b"zTXt", b"iTXt"])
-def test_load_image_png_orientation_in_any_metadata_chunk_is_applied(tmp_path, where, how):
+def test_load_image_applies_png_orientation_in_any_metadata_chunk(tmp_path, where, how):
     path = sideways_png(where, how, tmp_path)
     assert load_image(path, "here").size == (30, 50)
     assert image_size(path, "here") == (50, 30) == image_size(path.read_bytes(), "here")
 
 
-def test_image_size_png_does_not_decode_pixels(tmp_path, monkeypatch):
+def test_image_size_of_png_does_not_decode_pixels(tmp_path, monkeypatch):
     path = picture(tmp_path / "x.png", 300, 500)
     assert path.read_bytes().count(b"IDAT") > 1
     Image.open(path).save(tmp_path / "frames.png", save_all=True, append_images=[Image.new("RGB", (500, 300))])
@@ -270,7 +270,7 @@ def test_image_size_png_does_not_decode_pixels(tmp_path, monkeypatch):
             assert image_size(file, "here") == (300, 500) == image_size(file.read_bytes(), "here")
 
 
-def test_image_size_truncated_png_raises(tmp_path):
+def test_image_size_raises_if_png_is_truncated(tmp_path):
     whole = picture(tmp_path / "x.png", 40, 60).read_bytes()
 
     def read_whole(content: bytes) -> bool:
@@ -292,7 +292,7 @@ def test_image_size_truncated_png_raises(tmp_path):
 
 
 @pytest.mark.parametrize("chunks", [b"", chunk(b"blAb", b""), chunk(b"blAb", b"") * 2**17, b"\xff" * 90])
-def test_image_size_png_with_unusual_chunks_matches_load_image(tmp_path, chunks):
+def test_image_size_of_png_with_unusual_chunks_matches_load_image(tmp_path, chunks):
     whole = picture(tmp_path / "x.png", 30, 50).read_bytes()
     place = whole.index(b"IEND") - 4
     content = whole[:place] + chunks + whole[place:]
@@ -318,7 +318,7 @@ def broken(kind: str, file: Path) -> None:
     # Pillow itself only warns of up to twice its limit.
     *(("large", n, f"x.png is too large: .* pixels.* expected at most {n:,} pixels") for n in (1000, 3000)),
 ])  # fmt: skip
-def test_encoder_undecodable_or_too_large_image_raises(
+def test_encoder_raises_if_image_is_undecodable_or_too_large(
     tmp_path, encoder, read, monkeypatch, kind, limit, message, method
 ):
     if limit is not None:
@@ -361,7 +361,7 @@ def test_sample_frames_reads_mpeg_ts_video_file(secret, processor):
     ("a.m3u8", PLAYLIST), ("a.mp4", PLAYLIST), ("a.ffconcat", CONCAT), ("a.mkv", CONCAT), ("a.mpd", DASH),
     ("a.sdp", SESSION), ("a.mov", SESSION),
 ])  # fmt: skip
-def test_sample_frames_playlist_raises_and_opens_no_other_file_or_port(secret, processor, name, text, as_bytes):
+def test_sample_frames_raises_if_video_is_playlist_and_opens_no_other_file(secret, processor, name, text, as_bytes):
     path = secret.parents[1] / "root" / name
     path.write_text(text.format(secret))
     found = find_media(name, path.parent, "here")
@@ -372,7 +372,7 @@ def test_sample_frames_playlist_raises_and_opens_no_other_file_or_port(secret, p
 
 
 @pytest.mark.parametrize("read", [image_size, load_image])
-def test_load_image_postscript_raises_without_running_ghostscript(tmp_path, monkeypatch, read):
+def test_load_image_runs_no_ghostscript_and_raises_if_image_is_postscript(tmp_path, monkeypatch, read):
     """Pillow passes PostScript to Ghostscript, if that is installed; here it is a script that leaves a trace."""
     ghostscript, trace = tmp_path / "bin/gs", tmp_path / "trace"
     ghostscript.parent.mkdir()
@@ -405,6 +405,6 @@ def test_load_processor_does_not_run_remote_code(untied_folder, tmp_path, monkey
     assert not hasattr(sys, "evil_was_run")
 
 
-def test_image_size_undecodable_bytes_error_shows_first_bytes():
+def test_image_size_error_shows_first_of_undecodable_bytes():
     with pytest.raises(DataError, match=r"does not decode as an image: these bytes are no image \(b'no pictu'...\)"):
         image_size(b"no picture at all", "here")

@@ -71,7 +71,7 @@ def test_mixture_weights_are_shares_of_samples_in_each_epoch(make, sets):
 
 
 @pytest.mark.parametrize("settings", [{}, {"pack": False}, {"pad_to_multiple_of": 8}])
-def test_mixture_rows_independent_of_ranks_workers_and_resume(make, sets, settings):
+def test_mixture_rows_do_not_depend_on_ranks_workers_or_resume(make, sets, settings):
     provider, number = make(sets(**EPOCHS), **settings), 24
     whole = list(islice(provider.stream("train"), number))
     for ranks, workers in ((1, 2), (2, 0), (4, 0)):
@@ -100,7 +100,7 @@ def test_mixture_build_datasets_with_cp_and_balancing_has_same_rows_per_batch(ma
     assert test is None and provider.position["data"]["samples"] == sum(SIZES.values())
 
 
-def test_mixture_resume_raises_for_changed_epochs_but_not_for_moved_files(make, sets, folders, tmp_path):
+def test_mixture_resume_raises_if_epochs_changed_but_not_if_files_moved(make, sets, folders, tmp_path):
     state = make(sets(**EPOCHS)).stream("train").state_dict()
     with pytest.raises(ValueError, match=r"other data: found data .*\(20 an epoch\)"):
         make(sets(**{**EPOCHS, "letters": {"epochs": 0.5}})).stream("train").load_state_dict(state)
@@ -137,7 +137,7 @@ def test_mixture_rows_can_be_packed_offline(make, sets, checkpoint, tmp_path, ca
     assert "--mixture: dataset.mixture is" in capsys.readouterr().err
 
 
-def test_mixture_bad_record_error_names_its_data_set(make, folders, tmp_path):
+def test_mixture_error_names_data_set_of_bad_record(make, folders, tmp_path):
     write(tmp_path / "bad.jsonl", [{"messages": [{"role": "user", "content": [{"type": "image", "image": "no.png"}]}]}])
     provider = make([{"path": str(tmp_path / "bad.jsonl")}, {"path": str(folders / "talk"), "epochs": 0.2}])
     with pytest.raises(DataError, match=r"^bad/bad.jsonl:1: message 1, part 1: 'no.png' .*does not exist"):
@@ -165,15 +165,15 @@ def test_mixture_data_set_without_name_is_named_after_its_path(path, name):
     ([{"path": "a"}, {"path": "b", "epochs": -1}], r"dataset.mixture\[1\].epochs is -1, expected a number above 0"),
     ([{"path": "a", "weight": True}], "weight is True, expected a number above 0"),
     ([{"path": "a", "weight": float("nan")}], "weight is nan, expected a number above 0"),
-    ([{"path": "a", "weight": 1, "epochs": 1}], "has weight 1 and epochs 1, expected one of them"),
-    ([{"path": "a", "weight": 1}, {"path": "b"}], "has weights, but none for b; expected `weight` for all data sets"),
+    ([{"path": "a", "weight": 1, "epochs": 1}], "sets both weight 1 and epochs 1; set only"),
+    ([{"path": "a", "weight": 1}, {"path": "b"}], "sets `weight` for some data sets, but not for b; set it"),
     ([{"path": "a", "ratio": 1}], r"has 'ratio', which is not a setting of a data set; expected any of path"),
-    ([{"path": "/x/a"}, {"path": "/y/a"}], "has 2 data sets named 'a'; give each a `name`"),
+    ([{"path": "/x/a"}, {"path": "/y/a"}], "has 2 data sets with the name 'a'; set a `name` for each"),
     ([{"weight": 1}], "expected a `path`"), ([{"path": "a", "schema_adapter": "cord"}], "cord"),
     ([], r"has \[\], expected a list of data sets"),
     ("/nowhere/mix.yaml", "is '/nowhere/mix.yaml', which cannot be read .* expected a YAML file"),
 ])  # fmt: skip
-def test_mixture_invalid_settings_raise(make, mixture, message):
+def test_mixture_raises_if_settings_are_invalid(make, mixture, message):
     with pytest.raises(ValueError, match=message):
         make(mixture)
 
@@ -184,12 +184,12 @@ def test_mixture_invalid_settings_raise(make, mixture, message):
     ({"valid_path": "x"}, "found data for valid in 'x' by dataset.valid_path and .*talk'.* by dataset.mixture"),
     ({"streaming": True}, "mixture is .*, but streaming is on; it needs a data set with random access"),
 ])  # fmt: skip
-def test_mixture_together_with_data_path_or_streaming_raises(make, sets, changes, message):
+def test_mixture_raises_if_data_path_or_streaming_is_also_set(make, sets, changes, message):
     with pytest.raises(ValueError, match=message):
         make(sets(talk={}), **changes)
 
 
-def test_mixture_empty_data_set_or_epoch_without_samples_raises(make, sets, tmp_path):
+def test_mixture_raises_if_data_set_is_empty_or_epoch_has_no_samples(make, sets, tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(DataError, match=re.escape("empty.jsonl: found no lines")):
         make([*sets(talk={}), {"path": str(tmp_path / "empty.jsonl")}]).rows("train")
@@ -208,7 +208,7 @@ def test_mixture_is_set_by_command_line_override_or_yaml_file(sets, tmp_path):
     assert [one.epochs for one in cfg.dataset.mixture_sets("train")] == [2]
 
 
-def test_mixture_dropped_samples_are_counted_per_data_set(make, sets, tmp_path):
+def test_mixture_counts_dropped_samples_per_data_set(make, sets, tmp_path):
     broken = picture(tmp_path / "broken.jpg", 64, 64)
     broken.write_bytes(broken.read_bytes()[:-400])
     parts = [{"type": "image", "image": "broken.jpg"}]

@@ -185,7 +185,7 @@ def test_named_schema_reads_published_data_set_format(tmp_path, encoder, publish
 
 
 @pytest.mark.parametrize("published", NEED_A_SETTING, ids=[published.name for published in NEED_A_SETTING])
-def test_published_data_set_format_without_its_setting_raises(tmp_path, published):
+def test_open_source_raises_if_published_format_lacks_its_setting(tmp_path, published):
     path = written(tmp_path, published)
     problems = r"the (columns|keys) .*, expected|1,? expected a string|'image_1', which looks|1 placeholders"
     with pytest.raises(DataError, match=f"found ({problems})"):
@@ -217,12 +217,12 @@ def test_cord_v2_answers_equal_megatron_bridge_json2token(parse, several):
     ({"image": b"file", "ground_truth": "{"}, r"x: found {'ground_truth': '{'}, which schema cord_v2 cannot read"),
     ({"image": b"file", "ground_truth": '{"gt_parse": {}}'}, r"x: found \[''\] as the answer, expected a non-empty"),
 ])  # fmt: skip
-def test_cord_v2_invalid_record_raises(record, message):
+def test_cord_v2_raises_if_record_is_invalid(record, message):
     with pytest.raises(DataError, match=message):
         CORD_V2.convert_record(record, "x")
 
 
-def test_cord_v2_table_without_its_columns_raises(folder):
+def test_cord_v2_raises_if_table_lacks_its_columns(folder):
     for name in ("train.parquet", "saved"):
         with pytest.raises(DataError, match="expected 'image' and 'ground_truth' under schema cord_v2"):
             open_source(folder / name, schema_adapter="cord_v2")
@@ -310,7 +310,7 @@ def _there(media, part: str):
     return media / part if (media / part).is_file() else part
 
 
-def test_schema_adapter_video_path_outside_media_root_raises(media):
+def test_schema_adapter_raises_if_video_path_is_outside_media_root(media):
     path = write(media / "clips/train.jsonl", [{**RECORDS["llava_video_178k"], "video": "../7.png"}])
     with pytest.raises(DataError, match=r"part 1: '../7.png' is .*: expected a path inside the media root"):
         open_source(path, schema_adapter="llava_video_178k")[0]
@@ -335,7 +335,7 @@ def video_turns(*changes) -> dict:
     ("squad", {"answers": {"text": []}}, "'Tea is hot.*which schema squad cannot read .IndexError"),
     ("squad", {"answers": {"text": [7]}}, "found .7. as the answer, expected a non-empty"),
 ])  # fmt: skip
-def test_schema_adapter_invalid_record_raises(tmp_path, name, change, message):
+def test_schema_adapter_raises_if_record_is_invalid(tmp_path, name, change, message):
     picture(tmp_path / "7.png", 32, 32)
     record = {**RECORDS[name], **change}
     with pytest.raises(DataError, match=f"^x: .*{message}"):
@@ -361,6 +361,6 @@ def test_inspect_and_pack_commands_read_cord_v2_data(tmp_path, checkpoint, capsy
     assert capsys.readouterr().err.count(said) == 2
 
 
-def test_schema_adapter_unknown_name_raises(make_provider):
+def test_schema_adapter_raises_if_name_is_unknown(make_provider):
     with pytest.raises(ValueError, match=r"schema_adapter is 'cord', expected one of cord_v2, rdr, .*, or none"):
         make_provider(train_path="x.jsonl", schema_adapter="cord")

@@ -87,7 +87,7 @@ def test_offline_packed_rows_are_shuffled_each_epoch_and_resume(packed, make_row
         assert rest == seen[done : done + 8]
 
 
-def test_offline_packed_rows_with_different_settings_or_data_raise(packed, make_rows, train_file, tmp_path):
+def test_offline_packed_rows_raise_if_settings_or_data_differ(packed, make_rows, train_file, tmp_path):
     for settings, message in (
         ({"seq_length": 512}, r"seq_length 512 \(packed with 256\). Pack again$"),
         ({"multiple": 8}, r" 8 \(packed with 1\). Pack again with --pad-to-multiple-of 8"),
@@ -102,7 +102,7 @@ def test_offline_packed_rows_with_different_settings_or_data_raise(packed, make_
         pack(make_rows(packed=packed)(), tmp_path / "again")
 
 
-def test_offline_rows_packed_with_policy_error_are_valid_with_drop_not_vice_versa(packed, make_rows, tmp_path):
+def test_rows_packed_with_on_bad_error_are_valid_with_drop_but_not_vice_versa(packed, make_rows, tmp_path):
     for settings in ({"on_long": "drop", "on_bad": "drop"}, {"on_long": "truncate"}):
         found = [batch.sample_ids for batch in one_pass(make_rows(packed=packed, **settings)())]
         assert found == [batch.sample_ids for batch in one_pass(make_rows(packed=packed)())]
@@ -111,7 +111,7 @@ def test_offline_rows_packed_with_policy_error_are_valid_with_drop_not_vice_vers
         make_rows(packed=PackedRows(tmp_path / "dropping"))()
 
 
-def test_offline_packed_rows_with_different_chat_template_raise(packed, make_rows, processor, collator, train_file):
+def test_offline_packed_rows_raise_if_chat_template_differs(packed, make_rows, processor, collator, train_file):
     other = copy.deepcopy(processor)
     other.chat_template = other.chat_template.replace("<|im_start|>", "<|im_start|>Look! ")
     samples = Samples(JsonLines(train_file), SampleFilter(Encoder(other), limit=256), Sizes(known=packed.size))
@@ -122,13 +122,13 @@ def test_offline_packed_rows_with_different_chat_template_raise(packed, make_row
         stream.load_state_dict(BatchStream(make_rows()()).state_dict())
 
 
-def test_offline_packed_stream_load_state_dict_of_online_packing_raises(packed, make_rows):
+def test_offline_packed_stream_raises_if_position_is_of_online_packing(packed, make_rows):
     state = BatchStream(make_rows()()).state_dict()
     with pytest.raises(ValueError, match=f"found window_size None, expected 8; packed {packed.digest}, expected None"):
         BatchStream(make_rows(packed=packed)()).load_state_dict(state)
 
 
-def test_packed_rows_damaged_folder_raises(packed, tmp_path):
+def test_packed_rows_raise_if_folder_is_damaged(packed, tmp_path):
     def damaged(name: str, contents: bytes | None):
         folder = tmp_path / "damaged"
         folder.mkdir(exist_ok=True)
@@ -185,7 +185,7 @@ def test_offline_packing_report_counts_dropped_and_truncated_samples(make_rows, 
 
 
 @pytest.mark.parametrize("workers", [0, 3])
-def test_offline_packing_dropped_samples_are_logged_once_over_all_workers(make_rows, tmp_path, monkeypatch, workers):
+def test_offline_packing_logs_dropped_samples_once_over_all_workers(make_rows, tmp_path, monkeypatch, workers):
     monkeypatch.setattr(offline_packing, "_CHUNK", 2)  # so that every process drops some
     said = tmp_path / "said"
     handler = logging.FileHandler(said)  # appends, from any process
@@ -205,7 +205,7 @@ def test_offline_packing_dropped_samples_are_logged_once_over_all_workers(make_r
 
 
 @pytest.mark.parametrize("on_bad", ["error", "drop"])
-def test_offline_packed_row_with_image_of_changed_size_raises(make_rows, tmp_path, on_bad):
+def test_offline_packed_row_raises_if_image_size_changed(make_rows, tmp_path, on_bad):
     path = picture(tmp_path / "a.png", 32, 32)
     asked = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}, {"role": "assistant", "content": "7"}]
     file = write(tmp_path / "train.jsonl", [{"messages": asked}])
@@ -282,10 +282,10 @@ def test_pack_command_writes_rows_for_training(command, checkpoint, tmp_path, ca
             replace(provider, **changes).finalize()
 
 
-def test_pack_command_invalid_options_exit_2_and_keep_other_files(command, tmp_path, capsys):
+def test_pack_command_exits_with_code_2_and_keeps_files_if_options_are_invalid(command, tmp_path, capsys):
     output = ["--output", str(tmp_path / "out")]
     assert main([*command, *output, "--image-min-pixels", "900000", "--image-max-pixels", "100"]) == 2
-    assert "expected image_min_pixels up to image_max_pixels" in capsys.readouterr().err
+    assert "set image_min_pixels to at most image_max_pixels" in capsys.readouterr().err
     assert main([*command, *output, "--pad-to-multiple-of", "7"]) == 2
     assert "seq_length is 256, expected a multiple of 7" in capsys.readouterr().err
     assert main([*command, *output, "--no-preserve-thinking"]) == 2

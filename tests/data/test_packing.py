@@ -60,12 +60,12 @@ def test_best_fit_puts_sample_into_fullest_row_with_room():
     (0, 3, "0 tokens, expected 1 to 10"), (11, 3, "11 tokens, expected 1 to 10"),
     (1, 11, "11 patches, expected at most 10"),
 ])  # fmt: skip
-def test_best_fit_too_large_sample_raises(length, patches, found):
+def test_best_fit_raises_if_sample_is_too_large(length, patches, found):
     with pytest.raises(ValueError, match=f"sample 1 has {found}"):
         best_fit([10, length], 10, [3, patches], 10)
 
 
-def test_best_fit_patch_limited_rows_take_few_comparisons_per_sample():
+def test_best_fit_makes_few_comparisons_per_sample_if_patches_limit_rows():
     looks = 0
 
     class Counted(int):
@@ -178,7 +178,7 @@ def test_row_plan_first_row_measures_only_samples_of_first_window():
     assert set(asked) == set(range(10))
 
 
-def test_row_plan_emptiest_row_of_window_is_repacked_in_next_window():
+def test_row_plan_repacks_emptiest_row_of_window_in_next_window():
     lengths = [20, 20, 20, 11, 5, 12]
     plan = plan_of(lengths, 6, window_size=4)
     assert [plan.row(number) for number in range(4)] == [(0, 3), (1,), (2, 5), (4,)]
@@ -200,7 +200,7 @@ def test_row_plan_rows_of_typical_lengths_are_98_percent_full():
     (lambda: plan_of([1], 1, window_size=0), "window_size is 0"),
     (lambda: plan_of(lambda _: 0, 3).row(0), "epoch 0: all samples are bad or too long"),
 ])  # fmt: skip
-def test_row_plan_invalid_settings_or_no_valid_samples_raises(make, message):
+def test_row_plan_raises_if_settings_are_invalid_or_no_sample_is_valid(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -254,6 +254,6 @@ def test_mixed_order_shuffling_differs_by_seed_epoch_and_data_set():
 
 
 @pytest.mark.parametrize("taken", [[Fraction(0), Fraction(2)], [Fraction(-1), Fraction(2)], [Fraction(1, 2)] * 2])
-def test_mixed_order_share_that_gives_no_samples_raises(taken):
+def test_mixed_order_raises_if_share_gives_no_samples(taken):
     with pytest.raises(ValueError, match="expected more than 0 from each data set"):
         MixedOrder([4, 4], taken)

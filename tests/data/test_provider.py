@@ -51,7 +51,7 @@ def run_of(dataset, eval_interval: int | None = 10, eval_iters: int = 10) -> Sim
     return SimpleNamespace(dataset=dataset, **{name: SimpleNamespace(**one) for name, one in sections.items()})
 
 
-def test_check_samples_all_dropped_raises(make, tmp_path, train_file):
+def test_check_samples_raises_if_all_samples_would_be_dropped(make, tmp_path, train_file):
     lines = train_file.read_text().splitlines()
     bad = ['{"messages": []}', '{"messages": [{"role": "user", "content": "<image>"}]}'] * 10
     path = tmp_path / "train.jsonl"
@@ -141,7 +141,7 @@ def test_check_samples_reads_blocks_of_large_file_on_rank_0_only(make, tmp_path,
     assert not read
 
 
-def test_bad_record_in_training_error_advises_on_bad_and_inspect_command(make, tmp_path):
+def test_stream_error_for_bad_record_advises_on_bad_and_inspect_command(make, tmp_path):
     (tmp_path / "train.jsonl").write_text('{"messages": []}')
     for workers in (0, 1):
         stream = make(train_path=str(tmp_path / "train.jsonl"), num_workers=workers).stream("train")
@@ -149,7 +149,7 @@ def test_bad_record_in_training_error_advises_on_bad_and_inspect_command(make, t
             next(stream)
 
 
-def test_provider_folder_without_train_file_raises_before_training(make, tmp_path):
+def test_check_data_raises_if_folder_has_no_train_file(make, tmp_path):
     (tmp_path / "images").mkdir()
     (tmp_path / "llava.json").write_text("[]")
     for changes in ({"train_path": str(tmp_path)}, {"train_path": None, "mixture": [{"path": str(tmp_path)}]}):
@@ -175,7 +175,7 @@ def test_provider_shuffles_only_training(make):
     assert next(make(pack=False, seed=5).stream("train")).sample_ids != shuffled[0]
 
 
-def test_provider_padding_dtype_and_length_settings_are_applied_to_batches(make):
+def test_provider_applies_padding_dtype_and_length_settings_to_batches(make):
     batch = next(make(pad_to_multiple_of=16, pixel_dtype=torch.bfloat16).stream("train"))
     assert all(length % 16 == 0 for length in batch.layout.padded_lengths)
     assert batch.vision.pixel_values.dtype == torch.bfloat16 and batch.input_ids.shape == (1, 256)
@@ -197,19 +197,19 @@ def test_provider_padding_dtype_and_length_settings_are_applied_to_batches(make)
     ({"on_long": "cut"}, "on_long is 'cut', expected 'error' or 'drop' or 'truncate'"),
     ({"seq_length": 250, "pad_to_multiple_of": 8}, "seq_length is 250, expected a multiple of pad_to_multiple_of, 8"),
 ])  # fmt: skip
-def test_provider_invalid_settings_raise(make, changes, message):
+def test_provider_raises_if_settings_are_invalid(make, changes, message):
     with pytest.raises(ValueError, match=message):
         make(**changes)
 
 
-def test_provider_missing_split_or_processor_raises(make, tmp_path):
-    with pytest.raises(ValueError, match="the split 'test' has no test_path; splits are train, valid, test"):
+def test_provider_raises_if_split_or_processor_is_missing(make, tmp_path):
+    with pytest.raises(ValueError, match="the split 'test' has no data: set test_path; the splits are train, valid"):
         make().stream("test")
     with pytest.raises(DataError, match="nowhere: found no processor"):
         make(hf_processor_path=str(tmp_path / "nowhere")).stream("train")
 
 
-def test_provider_images_below_second_media_root_are_read(make, train_file, tmp_path):
+def test_provider_reads_images_below_second_media_root(make, train_file, tmp_path):
     (tmp_path / "elsewhere").symlink_to(train_file.parent / "images")
     (tmp_path / "train.jsonl").write_text(train_file.read_text().replace("images/", "elsewhere/"))
     path = str(tmp_path / "train.jsonl")
@@ -225,7 +225,7 @@ def test_provider_images_below_second_media_root_are_read(make, train_file, tmp_
 @pytest.mark.parametrize(
     "changes", [{"vision": VisionLimits(image_max_pixels=2048)}, {"answers": "last"}, {"max_patches": 200}]
 )
-def test_provider_load_state_dict_with_different_sample_settings_raises(make, changes):
+def test_provider_load_state_dict_raises_if_sample_settings_differ(make, changes):
     stream = make().stream("train")
     next(stream)
     with pytest.raises(ValueError, match="position belongs to other data"):

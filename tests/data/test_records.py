@@ -80,7 +80,7 @@ def test_image_parts_without_path_take_images_of_record_in_order():
     assert found == ["1", "<image>", "own.png", "2"]
 
 
-def test_placeholders_text_setting_keeps_image_tags_as_text():
+def test_image_tags_stay_text_if_placeholders_is_text():
     words = "Write <image> or <video>."
     for record in ({"conversations": [{**HUMAN, "value": words}, GPT]}, {"question": words, "answer": "Seven."}):
         own = convert_record(record, "x", placeholders="text")
@@ -146,13 +146,13 @@ def test_image_parts_with_index_take_image_of_that_index():
     ({"conversations": [{"from": ["gpt"], "value": ""}]}, r"found the role \['gpt'\], expected one of"),
     ({"conversations": [{"from": "human", "value": None}]}, "message 1: found the keys role, expected role and cont"),
     ({"conversations": [HUMAN], "system": 7}, "found 7 under 'system', expected a string"),
-    ({"conversations": [{"from": "system", "value": ""}], "system": "x"}, "found both 'system' and a turn of it"),
-    ({"messages": [{"role": "system", "content": ""}], "system": "x"}, "found both 'system' and a turn of it"),
+    ({"conversations": [{"from": "system", "value": ""}], "system": "x"}, "found the key 'system' and a system"),
+    ({"messages": [{"role": "system", "content": ""}], "system": "x"}, "found the key 'system' and a system"),
     ({"messages": [ASK], "tools": "{"}, r"'tools': found a string that is not valid JSON \(.*\), expected"),
     ({"messages": [ASK], "tools": "[" * 100_000}, "'tools': found a string that is not valid JSON .*more than 50"),
     ({"messages": [{"role": "user", "content": "<image>Find <ref-object>"}, {"role": "assistant", "content": "<bbox>"}],
       "images": ["1"], "objects": {"ref": ["the circle"], "bbox": [[20, 15, 60, 55]]}},
-     "found <ref-object> and <bbox> in a text next to 'objects', expected texts without: .* from 0 to 1000 of the"),
+     "found <ref-object> and <bbox> in a text next to 'objects', but these placeholders are not .* from 0 to 1000 of"),
     ({"messages": [ASK], "image": "1", "images": ["1"]}, "found both 'image' and 'images', expected one"),
     ({"question": "a", "answer": "b", "images": [b"1", 7]}, "part 2: found 7 under 'image', expected a path or"),
     ({"question": "a", "answer": "b", "image": {"url": "1"}}, "part 1: found {'url': '1'} under 'image', exp"),
@@ -173,7 +173,7 @@ def test_image_parts_with_index_take_image_of_that_index():
     ({"texts": [{"user": "<image>", "assistant": "b"}]}, "1 placeholders for images .* expected 0"),
     ({"instruction": "a", "input": "<image>", "output": "b"}, "1 placeholders for images .* expected 0"),
 ])  # fmt: skip
-def test_convert_record_invalid_values_or_placeholder_counts_raise(record, message):
+def test_record_raises_if_values_or_placeholder_counts_are_invalid(record, message):
     with pytest.raises(DataError, match=f"^x.jsonl:1: .*{message}"):
         parse_conversation(told(record), "x.jsonl:1", Path())
 
@@ -190,7 +190,7 @@ def keyed(**beside) -> dict:
 
 @pytest.mark.parametrize("key", ["image_path", "img", "Images", "image_file", "image_url", "pictures", "video_path"])
 @pytest.mark.parametrize("value", ["train/1.png", "1", ["1", "2"], {"bytes": b"a", "path": None}, {"url": "1"}])
-def test_unknown_key_whose_name_suggests_media_raises(key, value):
+def test_record_raises_if_name_of_unknown_key_suggests_media(key, value):
     with pytest.raises(DataError, match=rf"1 placeholders .* expected 0, .* {key}.*columns.image"):
         told(keyed(**{key: value}))
     with pytest.raises(DataError, match=rf"x.jsonl:1: found '{key}', which looks .*columns.(image|video)={key},.*ign"):
@@ -201,7 +201,7 @@ def test_unknown_key_whose_name_suggests_media_raises(key, value):
     "a/b c.JPG", "clip.mp4", "https://a.b/c.webp?size=7", "data:image/png;base64,AA", b"x", ["1.png", "2.png"],
     {"bytes": b"x", "path": "a"}, [{"bytes": b"x", "path": None}],
 ])  # fmt: skip
-def test_unknown_key_whose_value_looks_like_media_raises(value):
+def test_record_raises_if_value_of_unknown_key_looks_like_media(value):
     with pytest.raises(DataError, match=r"found 'foto', which looks like images .* keys are mess"):
         told({"messages": [ASK, ANSWER], "foto": value})
     with pytest.raises(DataError, match="found 'foto', which looks like"):
@@ -238,7 +238,7 @@ def test_keys_that_describe_image_already_read_are_ignored(beside):
     ({"image": "A/1.png", "after": "B/1.png", "question": "Which?", "answer": "7"}, "after"),
     ({"image_id": "COCO_1.jpg", "question": "Which?", "answer": "7"}, "image_id"),
 ])  # fmt: skip
-def test_key_with_media_other_than_image_already_read_raises(record, key):
+def test_record_raises_if_another_key_names_different_media(record, key):
     with pytest.raises(DataError, match=f"found '{key}', which looks like"):
         told(record)
 
@@ -301,7 +301,7 @@ def test_part_types_of_openai_and_transformers_become_image_and_video_parts():
     ({"type": "image", "image": "file:///a%FF.png"}, r"'file:///a%FF.png', expected file:///PATH \(.*decode"),
     ({"type": "image", "image": "file:///a?b.png"}, r"expected '\?' and '#' in a path as %3F and %23"),
 ])  # fmt: skip
-def test_image_part_with_invalid_url_or_keys_raises(part, message):
+def test_record_raises_if_image_part_has_invalid_url_or_keys(part, message):
     record = {"messages": [{"role": "user", "content": [part]}, ANSWER]}
     with pytest.raises(DataError, match=f"^x.jsonl:1: message 1, part 1: .*{message}"):
         parse_conversation(told(record), "x.jsonl:1", Path())
@@ -381,14 +381,14 @@ def test_tool_call_without_arguments_gets_empty_object(nothing):
     ({"function": "look"}, "found 'look', expected an object with a name and arguments"),
     ({"name": 7}, "found {'name': 7, 'arguments': {}}, expected an object with a name and arguments"),
 ])  # fmt: skip
-def test_tool_call_invalid_raises(call, problem):
+def test_record_raises_if_tool_call_is_invalid(call, problem):
     calls = [{"name": "look", "arguments": {}}, call]
     record = {"messages": [ASK, {"role": "assistant", "content": "", "tool_calls": calls}]}
     with pytest.raises(DataError, match=f"^x: message 2, tool call 2: {problem}"):
         parse_conversation(told(record), "x", Path())
 
 
-def test_keys_with_null_count_as_missing_in_texts_and_images():
+def test_keys_with_null_value_are_ignored_in_texts_and_images():
     texts = [{"user": "Which?", "assistant": "Seven.", "source": None, "score": None}]
     pictures = [{"bytes": b"one", "path": None, "url": None}, {"bytes": None, "path": None, "url": None}]
     assert told({"texts": texts})["messages"] == [ASK, ANSWER]
@@ -403,7 +403,7 @@ def test_keys_with_null_count_as_missing_in_texts_and_images():
         ("loss", False), ("reasoning_content", "So."), ("tool_calls", []), ("min_pixels", 1024),
     )),
 ])  # fmt: skip
-def test_misspelled_or_misplaced_record_key_raises(read, key, value, expected):
+def test_record_raises_if_key_is_misspelled_or_misplaced(read, key, value, expected):
     record = {"messages": [ASK, ANSWER], key: value}
     with pytest.raises(DataError, match=f"found '{key}', which is ignored here, expected {expected}"):
         read(record)
@@ -415,14 +415,14 @@ def test_misspelled_or_misplaced_record_key_raises(read, key, value, expected):
     {"messages": [ASK, ANSWER]}, {"prompt": "Which?", "completion": "Seven."},
     {"query": "Which?", "response": "Seven."},
 ])  # fmt: skip
-def test_kto_label_false_next_to_turns_raises(read, turns, key):
+def test_record_raises_if_kto_label_is_false(read, turns, key):
     with pytest.raises(DataError, match=rf"'{key}' is false, .* undesirable .* KTO .*columns.ignore=\[{key}\]"):
         read(turns | {key: False})
     for value in (True, None, 3, ["Seven."], "no"):  # good answers, class numbers and ChartQA's answers
         assert len(read(turns | {key: value}).messages) == 2
 
 
-def test_label_zero_is_read_as_class_but_kto_tag_zero_raises(read):
+def test_record_raises_if_kto_tag_is_zero_but_not_if_label_is_zero(read):
     turns = {"messages": [ASK, ANSWER]}
     assert len(read(turns | {"label": 0}).messages) == 2
     for value in (0, "false", "False"):
@@ -430,38 +430,38 @@ def test_label_zero_is_read_as_class_but_kto_tag_zero_raises(read):
             read({"question": "Which?", "answer": "Seven.", "kto_tag": value})
 
 
-def test_kto_label_false_with_renamed_columns_raises():
+def test_record_with_renamed_columns_raises_if_kto_label_is_false():
     columns = Columns(question="prompt", answer="completion")
     with pytest.raises(DataError, match="'label' is false"):
         columns.convert_record({"prompt": "Which?", "completion": "Seven.", "label": False}, "here")
 
 
-def test_label_false_next_to_question_and_answer_is_ignored(read):
+def test_false_label_next_to_question_and_answer_is_ignored(read):
     assert len(read({"question": "Is it seven?", "answer": "No.", "label": False}).messages) == 2
 
 
 @pytest.mark.parametrize("key", ["rejected_images", "reject", "rejected_answer"])
-def test_rejected_answers_of_preference_data_raise(read, key):
+def test_record_raises_if_it_has_rejected_answers_of_preference_data(read, key):
     with pytest.raises(DataError, match=f"found '{key}', a key of preference data"):
         read({"messages": [ASK, ANSWER], key: ["x"]})
     assert read({"messages": [ASK, ANSWER], key: 0.5, "rejection": "x"}).messages == (ASK, ANSWER)  # a score
 
 
 @pytest.mark.parametrize("key", ["loss_mask", "loss_scale", "completion_mask", "assistant_masks"])
-def test_loss_masks_next_to_turns_raise(read, key):
+def test_record_raises_if_it_has_loss_mask_next_to_turns(read, key):
     with pytest.raises(DataError, match=f"found '{key}', which is ignored here, expected 'loss' in a message"):
         read({"messages": [ASK, ANSWER], key: [0, 1]})
 
 
 @pytest.mark.parametrize("key", ["audio", "audios", "audio_path"])
-def test_audio_key_raises_error_that_audio_is_not_supported(read, key):
+def test_record_error_for_audio_key_says_that_audio_is_not_supported(read, key):
     with pytest.raises(DataError, match=rf"found '{key}': audio is not supported; .*ignore=\[{key}\]") as e:
         read({"messages": [ASK, ANSWER], key: ["a.wav"]})
     assert "columns.image" not in str(e.value)
 
 
 @pytest.mark.parametrize("text", ["<audio>", "<|audio|>", "Hear <audio_1>."])
-def test_audio_placeholder_raises_unless_in_text_part(read, text):
+def test_record_raises_if_audio_placeholder_is_outside_text_part(read, text):
     ask = {"role": "user", "content": text}
     with pytest.raises(DataError, match=r"message 1: found '<.*audio.*>' in a text: audio is not supported"):
         read([ask, ANSWER])
@@ -470,7 +470,7 @@ def test_audio_placeholder_raises_unless_in_text_part(read, text):
 
 
 @pytest.mark.parametrize("value", [{"path": "1.png", "width": 2}, [{"url": "1.png"}], {"bytes": b"x", "mime": "a"}])
-def test_unknown_key_with_object_that_holds_media_raises(value):
+def test_record_raises_if_unknown_key_has_object_with_media(value):
     with pytest.raises(DataError, match="found 'extra', which looks like images"):
         told({"messages": [ASK, ANSWER], "extra": value})
     same = {"messages": [ASK, ANSWER], "question": None, "image": "a/1.png"}

@@ -84,9 +84,7 @@ def test_released_tokenizers_have_expected_size_and_special_token_ids(release):
 ])  # fmt: skip
 @pytest.mark.parametrize("reasoning", [None, "A bar.\nAnd a stroke."])
 @pytest.mark.parametrize("number", [0, 1])
-def test_released_tokenizers_sample_equals_generation_prompt_and_answer_tokens(
-    release, tmp_path, number, reasoning, answer
-):
+def test_sample_equals_prompt_and_answer_tokens_with_released_tokenizers(release, tmp_path, number, reasoning, answer):
     name, processor = release
     used, own = list(VOCABULARIES[name][5].items())[number]
     image = picture(tmp_path / "7.png", 64, 64)
@@ -120,7 +118,7 @@ def test_released_tokenizers_sample_equals_generation_prompt_and_answer_tokens(
         assert encoder.size(conversation).tokens == len(sample)
 
 
-def test_released_tokenizers_generate_command_answers_like_transformers(release, tmp_path, capsys):
+def test_generate_command_with_released_tokenizers_answers_like_transformers(release, tmp_path, capsys):
     name, processor = release
     width = VOCABULARIES[name][4]
     config = (make_config if name == "Qwen3-VL" else make_qwen3_5_config)(processor.tokenizer)

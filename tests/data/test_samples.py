@@ -64,7 +64,7 @@ def test_encoder_truncated_sample_is_prefix_without_partial_image_or_video(encod
     assert cut > 30
 
 
-def test_sample_filter_on_long_truncate_truncates_and_counts_samples(make_rows, caplog):
+def test_sample_filter_truncates_and_counts_samples_if_on_long_is_truncate(make_rows, caplog):
     rows = make_rows(seq_length=64, seed=None, on_long="truncate", on_bad="drop")()
     batches = list(one_pass(rows))
     assert all(batch.input_ids.shape == (1, 64) for batch in batches)
@@ -75,7 +75,7 @@ def test_sample_filter_on_long_truncate_truncates_and_counts_samples(make_rows, 
 
 
 @pytest.mark.parametrize("pack", [True, False])
-def test_sample_filter_on_bad_drop_drops_and_counts_bad_samples(make_rows, tmp_path, caplog, pack):
+def test_sample_filter_drops_and_counts_bad_samples_if_on_bad_is_drop(make_rows, tmp_path, caplog, pack):
     random = np.random.default_rng(1)
     records = [random_record(tmp_path, number, random) for number in range(10)]
     seen = picture(tmp_path / "broken.png", 64, 64)
@@ -99,12 +99,12 @@ def test_sample_filter_on_bad_drop_drops_and_counts_bad_samples(make_rows, tmp_p
     assert batch.layout.lengths[batch.sample_ids.index("train.jsonl:4")] == 1
 
 
-def test_encoder_invalid_answers_setting_raises(processor):
+def test_encoder_raises_if_answers_setting_is_invalid(processor):
     with pytest.raises(ValueError, match="answers is 'first', expected 'all' or 'last'"):
         Encoder(processor, "first")
 
 
-def test_vision_limits_reduce_image_and_video_grids_and_invalid_ones_raise(processor, tmp_path):
+def test_vision_limits_reduce_image_and_video_grids_and_raise_if_invalid(processor, tmp_path):
     processor.save_pretrained(tmp_path / "hf")
     limits = VisionLimits(image_max_pixels=64 * 64, video_fps=1, video_max_frames=8, video_max_pixels=8 * 64 * 64)
     encoder = Encoder(load_processor(tmp_path / "hf", limits))
@@ -115,7 +115,7 @@ def test_vision_limits_reduce_image_and_video_grids_and_invalid_ones_raise(proce
     assert sample.image_grid_thw.tolist() == [[1, 4, 4]] and sample.video_grid_thw.tolist() == [[4, 4, 4]]
     for wrong, message in (
         ({"video_fps": 0}, "video_fps is 0, expected a positive number"),
-        ({"image_min_pixels": 10**9}, "images of 1000000000 pixels at least and .* at most"),
+        ({"image_min_pixels": 10**9}, "images would have at least 1000000000 and at most"),
         ({"video_min_frames": 100}, "video_min_frames is 100, expected at most 32"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -202,7 +202,7 @@ def test_min_and_max_pixels_of_image_part_are_read_from_json_lines_and_parquet(e
     ({"min_pixels": 10**12}, "found 1000000000000 under 'min_pixels', expected a number of pixels up to"),
     ({"resized_height": 64, "resized_width": 64}, "resized_width, expected 'type' and 'image', and 'min_pixels' and"),
 ])  # fmt: skip
-def test_min_and_max_pixels_invalid_raise(read, tmp_path, beside, message):
+def test_image_part_raises_if_min_or_max_pixels_is_invalid(read, tmp_path, beside, message):
     picture(tmp_path / "7.png", 64, 64)
     with pytest.raises(DataError, match=f"^train.jsonl:1: message 1, part 1: .*{message}"):
         read(user({"type": "image", "image": "7.png", **beside}))
@@ -213,7 +213,7 @@ def test_min_and_max_pixels_invalid_raise(read, tmp_path, beside, message):
     ({"min_pixels": 65 * TOKEN}, "image 2: found 'min_pixels' 66560 above 'max_pixels' 65536; if"),
     ({"min_pixels": 4096, "max_pixels": 2048}, "image 2: found 'min_pixels' 4096 above 'max_pixels' 2048; if"),
 ])  # fmt: skip
-def test_min_and_max_pixels_impossible_for_processor_raise(encoder, read, tmp_path, beside, message):
+def test_encoder_raises_if_min_and_max_pixels_are_impossible(encoder, read, tmp_path, beside, message):
     picture(tmp_path / "7.png", 64, 64)
     part = {"type": "image", "image": "7.png"}
     conversation = read(user(part, {**part, **beside}))
@@ -221,7 +221,7 @@ def test_min_and_max_pixels_impossible_for_processor_raise(encoder, read, tmp_pa
 
 
 @pytest.mark.parametrize("key", ["min_pixels", "total_pixels", "fps", "nframes", "resized_height", "video_start"])
-def test_video_part_with_pixel_or_frame_limits_raises(read, key):
+def test_video_part_raises_if_it_has_pixel_or_frame_limits(read, key):
     with pytest.raises(DataError, match=rf"part 1: found the keys type, video, {key}, .* for all videos in"):
         read(user({"type": "video", "video": "7.mkv", key: 4}))
 
@@ -277,7 +277,7 @@ def test_message_loss_and_weight_are_read_from_json_lines_and_parquet(encoder, t
         assert trained_of(encoder, conversation) == f"Seven.{END}" * 2
 
 
-def test_message_loss_false_excludes_its_reasoning_and_tool_call_from_loss(templates):
+def test_reasoning_and_tool_call_are_not_trained_on_if_message_loss_is_false(templates):
     thought = {**SEVEN, "reasoning_content": "A bar."}
     call = {**thought, "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
     messages = (ASK, call, {"role": "tool", "content": "A bar."}, thought)
@@ -296,12 +296,12 @@ def test_message_loss_false_excludes_its_reasoning_and_tool_call_from_loss(templ
     ({"role": "system", "content": "a", "weight": 1}, "found 'weight' on a message of the role 'system', expected"),
     ({"role": "tool", "content": "a", "loss": True}, "found 'loss' on a message of the role 'tool', expected it"),
 ])  # fmt: skip
-def test_message_loss_invalid_raises(read, message, problem):
+def test_message_raises_if_loss_or_weight_is_invalid(read, message, problem):
     with pytest.raises(DataError, match=f"^train.jsonl:1: message 2: {problem}"):
         read([ASK, message, SEVEN])
 
 
-def test_truncated_sample_without_trained_answer_raises(encoder):
+def test_encoder_raises_if_truncated_sample_has_no_trained_answer(encoder):
     conversation = Conversation("train.jsonl:1", (ASK, SEVEN, ASK, SEVEN), losses={1: False})
     tokens = encoder.size(conversation).tokens
     assert_refused(encoder, "and no answer among the first", conversation, tokens // 2 + 1)

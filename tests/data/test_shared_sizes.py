@@ -88,7 +88,7 @@ def sizes(tmp_path):
     return SharedSizes(tmp_path / "sizes")
 
 
-def test_shared_sizes_sample_locked_by_other_process_waits_for_its_result(sizes, train_file, encoder, tmp_path):
+def test_shared_sizes_wait_for_size_of_sample_locked_by_other_process(sizes, train_file, encoder, tmp_path):
     def hold():
         with sizes.lock(3, wait=True) as is_mine:
             (tmp_path / "held").touch()
@@ -108,7 +108,7 @@ def test_shared_sizes_sample_locked_by_other_process_waits_for_its_result(sizes,
     process.join()
 
 
-def test_shared_sizes_killed_process_releases_lock(sizes):
+def test_shared_sizes_release_lock_of_killed_process(sizes):
     def die():
         with sizes.lock(3, wait=True):
             os._exit(1)
@@ -120,7 +120,7 @@ def test_shared_sizes_killed_process_releases_lock(sizes):
         assert is_mine and sizes.get(3) is None
 
 
-def test_shared_sizes_stored_sizes_are_read_back_and_damaged_ones_ignored(sizes, tmp_path):
+def test_shared_sizes_read_stored_values_and_ignore_damaged_ones(sizes, tmp_path):
     large = Size(1 << 40, 7, 1 << 60)
     sizes.store(5, large)
     sizes.store(2, NOTHING)
@@ -131,7 +131,7 @@ def test_shared_sizes_stored_sizes_are_read_back_and_damaged_ones_ignored(sizes,
     assert sizes.get(5) is None
 
 
-def test_shared_sizes_dropped_samples_are_counted_once_over_all_processes(sizes, train_file, encoder, tmp_path):
+def test_shared_sizes_count_dropped_samples_once_over_all_processes(sizes, train_file, encoder, tmp_path):
     def measures():
         logger, said = logging.getLogger("qwen3vl_bridge.data.samples"), []
         logger.handlers, logger.propagate = [logging.Handler()], False
@@ -150,7 +150,7 @@ def test_shared_sizes_dropped_samples_are_counted_once_over_all_processes(sizes,
     assert said == [number for number in range(1, len(dropped) + 1) if number <= 4 or number.bit_count() == 1]
 
 
-def test_shared_sizes_count_drop_counts_each_reason_separately(sizes):
+def test_count_drop_keeps_a_separate_count_for_each_reason(sizes):
     assert [sizes.count_drop(kind) for kind in ("dropped", "cut", "dropped", "unreadable")] == [1, 1, 2, 1]
     assert sizes.get(0) is None
 
@@ -166,7 +166,7 @@ def test_drop_counter_counts_once_per_dp_rank_not_per_tp_rank():
     assert samples_module.make_drop_counter({"a": 2})("dropped") == 1
 
 
-def test_shared_sizes_abandoned_files_are_removed_and_used_ones_kept(tmp_path, monkeypatch):
+def test_open_shared_sizes_removes_abandoned_files_and_keeps_used_ones(tmp_path, monkeypatch):
     monkeypatch.setattr(samples_module.tempfile, "gettempdir", lambda: str(tmp_path))
     name = f"qwen3vl_sizes_{os.getuid()}_"
     left, used, done = tmp_path / f"{name}left", tmp_path / f"{name}used", tmp_path / "done"
@@ -193,7 +193,7 @@ def test_shared_sizes_abandoned_files_are_removed_and_used_ones_kept(tmp_path, m
     assert not list(tmp_path.glob(f"{name}*"))
 
 
-def test_shared_sizes_full_disk_keeps_sizes_in_process_and_warns_once(sizes, monkeypatch, caplog):
+def test_shared_sizes_stay_in_process_and_warn_once_if_disk_is_full(sizes, monkeypatch, caplog):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -204,7 +204,7 @@ def test_shared_sizes_full_disk_keeps_sizes_in_process_and_warns_once(sizes, mon
     assert caplog.text.count("No space left on device; cannot store the size of a sample") == 1
 
 
-def test_shared_sizes_without_temporary_folder_fall_back_to_process_sizes(tmp_path, monkeypatch, caplog):
+def test_open_shared_sizes_uses_process_memory_without_temporary_folder(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(samples_module.tempfile, "gettempdir", lambda: str(tmp_path / "nowhere"))
     assert type(open_shared_sizes(3, {})) is Sizes
     assert "each process measures every sample" in caplog.text

@@ -28,7 +28,7 @@ def contents(source, order) -> list:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_open_source_every_file_format_gives_equal_conversations(folder, shape):
+def test_open_source_gives_equal_conversations_for_every_file_format(folder, shape):
     source, expected = open_source(folder / shape, folder), JsonLines(folder / "train.jsonl")
     assert len(source) == len(expected) == 20
     assert contents(source, range(20)) == contents(expected, range(20))
@@ -97,7 +97,7 @@ LIST = "expected objects with commas between them"
     (b"[{}][", r"found '\[' after the list, expected the end"),
     (b"[\xff]", rf"found '\\\\xff\]' after 0 records, {LIST}"), (b"[" * 100_000, "after 0 records, expected"),
 ])  # fmt: skip
-def test_json_list_malformed_file_raises(tmp_path, text, message):
+def test_json_list_raises_if_file_is_malformed(tmp_path, text, message):
     (tmp_path / "train.json").write_bytes(text)
     with pytest.raises(DataError, match=message) as caught:
         open_source(tmp_path / "train.json")
@@ -112,7 +112,7 @@ def test_json_list_malformed_file_raises(tmp_path, text, message):
     (b'{"messages": []}', r"found \[\] under 'messages'"),
     (b'{"messages": [{"role": "user", "content": "<image>"}], "image": "../x"}', r"'../x' is .* inside the media"),
 ])  # fmt: skip
-def test_json_list_and_lines_invalid_record_error_names_record(tmp_path, text, message):
+def test_json_list_and_json_lines_errors_name_invalid_record(tmp_path, text, message):
     good = json.dumps({"messages": [ASK, ANSWER]}).encode()
     (tmp_path / "train.json").write_bytes(b"[" + good + b"," + text + b"]")
     if b"[}" not in text and b": ]" not in text:  # brackets that don't match may end a record early
@@ -151,14 +151,14 @@ def test_json_list_finds_begin_and_end_of_every_record(tmp_path_factory, records
 @pytest.mark.parametrize(("path", "message"), [
     ("no.jsonl", "no.jsonl: the file does not exist, expected JSON lines"),
     ("no.json", "no.json: the file does not exist, expected JSON lines"),
-    ("no.parquet", "no.parquet: there is no such Parquet file, expected one, or a folder with some"),
+    ("no.parquet", "no.parquet: there is no such Parquet file, and no folder with Parquet"),
     ("no-*.parquet", "there is no such Parquet file"),
     ("empty", "empty: found nothing in the folder, expected train.jsonl, Parquet files or a data set"),
     (".", r"found empty.json, empty, train.csv in the folder, expected .*to use /.*/empty.json, give its own"),
     ("empty.json", "empty.json: found no lines"),
-    ("train.csv", "train.csv: found no folder and none of the endings .jsonl, .json and .parquet, expected one"),
+    ("train.csv", "train.csv: expected a folder, or a file that ends with .jsonl, .json"),
 ])  # fmt: skip
-def test_open_source_invalid_path_raises(tmp_path, path, message):
+def test_open_source_raises_if_path_is_invalid(tmp_path, path, message):
     (tmp_path / "empty").mkdir()
     for name in ("empty.json", "train.csv"):
         (tmp_path / name).touch()
@@ -169,7 +169,7 @@ def test_open_source_invalid_path_raises(tmp_path, path, message):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_open_source_missing_media_root_raises(folder, shape):
+def test_open_source_raises_if_media_root_is_missing(folder, shape):
     with pytest.raises(DataError, match="nowhere: there is no such folder, expected the media root"):
         open_source(folder / shape, folder / "nowhere")
 
@@ -231,7 +231,7 @@ LAYOUTS = ("file", "json", "parquet", "shards", "parts", "saved", "saved splits"
 
 
 @pytest.mark.parametrize("shape", LAYOUTS)
-def test_training_inspection_and_packing_read_same_samples_in_every_layout(
+def test_training_inspect_and_pack_read_same_samples_from_every_data_format(
     tmp_path, checkpoint, make_provider, repository, capsys, shape
 ):
     (tmp_path / "data").mkdir()
@@ -251,7 +251,7 @@ def test_training_inspection_and_packing_read_same_samples_in_every_layout(
     if provider.path_of("valid") is None:
         assert shape in ("file", "parts", "saved", "hub")
         assert main(["inspect", *command, "--split", "valid"]) == 2
-        assert "found train and no valid split, expected a folder that has one" in capsys.readouterr().err
+        assert "found train, but no valid split; use a folder that contains one" in capsys.readouterr().err
     else:
         capsys.readouterr()
         assert main(["inspect", *command, "--split", "valid"]) == 0
@@ -259,7 +259,7 @@ def test_training_inspection_and_packing_read_same_samples_in_every_layout(
         assert sum(len(batch.sample_ids) for batch in provider.evaluation("valid")) == len(TEST)
 
 
-def test_splits_in_finds_files_of_splits_and_uses_test_for_missing_valid(tmp_path):
+def test_splits_in_uses_test_files_as_valid_split_if_it_is_missing(tmp_path):
     assert splits_in(layout(tmp_path, "shards")) == {
         "train": f"{tmp_path}/train-*.parquet",
         "valid": f"{tmp_path}/test-*.parquet",

@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from tests.data.test_encoding import TEXTS
 
 
-def test_load_processor_folder_without_processor_or_chat_template_raises(processor, tmp_path):
+def test_load_processor_raises_if_processor_or_chat_template_is_missing(processor, tmp_path):
     processor.save_pretrained(tmp_path / "whole")
     assert load_processor(tmp_path / "whole").image_token_id == processor.image_token_id
     with pytest.raises(DataError, match="nowhere: found no processor"):
@@ -28,10 +28,10 @@ def test_load_processor_folder_without_processor_or_chat_template_raises(process
         load_processor(tmp_path / "silent")
 
 
-def test_check_processor_wrong_image_token_id_or_class_raises(processor):
+def test_check_processor_raises_if_image_token_id_or_class_is_wrong(processor):
     other = copy.copy(processor)
     other.image_token_id = None
-    with pytest.raises(DataError, match=r"here: image_token '<\|image_pad\|>' has the id None, expected one"):
+    with pytest.raises(DataError, match=r"here: image_token '<\|image_pad\|>' has the id None, expected the id"):
         check_processor(other, "here")
     other.image_token_id = processor.video_token_id
     with pytest.raises(DataError, match="has the id"):
@@ -82,14 +82,14 @@ def split_before(tokenizer):
 
 
 @pytest.mark.parametrize("change", [shortened, begun, split, split_before])
-def test_tokenize_with_truncation_or_special_token_settings_matches_transformers(processor, change):
+def test_tokenize_matches_transformers_with_truncation_or_special_tokens(processor, change):
     tokenizer, text = copy.deepcopy(processor.tokenizer), "<|im_start|>user\nWhich digit?<|im_end|>\n"
     change(tokenizer)
     check(tokenizer, text)
     assert tokenize(tokenizer, text).ids == tokenizer(text)["input_ids"]
 
 
-def test_encoder_bos_token_of_tokenizer_is_added_only_once(processor):
+def test_encoder_adds_bos_token_of_tokenizer_only_once(processor):
     other, begin = copy.copy(processor), "<|endoftext|>"
     other.tokenizer = copy.deepcopy(processor.tokenizer)
     other.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(

@@ -55,7 +55,7 @@ def test_encoder_video_matches_transformers_processor(processor, encoder, read, 
     assert processor.tokenizer.decode(labels) == "Seven.<|im_end|>"
 
 
-def test_encoder_frame_list_is_encoded_with_all_its_frames(processor, encoder, read, tmp_path):
+def test_encoder_encodes_all_frames_of_frame_list(processor, encoder, read, tmp_path):
     names = [f"{number}.png" for number in range(46)]
     for number, name in enumerate(names):
         picture(tmp_path / name, 64, 64, seed=number)
@@ -95,15 +95,15 @@ def test_sample_fps_of_record_equals_sample_fps_of_video_parts(encoder, read, tm
 
 
 @pytest.mark.parametrize(("videos", "rates", "problem"), [
-    ([["a.png"], ["a.png"]], [1], r"found \[1\] under 'sample_fps' next to 2 videos .* a list of 2, one for each"),
-    ([["a.png"], "a.mp4"], [1, 2], r"found \[1, 2\] under 'sample_fps' next to 1 videos .* null for one that is not"),
+    ([["a.png"], ["a.png"]], [1], r"found \[1\] under 'sample_fps' next to 2 videos .* each of the 2 videos"),
+    ([["a.png"], "a.mp4"], [1, 2], r"found \[1, 2\] under 'sample_fps' next to 1 videos .* null for another video"),
     (["a.mp4"], 2, "found 2 under 'sample_fps' next to 0 videos that are lists of frames"),
-    ([["a.png"]], None, "found None as the 'sample_fps' of a list of frames, expected the number per second"),
+    ([["a.png"]], None, "found None as the 'sample_fps' of a list of frames, expected the frames per second"),
     *(([["a.png"]], rate, f"found '{rate}' as the 'sample_fps'") for rate in ("two", "-1", "nan", "inf")),
     ([["a.png"]], 10**400, "found 1000.* as the 'sample_fps'"), ([["a.png"]], [True], "found True as the 'sample_fps'"),
     ([["a.png"]], {"a": 1}, "found {'a': 1} as the 'sample_fps'"),
 ])  # fmt: skip
-def test_sample_fps_invalid_raises(read, tmp_path, videos, rates, problem):
+def test_record_raises_if_sample_fps_is_invalid(read, tmp_path, videos, rates, problem):
     picture(tmp_path / "a.png", 32, 32), (tmp_path / "a.mp4").write_bytes(b"x")
     with pytest.raises(DataError, match=problem):
         read({"messages": dialogue("<video>" * len(videos), "Seven."), "videos": videos, "sample_fps": rates})
@@ -141,7 +141,7 @@ def test_load_frames_applies_rotation_of_video(processor, tmp_path, turn):
     assert int(torch.stack([quarter.mean() for quarter in quarters]).argmax()) == turn // 90
 
 
-def test_frame_list_of_several_sizes_raises(encoder, read, tmp_path):
+def test_encoder_raises_if_frames_have_different_sizes(encoder, read, tmp_path):
     picture(tmp_path / "a.png", 64, 64), picture(tmp_path / "b.png", 64, 96)
     conversation = read(ask({"type": "video", "video": ["a.png", "b.png"], "sample_fps": 1}))
     with pytest.raises(DataError, match=r"jsonl:1: found frames of the sizes \[\(64, 64\), \(64, 96\)\], expected"):
@@ -154,7 +154,7 @@ def test_frame_list_of_several_sizes_raises(encoder, read, tmp_path):
     ("sound", "has no video frames, expected a video"),
     ("empty", "no frames|does not decode as a video|has no video frames"),
 ])  # fmt: skip
-def test_encoder_undecodable_or_empty_video_raises(encoder, read, tmp_path, content, message, method):
+def test_encoder_raises_if_video_is_undecodable_or_empty(encoder, read, tmp_path, content, message, method):
     path = tmp_path / "a.mkv"
     if isinstance(content, bytes):
         path.write_bytes(content)
@@ -176,14 +176,14 @@ def test_encoder_undecodable_or_empty_video_raises(encoder, read, tmp_path, cont
 
 
 @pytest.mark.parametrize(("part", "message"), [
-    ({"video": []}, "a video of no frames, expected at least one"),
+    ({"video": []}, "a video without frames, expected at least one"),
     ({"video": ["a.png"]}, "found None as the 'sample_fps' of a list of frames"),
     ({"video": ["a.png"], "sample_fps": 0}, "found 0 as the 'sample_fps'"),
     ({"video": 7}, "found 7 under 'video', expected a path or bytes"),
     ({"video": "a.mp4", "sample_fps": 2}, "found the keys type, video, sample_fps, expected"),
     ({"video": "b.mp4"}, "which does not exist"),
 ])  # fmt: skip
-def test_video_part_invalid_raises(read, tmp_path, part, message):
+def test_record_raises_if_video_part_is_invalid(read, tmp_path, part, message):
     picture(tmp_path / "a.png", 32, 32), (tmp_path / "a.mp4").write_bytes(b"x")
     with pytest.raises(DataError, match=message):
         read(ask({"type": "video", **part}))
@@ -206,7 +206,7 @@ def encoded(path, frames: int, times=None):
 
 
 @pytest.mark.parametrize("suffix", ["mp4", "mkv", "mov"])
-def test_sample_frames_frame_rate_comes_from_timestamps_not_header(processor, tmp_path, suffix):
+def test_sample_frames_takes_frame_rate_from_timestamps_not_header(processor, tmp_path, suffix):
     """Some containers have another rate in the header, from the settings of the encoder."""
     path = encoded(tmp_path / f"a.{suffix}", 20, times=[10 * number for number in range(20)])
     sampled = reading.sample_frames(path, processor.video_processor, "here")
@@ -221,14 +221,14 @@ def test_sample_frames_skips_frames_with_negative_timestamps(processor, tmp_path
     assert abs(frames[-1].float().mean() - 23 * 5) < 3 and abs(frames[0].float().mean() - 10 * 5) < 3
 
 
-def test_sample_frames_concatenated_videos_raise(processor, tmp_path):
+def test_sample_frames_raises_if_videos_are_concatenated(processor, tmp_path):
     path = encoded(tmp_path / "a.ts", 20)
     path.write_bytes(path.read_bytes() * 2)
     with pytest.raises(DataError, match=r"here: .*a.ts: timestamps go backwards \(dts -?\d+ after \d+\)"):
         reading.sample_frames(path, processor.video_processor, "here")
 
 
-def test_sample_frames_unknown_codec_raises(processor, tmp_path):
+def test_sample_frames_raises_if_codec_is_unknown(processor, tmp_path):
     path = encoded(tmp_path / "a.mp4", 4)
     path.write_bytes(path.read_bytes().replace(b"avc1", b"xxxx"))
     with pytest.raises(DataError, match=r"here: .*a.mp4 (has frames in a format|does not decode)"):

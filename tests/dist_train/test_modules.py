@@ -29,11 +29,11 @@ NUMBERED = dict(save="run", dist_ckpt_optim_fully_reshardable=False)
 
 
 @pytest.mark.parametrize(("ranks", "changed", "message"), [
-    ((1, 1), NUMBERED, "checkpoint.dist_ckpt_optim_fully_reshardable is False .* expected True.*by group number"),
+    ((1, 1), NUMBERED, "checkpoint.dist_ckpt_optim_fully_reshardable is False .* expected True.*number of their param"),
     ((2, 1), dict(skip=[2]), r"train.iterations_to_skip is \[2\] .* expected \[\]"),
-    ((1, 2), dict(dataset=object()), "dataset.__class__ is <class 'object'> .*the tower's ranks read its rows by"),
+    ((1, 2), dict(dataset=object()), "dataset.__class__ is <class 'object'> .*vision ranks read its rows by"),
 ])  # fmt: skip
-def test_dist_train_unsupported_settings_raise(ranks, changed, message):
+def test_dist_train_raises_if_setting_is_unsupported(ranks, changed, message):
     with pytest.raises(ValueError, match=message):
         run_checks(ON_TRAIN_START, run(*ranks, **changed))
 

@@ -166,7 +166,7 @@ def weights(run: Path, to: Path, hf: Path) -> dict[str, torch.Tensor]:
     ("name", "other"),
     [("2 + 1", "whole"), ("1 + DP2, sharded", "whole"), ("1 + EP2", "whole, MoE"), ("frozen", "whole, frozen")],
 )
-def test_dist_train_log_matches_one_process(found, name, other):
+def test_dist_train_metrics_log_matches_one_process(found, name, other):
     """Also, no rank computes gradients for a frozen tower."""
     assert {one for rank in found for one in rank[name]["come_back"]} == {name != "frozen"}
     for rank in found:
@@ -201,7 +201,7 @@ def test_dist_train_losses_and_norms_match_one_process(found, name, other):
     assert all(error <= LIMITS[kind] for kind, error in errors.items())
 
 
-def test_dist_train_only_last_language_stages_have_losses(found):
+def test_only_last_language_stages_of_dist_train_have_losses(found):
     for name, ranks in WITHOUT_LOSSES.items():
         for rank, seen in enumerate(found):
             assert (seen[name]["told"] == []) == (rank < ranks), (name, rank)
@@ -212,7 +212,7 @@ def test_load_megatron_model_opens_dist_train_checkpoint(found):
     assert len(whole) > 100 and mine == pytest.approx(whole, rel=1e-5)
 
 
-def test_dist_train_consumed_samples_count_each_row_once(found, scratch):
+def test_dist_train_counts_each_packed_row_once_in_consumed_samples(found, scratch):
     for run in ("whole", "two", "split", "MoE"):
         state = torch.load(scratch / run / f"iter_{STEPS:07d}" / "train_state.pt", weights_only=True)
         assert int(state["step"]) == STEPS and int(state["consumed_train_samples"]) == 4 * STEPS, run

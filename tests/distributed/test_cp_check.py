@@ -97,7 +97,7 @@ def check_sizes(found, family, lengths):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["dense", "MoE"])
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_context_parallel_4_padded_and_packed_match_context_parallel_1(found, family, lengths):
+def test_padded_and_packed_rows_with_context_parallel_4_match_one_rank(found, family, lengths):
     first = found[1, family, lengths, "BSHD"]
     assert first["loss"] > 5 and first["grad_norm"] > 1
     check_sizes(found, family, lengths)

@@ -161,7 +161,7 @@ def test_fsdp_losses_and_gradients_match_transformers(found, kind, request):
     check_models(pair, folder, losses, gradients)
 
 
-def test_fsdp_without_per_token_loss_averages_gradients(found, untied_folder):
+def test_fsdp_averages_gradients_if_loss_is_not_per_token(found, untied_folder):
     """With `calculate_per_token_loss=False` the framework's loss has the scaling factor."""
     *_, gradients, _ = found
     added_up = gradients[(untied_folder, *MEAN[1:])]

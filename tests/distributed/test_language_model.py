@@ -137,7 +137,7 @@ def found(untied_folder, moe_folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", ["padded", "packed"])
 @pytest.mark.parametrize(("family", "split"), [(family, split) for family in SPLITS for split in SPLITS[family]])
-def test_text_model_alone_on_ranks_matches_transformers_and_full_model(found, family, split, rows):
+def test_language_model_on_ranks_matches_transformers_and_full_model(found, family, split, rows):
     errors = found[family, split, rows]
     print(family, split, rows, {name: f"{error:.1e}" for name, error in errors.items()})
     assert errors["loss"] <= LOSS and errors["gradient"] <= GRADIENT

@@ -55,7 +55,7 @@ def test_separate_vision_ranks_train_as_transformers_in_one_process(folders, ran
     check(of_modules(ranks), *folders, ranks)
 
 
-def test_chosen_cases_cover_every_topology_content_and_row_format():
+def test_chosen_cases_cover_every_topology_batch_content_and_row_format():
     everything = cases(2) + cases(4)
     chosen = [case for ranks, how in CHOSEN.items() for case in some_cases(ranks, **how)]
     assert len(set(chosen)) == len(chosen) and set(chosen) <= set(everything)
@@ -68,7 +68,7 @@ def test_chosen_cases_cover_every_topology_content_and_row_format():
     assert set(EACH) <= set(everything)
 
 
-def test_cases_of_separate_vision_ranks_cover_every_split():
+def test_cases_with_separate_vision_ranks_cover_every_parallel_layout():
     every = [case for ranks in WHOLE for case in of_modules(ranks)]
     assert len(every) == len(set(every))
     assert {case[1] for case in every} == {name for name, split in MODULES.items() if split.ranks in WHOLE}
@@ -77,7 +77,7 @@ def test_cases_of_separate_vision_ranks_cover_every_split():
         assert {case for case in every if case[1] == name} == whole
 
 
-def test_comparison_counts_nan_error_as_wrong():
+def test_comparison_reports_nan_error_as_wrong():
     good, limits = dict.fromkeys(ERRORS, 0.0), dict.fromkeys(("dense", "MoE"), dict.fromkeys(ERRORS, 1.0))
     found = {("dense", "TP2", "image", "packed"): good, ("MoE", "TP2", "image", "packed"): good | {"loss": torch.nan}}
     assert list(wrong(found, limits)) == [("MoE", "TP2", "image", "packed")]

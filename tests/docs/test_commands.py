@@ -94,7 +94,7 @@ def fill(text: str, places: dict[str, Any]) -> str:
 def test_readme_commands_run(places):
     places = places | {name: f"{places[name]}_of_the_readme" for name in ("MEGATRON", "EXPORTED", "REPORT", "RUN")}
     demo, inspect, on_a_cpu, *trainings, convert = blocks(README, "console")
-    assert on_a_cpu in blocks(QUICKSTART, "bash")  # which test_quickstart_training_on_a_cpu_runs runs
+    assert on_a_cpu in blocks(QUICKSTART, "bash")  # which test_quickstart_page_training_on_a_cpu_runs runs
     assert demo.startswith(".venv/bin/python examples/digits/demo.py --hf-model ")  # tests/examples/test_demo.py
     (image,) = blocks(read("requirements/README.md"), "console")
     run(fill(image, places).split("qwen3vl-bridge-nemo", 1)[1].strip(" \\\n") + " --dry-run --gpus 1")
@@ -117,7 +117,7 @@ def test_readme_plan_commands_run(capsys):
     assert "GiB" in capsys.readouterr().out
 
 
-def test_readme_activating_venv_puts_qwen3vl_and_torchrun_on_path():
+def test_readme_venv_activation_puts_qwen3vl_and_torchrun_on_path():
     command = next(line for line in blocks(README, "bash")[0].splitlines() if line.startswith("source "))
     if not (ROOT / command.split()[1]).is_file():
         pytest.skip("there is no .venv: this is another environment")
@@ -129,7 +129,7 @@ def test_readme_activating_venv_puts_qwen3vl_and_torchrun_on_path():
 
 
 @pytest.mark.slow
-def test_quickstart_training_on_a_cpu_runs(places, tmp_path):
+def test_quickstart_page_training_on_a_cpu_runs(places, tmp_path):
     command = only(QUICKSTART, "bash", "qwen3vl train")
     instead = {"out/digits/hf": "HF_FOLDER", "FILE.jsonl": "DATA/train.jsonl", " RUN ": f" {tmp_path / 'run'} "}
     for text, other in instead.items():
@@ -141,14 +141,14 @@ def test_quickstart_training_on_a_cpu_runs(places, tmp_path):
     assert (tmp_path / "exported" / "config.json").is_file()
 
 
-def test_quickstart_commands_occur_in_readme_convert_or_train_page():
+def test_quickstart_page_commands_occur_in_readme_convert_or_train_page():
     tested = {line for page in (README, CONVERT, TRAIN) for line in commands(page)}
     for command in commands(QUICKSTART):
         assert command in tested or command.startswith(("qwen3vl train ", "make ")), command
 
 
 @pytest.mark.slow
-def test_tutorial_commands_run(places, tmp_path):
+def test_tutorial_page_commands_run(places, tmp_path):
     """All but the first block, which is `make demo`; the run is shortened to two steps."""
     instead = {"out/digits/hf": places["HF_FOLDER"], "out/digits/data": places["DATA"]}
     instead |= {name: str(tmp_path / name) for name in ("out/digits/megatron", "RUN", "EXPORTED", "REPORT")}
@@ -163,7 +163,7 @@ def test_tutorial_commands_run(places, tmp_path):
 
 
 @pytest.mark.slow
-def test_convert_and_train_commands_run(places):
+def test_convert_and_train_page_commands_run(places):
     conversions, _ = blocks(CONVERT, "bash")
     for command in fill(conversions, places).strip().splitlines():
         run(command)
@@ -178,7 +178,7 @@ def test_convert_and_train_commands_run(places):
 
 
 @pytest.mark.slow
-def test_convert_command_for_several_processes_runs(moe_folder, tmp_path):
+def test_convert_page_command_for_several_processes_runs(moe_folder, tmp_path):
     _, command = blocks(CONVERT, "bash")
     instead = {"--nproc_per_node 8": "--nproc_per_node 2", "--ep 8": "--ep 2", " MEGATRON": f" {tmp_path / 'megatron'}"}
     for text, other in {"Qwen/Qwen3-VL-30B-A3B-Instruct": str(moe_folder), **instead}.items():
@@ -189,7 +189,7 @@ def test_convert_command_for_several_processes_runs(moe_folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_train_commands_for_gpus_pass_dry_run(places):
+def test_train_page_commands_for_gpus_pass_dry_run(places):
     full, lora, _ = blocks(TRAIN, "console")
     run(
         fill(full, places).replace("torchrun --nproc_per_node 8 --shutdown-timeout 600", "python")
@@ -199,7 +199,7 @@ def test_train_commands_for_gpus_pass_dry_run(places):
 
 
 @pytest.mark.slow
-def test_train_adapter_commands_export_and_merge_adapters_of_run(places, untied_folder, tmp_path):
+def test_train_page_adapter_commands_export_and_merge_adapters_of_run(places, untied_folder, tmp_path):
     _, _, adapters = blocks(TRAIN, "console")
     last = run(
         f"python recipes/finetune.py --recipe qwen3_vl_8b_peft_config --hf-model {untied_folder} "
@@ -215,7 +215,7 @@ def test_train_adapter_commands_export_and_merge_adapters_of_run(places, untied_
     assert list((tmp_path / "merged").glob("model*.safetensors"))
 
 
-def test_train_muon_settings_are_accepted():
+def test_train_page_muon_settings_are_accepted():
     settings = " ".join(text for text in blocks(TRAIN, "text") if text.startswith("optimizer.optimizer=muon")).split()
     cfg = apply(qwen3_vl_8b_sft_config(), settings)
     assert cfg.optimizer.optimizer == "muon" and not cfg.optimizer.use_distributed_optimizer
@@ -241,7 +241,7 @@ def run_script(places, monkeypatch):
     return run_as
 
 
-def test_train_script_builds_valid_run_config(run_script):
+def test_train_page_script_builds_valid_run_config(run_script):
     import qwen3vl_bridge
     from qwen3vl_bridge.training.process_groups import shutdown
 
@@ -253,12 +253,12 @@ def test_train_script_builds_valid_run_config(run_script):
     assert forward_step is qwen3vl_bridge.forward_step and len(callbacks) == 5
 
 
-def test_train_script_imported_by_spawned_process_starts_no_run(run_script):
+def test_train_page_script_starts_no_run_if_imported_by_spawned_process(run_script):
     assert run_script("__mp_main__") == []
 
 
 @pytest.mark.slow
-def test_train_script_runs_offline_on_two_processes(places, tmp_path):
+def test_train_page_script_runs_offline_on_two_processes(places, tmp_path):
     (tmp_path / "script.py").write_text(fill(SCRIPT, places | {"RUN": str(tmp_path / "run")}))
     run(f"torchrun --nproc_per_node 2 {tmp_path / 'script.py'}", HF_HUB_OFFLINE="1")
     (iteration,) = (tmp_path / "run").glob("iter_*")
@@ -266,7 +266,7 @@ def test_train_script_runs_offline_on_two_processes(places, tmp_path):
     assert config["data"]["seq_length"] == 2048 and (iteration / "hf" / "tokenizer.json").is_file()
 
 
-def test_train_python_blocks_run(untied_folder, tmp_path, monkeypatch):
+def test_train_page_python_blocks_run(untied_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     hf_processor = AutoProcessor.from_pretrained(untied_folder)
     content = [{"type": "image", "image": Image.new("RGB", (64, 64), "gray")}, {"type": "text", "text": "Which digit?"}]
@@ -309,7 +309,7 @@ for task in $tasks; do wait "$task" || exit 1; done
 
 
 @pytest.mark.slow
-def test_recipes_slurm_script_starts_one_run_on_two_nodes(tmp_path, untied_folder, digits):
+def test_recipes_page_slurm_script_starts_one_run_on_two_nodes(tmp_path, untied_folder, digits):
     for name, text in {"srun": SRUN, "scontrol": "#!/bin/bash\necho 127.0.0.1\n"}.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -342,7 +342,7 @@ def test_recipes_slurm_script_starts_one_run_on_two_nodes(tmp_path, untied_folde
     assert ranks == {"0", "1"}
 
 
-def test_recipes_slurm_script_nodes_and_signal_match_torchrun_and_recipe():
+def test_recipes_page_slurm_script_matches_torchrun_options_and_recipe():
     from torch.distributed.run import get_args_parser
 
     directives = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", SLURM, re.MULTILINE))
@@ -435,7 +435,7 @@ def inspected(command: str, hf: Path, capsys: pytest.CaptureFixture[str]) -> int
 
 
 @pytest.mark.parametrize(("record", "command"), EXAMPLES, ids=[str(number) for number in range(len(EXAMPLES))])
-def test_data_page_example_record_is_read_with_its_command(folder, checkpoint, capsys, record, command):  # noqa: F811
+def test_data_page_example_record_is_read_by_command_next_to_it(folder, checkpoint, capsys, record, command):  # noqa: F811
     path = write(folder / "train.jsonl", [record])
     if command is None:
         assert len(open_source(path)[0].images) == json.dumps(record).count("images/1.png")
@@ -462,7 +462,7 @@ def test_data_page_lists_every_tested_schema_adapter():
     assert re.findall(r"^\| `(\w+)` \| .* \| .* \| .* \|$", DATA, re.MULTILINE) == list(NAMED)
 
 
-def test_data_page_settings_in_training_commands_are_accepted():
+def test_data_page_training_commands_have_valid_dataset_settings():
     lines = "".join(text for kind, text in BLOCKS if kind == "console").replace("\\\n", " ").splitlines()
     settings = [[word for word in shlex.split(line) if word.startswith("dataset.")] for line in lines]
     for words in settings:

@@ -66,7 +66,7 @@ def test_settings_page_documents_every_configuration_class():
         assert not ours or found in known or issubclass(found, class_of(GROUPS[-1])), f"{name} is not in the reference"
 
 
-def test_settings_page_fields_not_of_megatron_bridge_have_a_description():
+def test_settings_page_describes_every_field_not_of_megatron_bridge():
     from megatron.bridge.models.gpt_provider import GPTModelProvider
     from megatron.bridge.peft.lora import VLMLoRA
     from megatron.bridge.training.config import ConfigContainer
@@ -118,7 +118,7 @@ def test_recipes_table_matches_planner_and_simulations(name):
 
 @pytest.mark.usefixtures("no_groups")
 @pytest.mark.parametrize("name", ["qwen3_vl_8b_pretrain_config", "qwen3_vl_235b_a22b_sft_fsdp_config"])
-def test_recipes_table_fewest_gpus_match_planner(name):
+def test_fewest_gpus_in_recipes_table_match_planner(name):
     assert recipe_rows()[name][3] == "/".join(str(smallest(recipes()[name], kind)[0]) for kind in KINDS)
 
 
@@ -302,12 +302,12 @@ def test_packed_row_drawing_matches_token_index():
     assert len(slots) == 4
 
 
-def test_data_flow_drawing_names_existing_files():
+def test_data_flow_drawing_lists_only_existing_files():
     for step in architecture.DATA_FLOW:
         assert not step.file or (architecture.PACKAGE / step.file).is_file(), step
 
 
-def test_family_drawing_has_every_module_of_a_model_family():
+def test_model_family_drawing_shows_every_module():
     named, modules = architecture.family_fields(), architecture.family_modules()
     assert {"table", "bridge", "presets"} <= named.keys() and set(named.values()) <= set(modules)
     assert [one for one in modules if one not in named.values() and not architecture.importers(one)] == []

@@ -42,7 +42,7 @@ def tracked_files() -> set[str]:
     return {name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()}
 
 
-def test_mkdocs_nav_has_every_page_once():
+def test_mkdocs_nav_lists_every_page_once():
     listed = pages_of_the_nav()
     assert len(set(listed)) == len(listed)
     here = {hooks.ROOT_PAGES.get(path, path.removeprefix("docs/")) for path in PAGES}

@@ -25,7 +25,7 @@ def site() -> Path:
     not PINS.is_file() or PINS.read_bytes() != (ROOT / "requirements/docs.txt").read_bytes(),
     reason=".venv-docs is missing or has other pins: run `make docs` once, which needs a package registry",
 )
-def test_site_builds_every_page_with_a_heading(site):
+def test_built_site_has_one_top_heading_on_every_page(site):
     for page in pages_of_the_nav():
         text = (site / page).with_suffix(".html").read_text()
         assert len(re.findall(r"<h1\b", text)) == 1, page
@@ -50,7 +50,7 @@ def test_on_page_content_adds_line_break_points_to_names_in_tables():
     assert hooks.on_page_content(html, None, None, None) == expected
 
 
-def test_reference_lists_commands_and_options():
+def test_settings_reference_lists_commands_and_options():
     text = reference.commands()
     for expected in ("### qwen3vl convert import", "### qwen3vl train", "### qwen3vl doctor", "--dry-run", "--resume"):
         assert expected in text

@@ -50,7 +50,7 @@ def test_demo_tiny_model_learns_digits(family, tmp_path):
     assert float(difference) <= 1e-4 * float(scale)
 
 
-def test_demo_model_only_option_keeps_earlier_results(tmp_path):
+def test_demo_with_model_only_option_keeps_earlier_results(tmp_path):
     """What `make tiny-model` starts: the checkpoint can be read, and a demo may follow in the same folder."""
     work = tmp_path / "demo"
     work.mkdir()
@@ -76,7 +76,7 @@ def test_demo_with_hf_model_option_trains_that_checkpoint(untied_folder, tmp_pat
 
 
 @pytest.mark.slow
-def test_demo_stopped_training_is_not_exported(untied_folder, tmp_path):
+def test_demo_does_not_export_stopped_training(untied_folder, tmp_path):
     """Stop by `train.exit_interval`; a run that gets SIGTERM ends in the same way."""
     stops = ("train.train_iters=4", "train.exit_interval=2")
     done = demo(tmp_path / "demo", "--hf-model", untied_folder, *stops)
@@ -151,7 +151,7 @@ def test_report_answers_are_independent_of_batch_size(untied_folder, dataset, tm
     assert report.accuracy(report.answer(untied_folder, dataset.test)) <= 0.15
 
 
-def test_report_answer_to_question_without_image_raises(untied_folder, tmp_path):
+def test_report_answer_raises_if_question_has_no_image(untied_folder, tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_text(json.dumps({"messages": conversation("x.png", "7")["messages"][:1]}) + "\n")
     with pytest.raises(ValueError, match="expected a picture in the question"):
@@ -181,7 +181,7 @@ def test_answer_sheet_png_shows_wrong_answers_in_red(dataset, tmp_path, texts):
     assert red == any(text is not None for text in texts)
 
 
-def test_loss_curve_is_png_and_log_without_losses_raises(tmp_path):
+def test_loss_curve_writes_png_and_raises_if_log_has_no_losses(tmp_path):
     log = [{"step": step, "loss": 3.0 / step, "grad_norm": 1.0} for step in range(1, 20)]
     report.loss_curve([*log, {"step": 10, "valid_loss": 0.4}], tmp_path / "loss.png")
     with Image.open(tmp_path / "loss.png") as curve:

@@ -95,7 +95,7 @@ class TestVerl:
         return Model(folder, create_peft_hook(peft, training=True)), peft
 
     @pytest.mark.one_case_in(3)
-    def test_verl_merged_adapter_weights_give_model_logits_in_transformers(self, model):
+    def test_transformers_logits_with_verl_merged_adapter_weights_match_model(self, model):
         """get_per_tensor_param with `merge`: by tasks that are made once."""
         model, _ = model
         tasks = model.bridge.get_conversion_tasks(model.chunks)
@@ -105,7 +105,7 @@ class TestVerl:
         model.check(reference)
 
     @pytest.mark.one_case_in(3)
-    def test_verl_unmerged_export_keeps_base_weights_and_exports_adapters_apart(self, model):
+    def test_verl_unmerged_export_returns_base_weights_and_adapters_separately(self, model):
         """And without: the base once, under names of layers that have adapters; these alone from then on."""
         model, peft = model
         tasks = model.bridge.get_conversion_tasks(model.chunks)
@@ -126,7 +126,7 @@ class TestVerl:
         assert experts == (both if any("experts" in name for name in expected) else set())
 
     @pytest.mark.one_case_in(3)
-    def test_verl_saved_adapter_gives_same_logits_in_hugging_face_peft(self, model, tmp_path):
+    def test_peft_logits_with_adapter_saved_by_verl_match_model(self, model, tmp_path):
         model, peft = model
         model.bridge.save_hf_adapter(model.chunks, str(tmp_path / "adapter"), peft)
         model.check_folder(tmp_path / "adapter")
@@ -140,7 +140,7 @@ class TestNemoRL:
         lora_A_init_method="xavier", lora_B_init_method="zero", a2a_experimental=False, lora_dtype=None,
     )  # fmt: skip
 
-    def test_nemo_rl_merged_export_and_saved_adapter_give_model_logits(self, folder, tmp_path):
+    def test_logits_with_nemo_rl_merged_export_and_saved_adapter_match_model(self, folder, tmp_path):
         """Merged weights for generation; convert_lora_to_hf.py, both of its ways."""
         peft = LoRA(**self.FIELDS)
         model = Model(folder, lambda chunks: peft(chunks, training=True))
@@ -167,7 +167,7 @@ class TestMiles:
 
     @pytest.mark.one_case_in(3)
     @pytest.mark.parametrize(("lora", "targets"), [(LoRA, ALL), (CanonicalLoRA, SPLIT)], ids=["lora", "canonical_lora"])
-    def test_miles_streamed_and_saved_adapters_are_equal_and_load_in_peft(self, folder, lora, targets, tmp_path):
+    def test_adapters_streamed_and_saved_by_miles_are_equal_and_load_in_peft(self, folder, lora, targets, tmp_path):
         """Tensors for SGLang, and a folder with them; each rank's own shards by their names."""
         peft = lora(
             target_modules=targets, exclude_modules=[], dim=4, alpha=8, dropout=0.0,

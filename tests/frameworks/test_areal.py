@@ -102,7 +102,7 @@ def test_areal_log_probs_of_rows_without_mask_match_transformers(engine, truth):
         support.check_rows(engine.model(**older_call_of(truth)), truth)
 
 
-def test_areal_video_grid_without_video_pixels_raises(engine, truth):
+def test_areal_call_raises_if_video_grid_is_given_without_video_pixels(engine, truth):
     """AReaL hands on `video_grid_thw`, and no `pixel_values_videos`."""
     call, _ = call_of(truth, 1)
     with pytest.raises(ValueError, match="video pixels: found 0 patches, expected 32 for 1 video grids"):
@@ -190,7 +190,7 @@ def test_areal_weight_update_gives_hugging_face_names_and_values(engine, folder)
     support.check_exported(found, stored)
 
 
-def test_areal_saved_adapter_of_wrapped_model_gives_same_logits_in_peft(folder, truth, tmp_path):
+def test_peft_logits_with_adapter_saved_by_areal_match_model(folder, truth, tmp_path):
     """The base's weights come after the adapters; _save_model_to_hf writes these alone."""
     torch.manual_seed(0)
     lora = LoRA(target_modules=ALL, dim=4, alpha=8, dropout=0.0)

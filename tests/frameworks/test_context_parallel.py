@@ -161,7 +161,7 @@ def found(untied_folder, moe_folder):
 
 @pytest.mark.parametrize("family", ["dense", "MoE"])
 @pytest.mark.parametrize(("caller", "call"), CALLS, ids=", ".join)
-def test_context_parallel_log_probs_of_framework_calls_match_transformers(found, caller, call, family):
+def test_log_probs_match_transformers_if_frameworks_use_context_parallelism(found, caller, call, family):
     error = found[caller, call, family]
     print(error)
     assert isinstance(error, float), error
@@ -169,7 +169,7 @@ def test_context_parallel_log_probs_of_framework_calls_match_transformers(found,
 
 
 @pytest.mark.parametrize("family", ["dense", "MoE"])
-def test_context_parallel_position_ids_of_rank_with_full_input_ids_raise(found, family):
+def test_forward_raises_if_position_ids_are_sliced_and_input_ids_are_full(found, family):
     """As ms-swift cuts them; the message says that None derives them."""
     said = found["ms_swift", "labels and positions are cut", family]
     assert isinstance(said, str) and "expected [3, 1, 84]" in said and "None to derive them" in said, said

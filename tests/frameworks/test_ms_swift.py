@@ -77,7 +77,7 @@ def trainer(folder) -> Built:
     return make_trainer(folder, torch.float32, cross_entropy_loss_fusion=False)
 
 
-def test_ms_swift_default_arguments_build_bfloat16_model_with_fused_cross_entropy(folder):
+def test_ms_swift_default_arguments_enable_fused_cross_entropy_in_bfloat16(folder):
     """Fused cross-entropy among them: its gradient is in bfloat16, which is no loss there."""
     trainer = make_trainer(folder, torch.bfloat16)
     assert trainer.provider.cross_entropy_loss_fusion and trainer.model.config.bf16
@@ -103,7 +103,7 @@ def prepare_batch(truth: Truth, multiple: int = 8) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def test_ms_swift_packed_row_matches_transformers(trainer, truth):
+def test_ms_swift_log_probs_of_packed_row_match_transformers(trainer, truth):
     """MegatronTrainer.forward_step and loss_func: labels of -100 have a loss, which the trainer leaves out."""
     batch = prepare_batch(truth)
     model = trainer.model
@@ -124,7 +124,7 @@ def test_ms_swift_packed_row_matches_transformers(trainer, truth):
     assert gradient_error(trainer.bridge, model, expected) <= GRADIENT
 
 
-def test_ms_swift_padded_rows_match_transformers(trainer, truth):
+def test_ms_swift_log_probs_of_padded_rows_match_transformers(trainer, truth):
     """padding_free=False: a causal mask [B, 1, S, S] of each row, True where nothing is seen."""
     ids = padded_rows([sample.ids for sample in truth.samples])
     tokens = ids.shape[1]

@@ -87,7 +87,7 @@ def model_forward(worker: Built, **call: Any) -> torch.Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def test_nemo_rl_padded_rows_match_transformers(worker, truth):
+def test_nemo_rl_log_probs_of_padded_rows_match_transformers(worker, truth):
     """sequence_packing.enabled=false: a causal [1, 1, S, S] mask, which says nothing of padding; positions of text, or
     none with images.
     """
@@ -101,7 +101,7 @@ def test_nemo_rl_padded_rows_match_transformers(worker, truth):
             support.check_rows(model_forward(worker, **call, **some.pictures), some)
 
 
-def test_model_attribute_tells_nemo_rl_that_model_packs_rows(worker):
+def test_model_owns_packing_attribute_is_true_for_nemo_rl(worker):
     """_model_self_packs_for_cp: one that does not is given packed rows that are cut already, which is right as well."""
     model = unwrap_model(worker.model)
     assert model.model_owns_packing
@@ -110,7 +110,7 @@ def test_model_attribute_tells_nemo_rl_that_model_packs_rows(worker):
 
 
 @pytest.mark.parametrize(("multiple", "total"), [(1, None), (8, None), (8, 160)])
-def test_nemo_rl_rows_packed_by_model_match_transformers(worker, truth, multiple, total):
+def test_nemo_rl_log_probs_match_transformers_if_model_packs_rows(worker, truth, multiple, total):
     """_prepare_vlm_batch_for_megatron: rows, and a mask and offsets that count each row's padding as tokens.
 
     `total` is pad_full_seq_to, of pipeline stages: the last row's length in the packed row takes what is missing.
@@ -128,7 +128,7 @@ def test_nemo_rl_rows_packed_by_model_match_transformers(worker, truth, multiple
 
 
 @pytest.mark.parametrize("multiple", [1, 8])
-def test_nemo_rl_rows_packed_by_worker_match_transformers(worker, truth, multiple):
+def test_nemo_rl_log_probs_match_transformers_if_worker_packs_rows(worker, truth, multiple):
     """_pack_sequences_for_megatron, which a model without packing of its own gets: one flat row, no mask."""
     lengths = support.padded_lengths(truth.lengths, multiple)
     params = support.thd(lengths)

@@ -119,18 +119,18 @@ def test_provider_accepts_vision_dp_when_cp_setting():
     (EXPERTS, dict(enable_routing_replay=True), "expected moe_enable_routing_replay"),
     (DENSE, dict(attention_backend="fast"), "attention_backend is 'fast', expected one of flash, fused"),
 ])  # fmt: skip
-def test_unsupported_or_misspelled_provider_settings_raise(size, settings, message):
+def test_provider_raises_if_setting_is_unsupported_or_misspelled(size, settings, message):
     with pytest.raises(ValueError, match=message):
         set_on(provider_of(size, {}), settings)
 
 
-def test_unknown_setting_of_qwen3_5_provider_raises():
+def test_qwen3_5_provider_raises_if_setting_is_unknown():
     provider = AutoBridge.from_hf_config(family("qwen3_5").presets.hf_config("0.8B")).to_megatron_provider(False)
     with pytest.raises(ValueError, match="freeze_vision_tower is set, but Qwen35VLModelProvider has no such setting"):
         set_on(provider, dict(freeze_vision_tower=True))
 
 
-def test_recipe_setting_unknown_to_provider_warns_that_it_has_no_effect(caplog):
+def test_provider_warns_that_unknown_setting_of_recipe_has_no_effect(caplog):
     """Megatron-Bridge's recipes set a name that none of its classes has; ms-swift keeps a note."""
     set_on(provider_of(EXPERTS, {}), dict(moe_a2a_overlap=True, swiglu=True))
     assert [r.message for r in caplog.records if "no such setting" in r.message] == [

@@ -68,10 +68,10 @@ def test_skyrl_log_probs_match_transformers(worker, truth):
         support.check_rows(logits, some)
 
 
-def test_skyrl_transformer_engine_mask_inverted_or_float_raises(worker, truth):
+def test_forward_raises_if_transformer_engine_mask_is_inverted_or_float(worker, truth):
     call = call_of(truth)
     for other in (~call["attention_mask"], call["attention_mask"].float()):
-        with pytest.raises(ValueError, match=r"expected one of that shape to be Transformer Engine's, booleans, True"):
+        with pytest.raises(ValueError, match=r"is read as Transformer Engine's: it must contain booleans, True"):
             worker.model(**call | dict(attention_mask=other))
 
 

@@ -202,7 +202,7 @@ def test_verl_fused_kernel_log_probs_match_transformers(engine, truth, bucket):
         assert (ours - plain).abs().max() <= 1e-6 * plain.abs().max().clamp(min=1.0)  # measured 0: the same sums
 
 
-def test_verl_output_processor_accepts_right_padding_and_raises_for_left(engine, truth):
+def test_verl_output_processor_raises_only_if_rows_are_left_padded(engine, truth):
     rows = rows_of(truth)
     hook = dict(output_processor=fused, output_processor_context=SimpleNamespace(temperature=1.0))
     call = rows | dict(labels=support.padded_rows([sample.labels for sample in truth.samples]))
@@ -212,15 +212,15 @@ def test_verl_output_processor_accepts_right_padding_and_raises_for_left(engine,
     assert (found[real] - plain[real]).abs().max() <= support.LOG_PROBS
     for name in ("input_ids", "attention_mask", "labels"):  # padding on the left
         call[name] = torch.stack([one.roll(-n) for one, n in zip(call[name], truth.lengths, strict=True)])
-    with pytest.raises(ValueError, match="expected rows padded on the right, or packed_seq_params and labels"):
+    with pytest.raises(ValueError, match="Pad rows on the right, or give packed_seq_params and labels"):
         engine.model(**call, **hook)
 
 
 @pytest.mark.parametrize(("argument", "advice"), [
-    (dict(temperature=1.0), "give output_processor, which divides logits by itself"),  # verl's patch of forward
+    (dict(temperature=1.0), "give an output_processor that divides logits by it"),  # verl's patch of forward
     (dict(return_logprobs_for_linear_ce_fusion=True), "NeMo-RL: use_fused_linear_logprobs=false"),
 ])  # fmt: skip
-def test_verl_unsupported_argument_raises_with_advice(engine, truth, argument, advice):
+def test_forward_raises_with_advice_if_verl_argument_is_unsupported(engine, truth, argument, advice):
     with pytest.raises(ValueError, match=f"is given, expected None: .*{advice}"):
         engine.model(truth.samples[1].ids[None], **argument)
 

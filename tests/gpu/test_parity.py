@@ -52,7 +52,7 @@ def test_float32_logits_and_gradients_match_transformers(kind, kernels, folders,
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_bfloat16_error_is_at_most_1_5_times_that_of_transformers(kind, packed, folders, device):
+def test_bfloat16_error_is_at_most_1_5_times_error_of_transformers(kind, packed, folders, device):
     """With flash-linear-attention where that is installed; transformers computes linear attention by torch alone."""
     check_distances(pair_of(kind, folders, device, params_dtype=torch.bfloat16, bf16=True), packed=packed)
 
@@ -66,7 +66,7 @@ def test_weights_exported_from_device_equal_loaded_weights(kind, folders, device
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["formula", "Transformer Engine's kernel"])
-def test_rotary_rounding_error_in_bf16_is_at_most_that_of_transformers(fused, device):
+def test_bf16_rounding_error_of_rope_does_not_exceed_that_of_transformers(fused, device):
     """Heads of the 8B's size in bfloat16. On CUDA torch compiles the formula."""
     if fused:
         need_transformer_engine(device)

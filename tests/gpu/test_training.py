@@ -40,7 +40,7 @@ def conversations(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_run_resumes_with_same_losses_and_exports(recipe, conversations, untied_folder, device, tmp_path):
+def test_resumed_run_has_same_losses_and_exported_weights(recipe, conversations, untied_folder, device, tmp_path):
     def configured(name: str):
         paths = dict(hf_path=untied_folder, data_path=conversations, pretrained_checkpoint=untied_folder)
         cfg = set_paths(RECIPES[recipe](), **paths, save=tmp_path / name)
@@ -67,7 +67,7 @@ def test_run_resumes_with_same_losses_and_exports(recipe, conversations, untied_
 
 
 @pytest.mark.parametrize("ckpt_format", ["fsdp_dtensor", "torch_dist"])
-def test_conversion_roundtrip_verifies_as_same_model(ckpt_format, moe_folder, device, tmp_path):
+def test_verify_checkpoint_finds_same_model_after_conversion_roundtrip(ckpt_format, moe_folder, device, tmp_path):
     import_checkpoint(moe_folder, tmp_path / "megatron", ckpt_format=ckpt_format, progress=False)
     export_checkpoint(tmp_path / "megatron", tmp_path / "back", hf_model=moe_folder, progress=False)
     assert verify_checkpoint(tmp_path / "back", tmp_path / "megatron").same

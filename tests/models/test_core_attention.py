@@ -256,7 +256,7 @@ def gather_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize("groups", [2, 4])
-def test_attention_context_parallel_float32_materializes_no_mask(monkeypatch, groups):
+def test_context_parallel_attention_in_float32_materializes_no_mask(monkeypatch, groups):
     """On CUDA the memory-efficient kernel supports float32, and aligns its causal mask to the end of the keys."""
 
     def materialize(*_):

@@ -54,7 +54,7 @@ def test_grouped_product_matches_product_per_expert(counts, frozen, order, seed)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_grouped_product_with_frozen_weights_saves_no_input(frozen):
+def test_grouped_product_saves_no_input_if_weights_are_frozen(frozen):
     kept = []
     x, weights = torch.randn(4, 12, requires_grad=True), [torch.randn(8, 12, requires_grad=not frozen) for _ in "ab"]
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape) or tensor, lambda x: x):
@@ -189,7 +189,7 @@ def test_expert_list_iterates_in_order_of_index(layer):
     assert [*layer.local_experts] == numbered and [*layer.local_experts[1:3]] == numbered[1:3]
 
 
-def test_grouped_experts_class_keeps_forward_that_modelopt_compares(layer):
+def test_grouped_experts_class_inherits_forward_of_sequential_mlp(layer):
     """ModelOpt compares the `forward` of the class."""
     assert GroupedExperts.forward is SequentialMLP.forward and layer.forward == layer.grouped_forward
 
@@ -219,7 +219,7 @@ def test_overlap_param_gather_dispatches_buckets_in_order_of_use(moe_folder, mon
         assert bucket.next_param_gather_bucket_group is following
 
 
-def test_reset_stale_moe_metrics_resizes_tracker_for_alternating_models():
+def test_reset_stale_moe_metrics_resizes_tracker_if_number_of_layers_changes():
     """An actor and a critic share one tracker, which is emptied when they alternate."""
     tracker = get_moe_metrics_tracker
     shallow, deep = (Qwen3VLMoEModelProvider(num_layers=layers) for layers in (2, 4))

@@ -75,7 +75,7 @@ def test_pipeline_stages_with_deepstack_features_match_unsplit_layers(
         assert torch.equal(found, right)
 
 
-def test_stage_unpack_of_wrong_tensor_size_raises():
+def test_stage_unpack_raises_if_received_tensor_has_wrong_size():
     """The size of the received tensor follows the schedule's `seq_length`."""
     stage = DeepStackStage(received=1, sent=0)
     assert stage.unpack(torch.ones(3 * 2 + 4, 1, 5), 3, 2, 4)[0].shape == (3, 2, 5)
@@ -85,7 +85,7 @@ def test_stage_unpack_of_wrong_tensor_size_raises():
 
 
 @pytest.mark.parametrize(("sent", "pictures", "fits"), [(1, 2, False), (1, 0, True), (0, 2, True)])
-def test_stage_sending_features_without_variable_seq_lengths_raises(sent, pictures, fits):
+def test_stage_raises_if_it_sends_features_without_variable_seq_lengths(sent, pictures, fits):
     """The schedule knows the length of rows, but not the number of features, which depends on images."""
     where = VisionRows(torch.zeros(pictures).long(), torch.zeros(pictures).long())
     inputs, stage = types.SimpleNamespace(deepstack=where), DeepStackStage(received=3, sent=sent)
@@ -185,13 +185,13 @@ def test_vision_payload_passes_gradients_unchanged(counts):
     (VisionShard(2, 5), T, HIDDEN + 1, r"sent a tensor of shape \[1, 5, 32\], expected \[1, '3 or more', 36\]"),
     (VisionShard(9, 5), T, HIDDEN, r"expected \[1, '10 or more', 32\]"),
 ])  # fmt: skip
-def test_unpack_of_unexpected_vision_payload_raises(expected, num_features, hidden, words):
+def test_unpack_raises_if_vision_payload_does_not_match_expected_shards(expected, num_features, hidden, words):
     payload = pack(*encoded(2), (VisionShard(2, 5),), 4)
     with pytest.raises(ValueError, match=words):
         read(payload, (expected,), num_features, hidden)
 
 
-def test_mismatched_vision_header_raises_at_next_header_or_final_check():
+def test_headers_add_and_check_remaining_raise_if_previous_header_mismatched():
     right, wrong = (
         unpack(pack(*encoded(2), (VisionShard(2, 5),), 4), (VisionShard(2, mark),), T, HIDDEN)[-1] for mark in (5, 6)
     )
@@ -207,7 +207,7 @@ def test_mismatched_vision_header_raises_at_next_header_or_final_check():
 
 
 @given(grids=GRIDS, vision_ranks=st.integers(1, 4))
-def test_vision_shards_equal_on_vision_and_language_ranks(grids, vision_ranks):
+def test_vision_and_language_ranks_compute_equal_vision_shards(grids, vision_ranks):
     batch = batch_of(grids)
     expected = batch.local(vision_work=WORK, vision_ranks=vision_ranks)
     sent = [VisionRankInputs.from_batches((batch,), WORK, vision_ranks, share) for share in range(vision_ranks)]
@@ -238,7 +238,7 @@ def test_vision_rank_inputs_join_batches_of_several_language_replicas(grids):
         assert one.vision.cu_seqlens.diff().tolist() == list(one.vision.lengths)
 
 
-def test_vision_shard_checksum_differs_for_other_samples_layout_or_images():
+def test_vision_shard_checksum_changes_with_samples_row_layout_or_images():
     batch = batch_of([(1, 4, 4), (1, 2, 4)])
     others = [
         replace(batch, sample_ids=("b",)), replace(batch, layout=SequenceLayout.packed_row([8, 8])),

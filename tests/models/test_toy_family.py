@@ -202,7 +202,7 @@ def test_toy_family_conversion_does_not_import_megatron_or_transformers(folder, 
     subprocess.run([sys.executable, "-c", code, folder, tmp_path / "megatron"], check=True)
 
 
-def test_import_of_unknown_model_type_raises_with_registered_families(folder, tmp_path):
+def test_import_raises_and_lists_registered_families_if_model_type_is_unknown(folder, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"model_type": "toy_3", "architectures": ["Toy3"]}))
     with pytest.raises(CheckpointError) as refused:
         import_checkpoint(tmp_path, tmp_path / "megatron")
@@ -210,6 +210,6 @@ def test_import_of_unknown_model_type_raises_with_registered_families(folder, tm
         assert part in str(refused.value)
 
 
-def test_register_family_with_taken_model_type_raises():
-    with pytest.raises(ValueError, match=r"'toy_vl' has \['toy_vl'\] already"):
+def test_register_family_raises_if_model_type_is_taken():
+    with pytest.raises(ValueError, match=r"'toy_vl' already uses \['toy_vl'\]"):
         registry.register_family(dataclasses.replace(toy_family.FAMILY, name="another", bridge="os"))

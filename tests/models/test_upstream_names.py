@@ -62,7 +62,7 @@ def test_model_and_provider_accept_attributes_that_frameworks_write(pair):
         provider.hf_text_config = provider.hf_text_config
 
 
-def test_shared_embedding_weight_of_untied_model_is_that_of_text_model(pair):
+def test_shared_embedding_weight_of_untied_model_is_weight_of_text_model(pair):
     model = pair.megatron
     weight = model.shared_embedding_or_output_weight()
     assert weight is model.language_model.shared_embedding_or_output_weight() is not None
@@ -75,7 +75,7 @@ def test_shared_embedding_weight_of_untied_model_with_mtp_is_none(tmp_path):
     assert _get_shared_word_embedding_weight(model, model.config) is None
 
 
-def test_fp32_output_of_unwrapped_bfloat16_model_raises(pair):
+def test_forward_raises_if_fp32_output_is_set_for_unwrapped_bfloat16_model(pair):
     """NeMo-RL's `defer_fp32_logits` and AReaL pass it to float32 models, which have no Float16Module."""
     ids = torch.arange(1, 13).view(2, 6)
     expected = no_grad(pair.megatron, ids)
@@ -126,7 +126,7 @@ def test_forward_has_argument_order_of_megatron_bridge_model(pair):
 
 
 @pytest.mark.parametrize("folder", ["untied_folder", "tied_folder"])
-def test_value_head_of_megatron_bridge_hook_replaces_text_output_layer(folder, request):
+def test_make_value_model_hook_replaces_output_layer_of_text_model(folder, request):
     """Verl uses Megatron-Bridge's hook, which sets the head on the outermost model."""
     from megatron.bridge.training.utils.train_utils import make_value_model
 

@@ -79,7 +79,7 @@ def limits_of(pair, inputs) -> dict[str, float]:
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize(("kind", "fields"), [("untied", {}), ("tied", {}), ("untied", PADDED), ("tied", PADDED)])
-def test_chunked_loss_and_gradients_match_loss_of_full_row(kind, fields, packed, request):
+def test_chunked_loss_and_gradients_match_unchunked_loss(kind, fields, packed, request):
     folder = request.getfixturevalue(f"{kind}_folder")
     pair = make_pair(folder, loss_chunk_tokens=0, **fields)
     inputs = batch_of(pair, packed=packed)
@@ -94,7 +94,7 @@ def test_chunked_loss_matches_transformers(tied_folder):
 
 
 @pytest.mark.parametrize("fusion", [dict(cross_entropy_loss_fusion=True), dict(cross_entropy_loss_fusion=False)])
-def test_chunked_loss_in_bfloat16_is_as_accurate_as_full_row(fusion, untied_folder):
+def test_chunked_loss_in_bfloat16_is_as_accurate_as_unchunked_loss(fusion, untied_folder):
     """Compare the gradient of the output layer, which is summed over chunks, with float32."""
     name, bf16 = "language_model.output_layer.weight", dict(params_dtype=torch.bfloat16, bf16=True)
     errors = {}
@@ -134,7 +134,7 @@ def test_chunked_loss_memory_depends_on_chunk_not_on_row_length(untied_folder, t
         assert largest <= CHUNK and peak <= 3 * CHUNK
 
 
-def test_chunked_loss_under_no_grad_needs_no_grad_and_has_equal_values(untied_folder):
+def test_chunked_loss_under_no_grad_has_same_values_and_no_gradient(untied_folder):
     pair = make_pair(untied_folder, loss_chunk_tokens=CHUNK)
     inputs = batch_of(pair)
     with torch.no_grad():
@@ -143,7 +143,7 @@ def test_chunked_loss_under_no_grad_needs_no_grad_and_has_equal_values(untied_fo
     assert torch.equal(losses, pair.megatron(inputs=inputs).detach())
 
 
-def test_chunked_loss_of_frozen_language_model_gives_tower_gradients_only(tied_folder):
+def test_chunked_loss_of_frozen_language_model_has_only_vision_gradients(tied_folder):
     pair = make_pair(tied_folder, loss_chunk_tokens=0, freeze_language_model=True)
     inputs = batch_of(pair)
     whole, most = both(pair, inputs), limits_of(pair, inputs)
@@ -152,7 +152,7 @@ def test_chunked_loss_of_frozen_language_model_gives_tower_gradients_only(tied_f
     check(errors(chunked, whole), most)
 
 
-def test_logits_and_output_processor_get_full_row_despite_chunked_loss(untied_folder):
+def test_logits_and_output_processor_are_not_chunked_if_loss_is_chunked(untied_folder):
     """Also, the loss of a caller is not replaced."""
     pair = make_pair(untied_folder, loss_chunk_tokens=CHUNK)
     inputs = batch_of(pair)
@@ -164,7 +164,7 @@ def test_logits_and_output_processor_get_full_row_despite_chunked_loss(untied_fo
 
 
 @pytest.mark.parametrize("kind", ["untied", "tied"])
-def test_chunked_loss_fused_weight_gradients_add_up_in_main_grad(kind, request, monkeypatch):
+def test_chunked_loss_adds_fused_weight_gradients_to_main_grad(kind, request, monkeypatch):
     """`gradient_accumulation_fusion` with a formula instead of Apex's kernel, in megatron-core's layer."""
 
     class Kernels:
@@ -197,7 +197,7 @@ def test_mask_vocabulary_padding_is_not_recorded_by_autograd(untied_folder):
     assert logits[..., 512:].isneginf().all() and (logits[..., :512] == 2).all()
 
 
-def test_chunked_loss_labels_of_wrong_length_raise(untied_folder):
+def test_chunked_loss_raises_if_labels_have_wrong_length(untied_folder):
     pair = make_pair(untied_folder, loss_chunk_tokens=CHUNK)
     text = pair.megatron.language_model
     with pytest.raises(ValueError, match=r"labels have shape \[1, 41\], expected \[1, 40\], or a multiple of 40"):
@@ -208,7 +208,7 @@ def test_chunked_loss_labels_of_wrong_length_raise(untied_folder):
 
 
 @pytest.mark.parametrize("kind", ["untied", "tied"])
-def test_megatron_core_fsdp_fused_gradient_of_chunked_loss_is_wrong(kind, request):
+def test_fused_gradient_of_chunked_loss_is_wrong_with_megatron_core_fsdp(kind, request):
     """This is why `fields.complete_ddp` turns fusion off. If this fails, megatron-core has fixed it."""
     pair = make_pair(request.getfixturevalue(f"{kind}_folder"), loss_chunk_tokens=CHUNK)
     inputs = batch_of(pair)

@@ -71,7 +71,7 @@ def run(pair: Pair, samples: list[Sample], layout: SequenceLayout) -> Seen:
     )  # fmt: skip
 
 
-def test_losses_balancing_and_gradients_do_not_depend_on_padding(pair):
+def test_losses_balancing_losses_and_gradients_do_not_depend_on_padding(pair):
     samples = make_samples("mixed", pair.config, seed=11)
     seen = {name: run(pair, samples, layout) for name, layout in layouts([len(s.ids) for s in samples]).items()}
     expected = seen.pop("packed tightly")
@@ -134,7 +134,7 @@ IDS = torch.tensor([[11, 12, 13, 14, 9, 9], [11, 12, 13, 14, 15, 16]])
     (dict(), [[0, 0, 0, 0, 1, 1], [0] * 6]),  # the last resort, a run of the padding token
     (dict(packed_seq_params=packed_params([0, 3, 9], [0, 4, 10])), [[0, 0, 0, 1, 0, 0, 0, 0, 0, 0]]),
 ], ids=["mask on the right", "mask on the left", "mask before ids", "ids", "packed rows"])  # fmt: skip
-def test_padding_given_by_caller_reaches_every_moe_router(pair, monkeypatch, given, padding):
+def test_padding_in_arguments_of_caller_reaches_every_moe_router(pair, monkeypatch, given, padding):
     monkeypatch.setattr(pair.provider, "pad_token_id", 9)
     expected = torch.tensor(padding).bool().T
     assert all(torch.equal(mask, expected) for mask in masks_that_arrive(pair, IDS, **given))

@@ -54,7 +54,7 @@ def test_norm_epsilons_match_transformers(pair):
     assert epsilons(pair.megatron.language_model) == epsilons(pair.reference.model.language_model)
 
 
-def test_text_batch_gives_every_parameter_a_gradient(pair):
+def test_every_parameter_gets_gradient_from_text_batch(pair):
     """Gradients of the vision tower are zero but not None: reductions over ranks wait for each of them."""
     pair.megatron.zero_grad()
     inputs = make_batch(make_samples("text only", pair.config, seed=0), pair.config, packed=True).local()

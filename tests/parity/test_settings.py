@@ -132,7 +132,7 @@ def test_vision_tower_without_deepstack_matches_transformers(untied_folder, tmp_
     assert_parity(make_pair(tmp_path))
 
 
-def test_loss_of_gathered_logits_under_tensor_parallelism_raises(untied_folder, monkeypatch):
+def test_loss_raises_if_parallel_output_is_false_with_tensor_parallelism(untied_folder, monkeypatch):
     """Under tensor parallelism megatron-core would compute wrong gradients."""
     text = make_pair(untied_folder).megatron.language_model
     monkeypatch.setattr(text, "parallel_output", False)

@@ -162,7 +162,7 @@ def check_what_is_saved(job: Job, out: Path, losses: list[float], readable: Path
 
 
 @pytest.mark.slow
-def test_adapters_saved_on_two_ranks_give_same_losses_in_transformers_and_peft(jobs, found, moe_folder):
+def test_losses_with_adapters_saved_on_two_ranks_match_transformers_and_peft(jobs, found, moe_folder):
     out, of_jobs = found
     for job in jobs:
         if "losses" in of_jobs[job.name]:
@@ -221,26 +221,26 @@ def test_adapter_settings_are_read_from_run_config_yaml(tmp_path):
     (LORA.replace("Qwen3VLLoRA", "Other"), "peft is 'qwen3vl_bridge.peft.Other', expected"),
     (LORA.replace("dim: 4", "dim: many"), "peft has dim 'many', alpha 8, .*expected a whole number"),
     (LORA.replace("[linear_qkv]", "linear_qkv"), "target_modules 'linear_qkv' .* lists of names"),
-    (LORA.replace("dim: 4, ", ""), "peft lacks 'dim'"), ("[" * 50_000, "more than 50 deep"),
+    (LORA.replace("dim: 4, ", ""), "peft lacks the field 'dim'"), ("[" * 50_000, "more than 50 deep"),
     (LORA.replace("dim: 4", "dim: .inf"), "peft.dim is inf, expected a finite number"),
     (LORA.replace("alpha: 8", "alpha: .nan"), "peft.alpha is nan, expected a finite number"),
     ("model: [1]", r"model is \[1\], expected a section of settings"),
     ("peft: x", "peft is x, expected a section of settings"),
 ])  # fmt: skip
-def test_adapter_settings_invalid_run_config_yaml_raises(text, message, tmp_path):
+def test_adapter_settings_raises_if_run_config_yaml_is_invalid(text, message, tmp_path):
     (tmp_path / "run_config.yaml").write_text(text)
     with pytest.raises(CheckpointError, match=message) as error:
         adapter_settings(read_run_config(tmp_path), tmp_path)
     assert str(tmp_path) in str(error.value)
 
 
-def test_export_adapters_of_checkpoint_without_adapters_raises(untied_folder, tmp_path):
+def test_export_adapters_raises_if_checkpoint_has_no_adapters(untied_folder, tmp_path):
     import_checkpoint(untied_folder, tmp_path / "megatron", progress=False)
     with pytest.raises(CheckpointError, match="was saved by a run without adapters"):
         export_adapters(tmp_path / "megatron", tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
 
 
-def test_adapter_settings_ignore_infinite_value_in_optimizer_section(tmp_path):
+def test_adapter_settings_ignores_infinite_value_in_optimizer_section(tmp_path):
     (tmp_path / "run_config.yaml").write_text(LORA + "optimizer: {grad_norm_skip_threshold: .inf}\n")
     assert adapter_settings(read_run_config(tmp_path), tmp_path).dim == 4

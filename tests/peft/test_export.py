@@ -315,7 +315,7 @@ def test_expert_adapter_names_and_shapes_match_vllm_format(moe_folder, tmp_path)
 
 
 @pytest.mark.parametrize("layout", [ExpertLayout.INPUT_MAJOR, ExpertLayout.OUTPUT_MAJOR])
-def test_merged_expert_adapters_in_every_layout_give_logits_of_megatron_model(moe_folders, layout, tmp_path):
+def test_logits_with_merged_expert_adapters_match_in_every_expert_layout(moe_folders, layout, tmp_path):
     """The layouts of released checkpoints and of transformers 5."""
     adapted = adapt(moe_folders[layout], Qwen3VLLoRA(**SIZE, adapt_experts=True))
     adapted.train()
@@ -375,14 +375,14 @@ def test_merged_bfloat16_weights_are_rounded_once(request, model, method):
         torch.testing.assert_close(weight, exact[name].bfloat16(), rtol=0, atol=0, msg=name)
 
 
-def test_save_hf_adapter_without_adapters_raises(untied_folder, tmp_path):
+def test_save_hf_adapter_raises_if_model_has_no_adapters(untied_folder, tmp_path):
     bridge = AutoBridge.from_hf_pretrained(str(untied_folder))
     with pytest.raises(ValueError, match="no adapters to save"):
         save_hf_adapter(bridge, [model_of(untied_folder)], tmp_path / "adapter", Qwen3VLLoRA(dim=2))
     assert not (tmp_path / "adapter").exists()
 
 
-def test_export_adapter_weights_of_dora_raises(untied_folder):
+def test_export_adapter_weights_raises_if_adapters_are_dora(untied_folder):
     adapted = adapt(untied_folder, DoRA(**SIZE))
     with pytest.raises(ValueError, match=r"40 DoRA adapters, .* save_hf_adapter, or export"):
         adapted.pair.bridge.export_adapter_weights([adapted.model])

@@ -40,7 +40,7 @@ class TestTrainedParameters:
     @pytest.mark.one_case_in(2)
     @pytest.mark.parametrize("rests", EIGHT)
     @pytest.mark.parametrize("provider_rests", EIGHT)
-    def test_freeze_flags_of_provider_and_adapters_determine_trained_parameters(
+    def test_freeze_flags_of_provider_and_peft_settings_select_trained_parameters(
         self, untied_folder, provider_rests, rests
     ):
         # Each part meets adapters and none over the eight cases.
@@ -57,7 +57,7 @@ class TestTrainedParameters:
         found = {component_of(name) for name, _ in adapted.model.named_parameters() if ".adapter." in name}
         assert found == {part for part, adapt_it in zip(PARTS, adapts, strict=True) if adapt_it}
 
-    def test_freeze_flag_of_provider_warns_about_components_frozen_by_adapters(self, untied_folder, caplog):
+    def test_lora_warns_about_frozen_components_if_provider_has_freeze_flag(self, untied_folder, caplog):
         for provider_flags, peft_flags, names in (
             (dict(freeze_language_model=True), {}, ("vision_model", "vision_projection")),
             (dict(freeze_language_model=True), dict(freeze_vision_model=False), ("vision_projection",)),
@@ -82,7 +82,7 @@ class TestTrainedParameters:
         adapted.backward()
         assert [name for name, p in adapted.trainable().items() if not p.grad.any()] == []
 
-    def test_adapters_with_training_false_leave_no_trainable_parameters(self, untied_folder):
+    def test_model_with_adapters_has_no_trainable_parameters_if_training_is_false(self, untied_folder):
         model = model_of(untied_folder)
         Qwen3VLLoRA(dim=2, freeze_vision_model=False)(model, training=False)
         assert not any(p.requires_grad for p in model.parameters()) and not model.training
@@ -126,7 +126,7 @@ class TestTrainedParameters:
             layers = attention | {f"{mlp}.linear_{last}" for last in ("fc1", "fc2")}
             assert {re.sub(r".*layers\.\d+\.", "", name) for name in adapted} == layers
 
-    def test_vlm_lora_trains_vision_projection_unless_either_flag_freezes_it(self, untied_folder):
+    def test_vlm_lora_trains_vision_projection_if_neither_flag_freezes_it(self, untied_folder):
         """Components as in the provider's flags: mergers are the projection, although they are modules of the tower."""
         fields = dict(dim=4, target_modules=[f"{TEXT}linear_qkv"], freeze_vision_projection=False)
         (model,) = VLMLoRA(**fields)([model_of(untied_folder)])
@@ -139,7 +139,7 @@ class TestTrainedParameters:
         VLMLoRA(**fields)([frozen])
         assert not any(p.requires_grad for name, p in frozen.named_parameters() if "merger" in name)
 
-    def test_megatron_bridge_dora_adapts_layers_with_magnitude_linear(self, untied_folder):
+    def test_megatron_bridge_dora_inserts_our_magnitude_linear(self, untied_folder):
         """Megatron-Bridge's own layer requires three dimensions, and also scales the bias."""
         model = DoRA(dim=4)(model_of(untied_folder))
         assert all(isinstance(m, MagnitudeLinear) for m in model.modules() if type(m).__name__.endswith("DoRALinear"))
@@ -161,7 +161,7 @@ class TestInvalidSettings:
         (dict(target_modules=["linear_qkv"], adapt_vision_projection=True), "adapt_vision_projection is True"),
         (dict(target_modules=["output_layer"]), "match no linear layer"),
         (dict(target_modules=["q_proj", "o_proj"]), r"match no linear .*; did you mean linear_qkv, linear_proj\?"),
-        (dict(target_modules=["all-linear"]), r"match no linear layer .*; all are "
+        (dict(target_modules=["all-linear"]), r"match no linear layer .*; all layers are "
          r"\[linear_qkv,linear_proj,linear_fc1,linear_fc2\], and in_proj,out_proj of linear attention"),
         (dict(exclude_modules=["*.layers.0.*"]), r"set target_modules to \[\]"),
         (dict(adapt_language_model=False), "nothing would be adapted"),
@@ -171,7 +171,7 @@ class TestInvalidSettings:
         (dict(normalize_moe_lora=True), "normalize_moe_lora is True, expected False"),
         (dict(adapt_experts=True), r"adapted layers belongs to experts: .* a model with experts"),
     ])  # fmt: skip
-    def test_lora_invalid_settings_raise_and_leave_model_unchanged(self, untied_folder, fields, message):
+    def test_lora_raises_and_leaves_model_unchanged_if_settings_are_invalid(self, untied_folder, fields, message):
         model = model_of(untied_folder)
         with pytest.raises(ValueError, match=message):
             Qwen3VLLoRA(**fields)(model)
@@ -184,10 +184,10 @@ class TestInvalidSettings:
         (dict(target_modules=["*.local_experts.3.*"]), "adapted layers belongs to experts"),
         (dict(normalize_moe_lora=True), "normalize_moe_lora is True, expected False"),
         (dict(experts_shared_outer_loras=True), "experts_shared_outer_loras is True, expected False"),
-        (dict(adapt_experts=False, share_expert_adapters=False), "expected adapt_experts=True with it"),
-        (dict(adapt_experts=False, target_modules=["*.experts.*"]), r"experts' need adapt_experts=True"),
+        (dict(adapt_experts=False, share_expert_adapters=False), "which requires adapt_experts=True"),
+        (dict(adapt_experts=False, target_modules=["*.experts.*"]), r"layers of experts need adapt_experts=True"),
     ])  # fmt: skip
-    def test_lora_invalid_expert_settings_raise_and_leave_model_unchanged(self, moe_folder, fields, message):
+    def test_lora_raises_and_leaves_model_unchanged_if_expert_settings_are_invalid(self, moe_folder, fields, message):
         model = model_of(moe_folder)
         with pytest.raises(ValueError, match=message):
             Qwen3VLLoRA(**(dict(adapt_experts=True) | fields))(model)
@@ -197,7 +197,7 @@ class TestInvalidSettings:
         ("untied", lambda: Qwen3VLDoRA(dropout=0.1), "dropout is 0.1, expected 0: DoRA does not support dropout"),
         ("untied", lambda: DoRA(dropout=0.1), "dropout is 0.1, expected 0: DoRA does not support dropout here"),
         ("untied", lambda: Qwen3VLDoRA(target_modules=["linear_q"]), "target_modules"),
-        ("untied", lambda: CanonicalLoRA(target_modules=["linear_q"]), "expected target_modules with linear_k"),
+        ("untied", lambda: CanonicalLoRA(target_modules=["linear_q"]), "on all parts: add linear_k"),
         ("untied", lambda: CanonicalLoRA(target_modules=[f"{TEXT}linear_fc1_up"]), r"a part of language_model"),
         ("untied", lambda: VLMLoRA(freeze_vision_model=False), "freeze_vision_model is False, and vision_"),
         ("untied", lambda: VLMLoRA(freeze_language_model=False), "freeze_language_model is False, and language_"),
@@ -210,46 +210,46 @@ class TestInvalidSettings:
         ("moe", DoRA, r"DoRA adapts .*experts.*, and .* peft does not support DoRA .* qwen3vl_bridge\.Qwen3VLDoRA"),
         ("moe", lambda: LoRA(experts_shared_outer_loras=True), "experts_shared_outer_loras is True, .* expected"),
     ])  # fmt: skip
-    def test_adapter_classes_with_unsupported_settings_raise(self, request, model, peft, message):
+    def test_adapter_classes_raise_if_setting_is_unsupported(self, request, model, peft, message):
         with pytest.raises(ValueError, match=message):
             peft()([model_of(request.getfixturevalue(f"{model}_folder"))])
 
-    def test_canonical_lora_on_gated_attention_raises(self, qwen3_5_folders):
+    def test_canonical_lora_raises_if_attention_is_gated(self, qwen3_5_folders):
         """CanonicalLoRA's adapter has one row per query; the projection also has the gates' rows."""
         with pytest.raises(ValueError, match=r"queries, keys and values of language_model.*layers\.3.* rows of gates"):
             CanonicalLoRA(dim=4)([model_of(qwen3_5_folders["dense"])])
 
-    def test_lora_on_all_layers_but_tied_output_layer_is_accepted(self, tied_folder):
+    def test_lora_accepts_all_layers_if_tied_output_layer_is_excluded(self, tied_folder):
         model = LoRA(target_modules=[], exclude_modules=["output_layer"])(model_of(tied_folder))
         assert not any("output_layer.adapter" in name for name, _ in model.named_parameters())
 
     @pytest.mark.parametrize("method", [Qwen3VLDoRA, DoRA])
     @pytest.mark.parametrize("name", ["tensor_model_parallel_size", "pipeline_model_parallel_size"])
-    def test_dora_with_tensor_or_pipeline_parallelism_raises(self, untied_folder, method, name):
+    def test_dora_raises_if_tensor_or_pipeline_parallelism_is_used(self, untied_folder, method, name):
         model = model_of(untied_folder)
         setattr(model.config, name, 2)
         with pytest.raises(ValueError, match=f"{name} is 2, expected 1 for DoRA"):
             method()([model])
 
-    def test_adapt_experts_with_grouped_gemm_raises(self, moe_folder):
+    def test_adapt_experts_raises_if_grouped_gemm_is_used(self, moe_folder):
         model = model_of(moe_folder)
         model.config.moe_grouped_gemm = True
         with pytest.raises(ValueError, match=r"moe_grouped_gemm is .*experts\.linear_fc1 holds all experts of a rank"):
             Qwen3VLLoRA(adapt_experts=True)(model)
 
     @pytest.mark.parametrize("peft", [lambda: Qwen3VLLoRA(adapt_experts=True), LoRA, CanonicalLoRA])
-    def test_adapt_experts_with_expert_tensor_parallelism_raises(self, moe_folder, peft):
+    def test_adapt_experts_raises_if_expert_tensor_parallelism_is_used(self, moe_folder, peft):
         model = model_of(moe_folder)
         model.config.expert_tensor_parallel_size = 2
         with pytest.raises(ValueError, match="expert_tensor_parallel_size is 2, expected 1 where experts have"):
             peft()([model])
 
-    def test_adapters_applied_twice_raise(self, untied_folder):
+    def test_applying_adapters_twice_raises(self, untied_folder):
         model = Qwen3VLLoRA(dim=2)(model_of(untied_folder))
         with pytest.raises(ValueError, match="already has 16 adapters"):
             Qwen3VLLoRA(dim=2)(model)
 
-    def test_adapters_on_model_that_is_no_qwen3_vl_raise(self):
+    def test_lora_raises_if_model_is_not_qwen3_vl(self):
         with pytest.raises(TypeError, match="found a Linear, expected a Qwen3VLModel"):
             Qwen3VLLoRA()([torch.nn.Linear(2, 2)])
 
@@ -259,7 +259,7 @@ class TestInvalidSettings:
         del model.vision_model
         Qwen3VLLoRA(dim=2, **ALL_PARTS)(model)
 
-    def test_adapters_on_pipeline_stage_skip_targets_of_missing_vision_model(self, untied_folder):
+    def test_lora_skips_vision_targets_on_pipeline_stage_without_vision_model(self, untied_folder):
         model = model_of(untied_folder)
         model.pre_process = False
         del model.vision_model
@@ -327,7 +327,7 @@ class TestRecompute:
         assert not any(tensor.requires_grad for tensor in tower[0])
 
 
-def test_adapters_of_pre_wrap_hook_are_only_parameters_reduced_by_ddp(untied_folder, caplog):
+def test_ddp_reduces_only_adapters_that_pre_wrap_hook_inserted(untied_folder, caplog):
     """A hook of the provider inserts adapters before wrapping in DistributedDataParallel."""
     peft = Qwen3VLLoRA(dim=2, **ALL_PARTS)
     assert isinstance(peft, LoRA)  # Megatron-Bridge counts operations by it

@@ -240,7 +240,7 @@ def attention_bytes(parallel: ParallelLayout, *, packed: bool) -> dict[str, floa
     return saved_by_attention(LocalSizes(dimensions_of(tiny_qwen3_vl(moe=False).to_dict()), parallel, training))
 
 
-def test_attention_activations_with_more_tp_ranks_than_kv_heads_are_not_divided():
+def test_attention_activations_are_not_divided_if_tp_exceeds_kv_heads():
     """More ranks than groups gather queries, keys and values (measured in test_memory_on_ranks)."""
     whole, three, six = (
         attention_bytes(ParallelLayout(tp, tp=tp), packed=True)["linear_qkv: output"] for tp in (1, 3, 6)

@@ -41,7 +41,7 @@ def test_estimated_fp8_parameter_bytes_count_two_fp8_copies(fp8, more):
 @pytest.mark.parametrize(
     ("fp8", "layers"), [(Fp8Settings(), 36), (Fp8Settings(first_bf16_layers=1, last_bf16_layers=1), 34)]
 )
-def test_estimated_fp8_activations_count_saved_inputs_as_one_byte(fp8, layers):
+def test_estimated_fp8_activations_count_one_byte_per_saved_input(fp8, layers):
     """Inputs of linear_qkv, linear_fc1 and linear_fc2 are saved in FP8; attention still saves bf16."""
     (chunk,) = ONE_RANK.chunks(36)[0]
     bf16, found = (
@@ -60,7 +60,7 @@ def test_estimated_fp8_parameter_bytes_count_only_layers_of_pipeline_stage():
     assert last.parameters - plain[1].parameters == 18 * LAYER_WEIGHTS * 2
 
 
-def test_estimate_fp8_misaligned_sizes_or_fsdp_raise():
+def test_estimate_raises_if_fp8_is_used_with_misaligned_sizes_or_fsdp():
     fp8 = replace(BF16_RUN, fp8=Fp8Settings(multiple=32))
     with pytest.raises(ValueError, match="seq_length is 4080, expected a multiple of 32"):
         estimate(DIMS, ONE_RANK, replace(fp8, seq_length=4080))
@@ -93,7 +93,7 @@ def test_plan_with_fp8_current_scaling_needs_less_memory_than_bf16(capsys):
 
 
 @pytest.mark.usefixtures("no_groups")
-def test_estimate_memory_with_nvfp4_raises():
+def test_estimate_memory_raises_if_precision_is_nvfp4():
     recipe = find("qwen3_vl_30b_a3b_pretrain_fp8_cs_config")
     cfg = recipe()
     cfg.mixed_precision = "bf16_with_fp8_subchannel_scaling_mixed"

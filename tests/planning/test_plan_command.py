@@ -48,7 +48,7 @@ def run(capsys, *arguments: str) -> tuple[int, dict | list]:
     return status, json.loads(capsys.readouterr().out)
 
 
-def test_plan_json_total_of_stage_is_sum_of_memory_kinds(capsys):
+def test_plan_json_total_of_each_stage_equals_sum_of_memory_kinds(capsys):
     status, found = run(capsys, "--tp", "2", "--pp", "2")
     assert status == 0 and found["fits"]
     assert found["parallel_layout"]["sequence_parallel"] and found["parallel_layout"]["dp"] == 4
@@ -67,7 +67,7 @@ def test_plan_for_too_small_gpu_exits_with_code_1(capsys):
     assert "fits: " in capsys.readouterr().out
 
 
-def test_plan_fitting_only_without_margin_is_reported_but_not_proposed(capsys):
+def test_plan_command_does_not_propose_layout_that_fits_only_without_margin(capsys):
     """The proposals exclude a layout that fits only without the margin, and their table states the limit."""
     rows = ["--model", "30B-A3B", "--gpus", "16", "--seq-length", "8192", "--gpu-memory", "55"]
     words = [*rows, "--ep", "8", "--pp", "2"]
@@ -98,7 +98,7 @@ def test_plan_reports_host_memory_for_saving_checkpoint(capsys):
     assert "saving does not fit: 105.1 GiB" in " ".join(capsys.readouterr().out.split())
 
 
-def test_plan_of_16_pipeline_stages_prints_first_two_and_last(capsys):
+def test_plan_command_prints_first_two_and_last_of_16_pipeline_stages(capsys):
     words = ["--model", "30B-A3B", "--gpus", "16", "--pp", "16"]
     main([*words])
     said = capsys.readouterr().out
@@ -126,7 +126,7 @@ INVALID_OPTIONS = {
     "--model 30B-A3B --gpus 8 --pp 2 --ep 8": "a multiple of etp * ep * pp, which is 16",
     "--tp 1 --sequence-parallel": "sequence_parallel is True and tp is 1",
     "--tp 1 --vpp 2": "vpp is 2 and pp is 1",
-    "--model 2B --pp 8": "28 layers for 8 pipeline stages",
+    "--model 2B --pp 8": "28 layers cannot be divided evenly over 8 pipeline stages",
     "--model 2B --pp 2 --vpp 4": "pipeline stage 0 has 14 layers, expected a multiple of vpp",
     "--model 2B --gpus 32 --tp 32": "num_attention_heads is 16",
     "--model 32B --gpus 32 --tp 32": "vision_config.num_heads is 16",
@@ -148,7 +148,7 @@ INVALID_OPTIONS = {
     ),
     "--max-patches -1": "max_patches is -1",
     "--expert-load 0.5": "expert_load is 0.5",
-    "--gpu H1000": "GB200; for another, `qwen3vl plan` has --gpu-memory",
+    "--gpu H1000": "GB200; for another use --gpu-memory of `qwen3vl plan`",
     "--model 7B": "unknown model '7B'",
     "--model 235b": "or a hub id; the nearest name whose dimensions are known is 235B-A22B",
     "--fsdp --no-distributed-optimizer": "both given, expected only one of them",
@@ -165,13 +165,13 @@ INVALID_OPTIONS = {
     "--vision-gpus 4 --vision-tp 3": "4 GPUs, expected a multiple of tp",
     "--vision-gpus 10 --tp 1": "10 data-parallel replicas and the language model 6",
     "--model 2B --gpus 64 --vision-gpus 32 --vision-tp 32 --tp 1": "vision_config.num_heads is 16",
-    "--model 2B --vision-gpus 6 --pp 5": "28 layers for 5 pipeline stages",
+    "--model 2B --vision-gpus 6 --pp 5": "28 layers cannot be divided evenly over 5 pipeline stages",
     "--tp 2 --vision-tp 2": "--vision-tp is given without --vision-gpus",
 }
 
 
 @pytest.mark.parametrize("options", INVALID_OPTIONS)
-def test_plan_invalid_options_exit_with_code_2(capsys, options):
+def test_plan_command_with_invalid_options_exits_with_code_2(capsys, options):
     assert main([*RUN, *options.split()]) == 2
     assert INVALID_OPTIONS[options] in capsys.readouterr().err
 
@@ -199,7 +199,7 @@ def test_preset_name_ignores_case_and_unknown_name_suggests_nearest():
     assert nearest_name("me/mine") == nearest_name("27B-of-mine") == ""
 
 
-def test_plan_for_unknown_hub_id_fails_unless_config_is_in_hub_cache(capsys, tmp_path, monkeypatch):
+def test_plan_command_fails_for_unknown_hub_id_unless_hub_cache_has_config(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     ask = ["--model", "Qwen/Qwen3.9-27B", "--gpus", "64", "--seq-length", "8192", "--max-patches", "8192"]
@@ -220,12 +220,12 @@ def test_plan_for_unknown_hub_id_fails_unless_config_is_in_hub_cache(capsys, tmp
     (qwen3_5.config_dict("9B"), dict(lora=LoraSettings(8, ())), "no such layers .* in_proj, linear_fc1, linear_fc2"),
     (presets.config_dict("30B-A3B"), dict(lora=LoraSettings(8, ("linear_fc1",))), "layers outside its experts"),
 ])  # fmt: skip
-def test_estimate_with_lora_target_modules_matching_no_layer_raises(config, training, message):
+def test_estimate_raises_if_lora_target_modules_match_no_layer(config, training, message):
     with pytest.raises(ValueError, match=message):
         estimate(dimensions_of(config), ParallelLayout(8), TrainingSettings(**training))
 
 
-def test_training_settings_with_unsupported_recompute_modules_raise():
+def test_training_settings_raises_if_recompute_module_is_unsupported():
     mlp, activation = (Recompute("selective", frozenset({name})) for name in ("mlp", "moe_act"))
     with pytest.raises(ValueError, match="vision_recompute_modules has"):
         TrainingSettings(vision_recompute=mlp)
@@ -280,7 +280,7 @@ def test_propose_returns_first_in_sort_order_of_all_layouts_that_fit(size, world
     assert propose(dims, world, gpu, training, fixed=fixed)[0] == everything[-1:]
 
 
-def test_plan_where_no_layout_fits_says_what_to_change(capsys):
+def test_plan_command_says_what_to_change_if_no_layout_fits(capsys):
     assert main(["--model", "235B-A22B", "--gpus", "2"]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert re.fullmatch(
@@ -292,7 +292,7 @@ def test_plan_where_no_layout_fits_says_what_to_change(capsys):
 
 @pytest.mark.parametrize(("size", "world", "fixed"), [("8B", 2, {}), ("30B-A3B", 8, {"tp": 2})])
 @pytest.mark.parametrize("sharding", [Sharding.OPTIMIZER, Sharding.ALL])
-def test_propose_layout_that_needs_least_is_found_once_memory_suffices_for_it(size, world, fixed, sharding):
+def test_propose_returns_smallest_layout_as_soon_as_memory_suffices(size, world, fixed, sharding):
     dims = dimensions_of(presets.config_dict(size))
     training = TrainingSettings(seq_length=4096, max_patches=4096, sharding=sharding)
     none, smallest = propose(dims, world, replace(GPUS["H100"], memory_bytes=1), training, fixed=fixed)
@@ -342,7 +342,7 @@ def test_dist_train_vision_and_language_memory_adds_up_to_one_rank(name, parts, 
 
 
 @pytest.mark.parametrize(("vision", "share"), [(1, 4), (2, 2), (4, 1), (8, 1 / 2)])
-def test_dist_train_vision_rank_memory_scales_with_replicas_it_serves(vision, share):
+def test_dist_train_vision_rank_memory_scales_with_number_of_served_replicas(vision, share):
     """Vision ranks hold one microbatch more than the first stage, unless the step has fewer."""
     dims = dimensions_of(presets.config_dict("2B"))
     equal, *_ = estimate(dims, ParallelLayout(8, pp=2), ROWS, vision_layout=ParallelLayout(4)).stages
@@ -399,7 +399,7 @@ def test_propose_with_separate_vision_ranks_returns_layouts_that_fit(name, gpus,
         propose(dimensions_of(config), gpus, H100, ROWS, vision_layout=ParallelLayout(gpus))
 
 
-def test_plan_json_with_vision_ranks_has_fields_of_dist_train_config(capsys):
+def test_plan_json_dist_train_section_has_fields_of_dist_train_config(capsys):
     from megatron.bridge.models.qwen_vl.qwen3_vl_provider import DistTrainConfig
 
     _, plan = run(capsys, "--tp", "2", "--recompute", "full", "--vision-gpus", "8", "--vision-tp", "2")
@@ -575,13 +575,13 @@ NOT_MODELED = {
 
 
 @pytest.mark.parametrize("message", NOT_MODELED)
-def test_estimate_run_unsupported_settings_raise(message, cfg):
+def test_estimate_run_raises_if_setting_is_unsupported(message, cfg):
     change(cfg, **NOT_MODELED[message])
     with pytest.raises(ValueError, match=message.replace(".", "\\.")):
         estimate_run(cfg, 4)
 
 
-def test_config_validate_fsdp_with_one_cuda_device_connection_raises(cfg, monkeypatch):
+def test_validate_raises_if_fsdp_is_used_with_one_cuda_device_connection(cfg, monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with pytest.raises(AssertionError, match="FSDP requires CUDA_DEVICE_MAX_CONNECTIONS > 1 or unset"):
         cfg.validate()

@@ -140,7 +140,7 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_estimate_says_which_megatron_bridge_recipes_fit_h100(name):
+def test_estimated_memory_shows_which_megatron_bridge_recipes_fit_h100(name):
     """Benchmarks fit, even if everything is trained (as published, both towers are frozen).
 
     Full fine-tuning does not fit with full rows: model states leave at most 6 GiB.

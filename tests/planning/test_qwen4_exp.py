@@ -70,7 +70,7 @@ def test_planned_parameters_of_released_model_match_published_numbers():
 @pytest.mark.parametrize("layout", [
     ParallelLayout(2, pp=2), ParallelLayout(4, pp=4, vpp=3), ParallelLayout(2, pp=2, first_layers=20),
 ])  # fmt: skip
-def test_planned_parameters_of_pipeline_stages_add_up_and_first_has_table(layout):
+def test_planned_parameters_of_stages_add_up_and_first_stage_has_ngram_table(layout):
     chunks = [chunk for stage in layout.chunks(48) for chunk in stage]
     counts = [count_parameters(RELEASED, layout, chunk) for chunk in chunks]
     assert sum(count.total() for count in counts) == 177_392_830_576 + 2_607_150_848
@@ -150,7 +150,7 @@ def test_estimated_qwen4_exp_activations_match_bytes_saved_by_autograd(case):
         assert abs(error) <= (tolerance if packed else max(tolerance, TOLERANCE_ROWS)), (content, packed)
 
 
-def test_planned_residual_streams_take_four_hidden_states_on_stages():
+def test_planned_layer_input_takes_as_much_memory_as_four_hidden_states():
     """Under full recomputation a layer keeps its input, four streams; a rank has its share of the tokens."""
     training = TrainingSettings(seq_length=8192, max_patches=0, recompute=FULL, loss_chunk_tokens=2048)
 
@@ -176,13 +176,13 @@ UNSUPPORTED = {
 
 
 @pytest.mark.parametrize("case", UNSUPPORTED)
-def test_plan_of_unsupported_qwen4_exp_setting_raises(case):
+def test_estimate_raises_if_qwen4_exp_setting_is_unsupported(case):
     layout, training, message = UNSUPPORTED[case]
     with pytest.raises(ValueError, match=message):
         estimate(RELEASED, ParallelLayout(**dict(world=8, etp=1) | layout), TrainingSettings(**training))
 
 
-def test_indivisible_sizes_of_ngram_tables_are_found():
+def test_indivisible_sizes_lists_ngram_settings_that_ranks_cannot_divide():
     """16 hash heads of 160 columns: ranks divide the heads, or a multiple of the heads divides the columns."""
 
     def found(**sizes) -> set[str]:
@@ -215,9 +215,9 @@ def test_plan_with_frozen_ngram_table_counts_only_its_weights(capsys):
     assert found[0]["optimizer"] - found[1]["optimizer"] == 12 * table // 4
 
 
-def test_plan_freezing_ngram_table_of_model_without_one_raises(capsys):
+def test_plan_command_rejects_freeze_ngram_table_for_model_without_ngram_table(capsys):
     assert main(["--model", "8B", "--gpus", "8", "--freeze", "ngram_table"]) == 2
-    assert "--freeze has ngram_table, which 8B does not have; remove it" in capsys.readouterr().err
+    assert "--freeze lists ngram_table, but 8B has no n-gram table; remove it" in capsys.readouterr().err
 
 
 def test_flops_of_gated_residuals_and_ngram_embedding_match_torch_count():
@@ -239,7 +239,7 @@ def test_flops_of_gated_residuals_and_ngram_embedding_match_torch_count():
     assert counted["ple"] == costs[1] - costs[2] - convolution
 
 
-def test_flops_of_sparse_attention_stop_growing_with_the_square_at_the_budget():
+def test_flops_of_sparse_attention_are_linear_in_tokens_above_budget():
     costs = model_costs(RELEASED, Trained())
     assert costs.budget == 2048
     attention = replace(costs, token=0.0, token_pair=0.0)
@@ -270,7 +270,7 @@ def test_flops_of_frozen_language_model_have_no_weight_gradients():
     assert full.token_pair == forward.token_pair  # the indexer has no backward pass
 
 
-def test_planned_frozen_components_freeze_table_with_language_model():
+def test_planned_ngram_table_is_frozen_with_language_model():
     states = estimate_states(
         RELEASED, ONE, (only_chunk(RELEASED),), TrainingSettings(frozen=frozenset({Component.LANGUAGE_MODEL}))
     )

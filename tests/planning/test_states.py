@@ -187,7 +187,7 @@ def check_states(folder, peft) -> None:
     assert states.parameters == 4 * sum(p.numel() for p in pair.megatron.parameters())
 
 
-def test_estimated_states_of_frozen_components_are_weights_alone():
+def test_estimated_states_of_frozen_components_contain_only_weights():
     config, layout = presets.config_dict("30B-A3B"), ParallelLayout(8, ep=8)
     count = count_parameters(dimensions_of(config), layout, layout.chunks(48)[0][0])
     everything = model_states(config, TrainingSettings(), layout)
@@ -222,7 +222,7 @@ def test_estimated_states_match_formula_of_each_zero_stage():
 
 
 @pytest.mark.parametrize(("rows", "logits"), [(1, False), (4, True)])
-def test_zero_3_peak_counts_logits_or_unsharded_gradients_not_both(rows, logits):
+def test_zero_3_peak_counts_larger_of_logits_and_unsharded_gradients(rows, logits):
     """2B: logits of a row of 8K tokens take 2.3 GiB, unsharded gradients 3.8 GiB."""
     dims, layout = dimensions_of(presets.config_dict("2B")), ParallelLayout(8)
     training = TrainingSettings(

@@ -22,7 +22,7 @@ def cfg():
     return qwen3_vl_8b_sft_config()
 
 
-def test_apply_overrides_files_in_order_then_command_line(cfg, tmp_path):
+def test_apply_reads_override_files_in_order_and_then_command_line(cfg, tmp_path):
     file, other = tmp_path / "one.yaml", tmp_path / "two.yaml"
     file.write_text("train:\n  global_batch_size: 64\n  train_iters: 7\noptimizer:\n  lr: 2.0e-5\n")
     other.write_text("train:\n  train_iters: 8\n")
@@ -32,7 +32,7 @@ def test_apply_overrides_files_in_order_then_command_line(cfg, tmp_path):
     assert cfg.dataset.path == "/data" and cfg.model.freeze_vision_model and cfg.guard.on_nan == "skip"
 
 
-def test_apply_override_changes_no_setting_it_does_not_name(cfg):
+def test_apply_changes_only_settings_named_by_overrides(cfg):
     before = qwen3_vl_8b_sft_config()
     vision, dtype = cfg.model.vision_config, cfg.model.params_dtype
     overrides.apply(cfg, ["train.train_iters=3"])
@@ -41,7 +41,7 @@ def test_apply_override_changes_no_setting_it_does_not_name(cfg):
     assert cfg.to_dict() == before.to_dict()
 
 
-def test_apply_weight_decay_sets_scheduler_weight_decay_unless_given(cfg):
+def test_apply_copies_weight_decay_to_scheduler_unless_scheduler_is_overridden(cfg):
     """megatron-core's scheduler replaces the optimizer's weight decay in each step."""
     overrides.apply(cfg, ["optimizer.weight_decay=0.05"])
     assert cfg.scheduler.start_weight_decay == cfg.scheduler.end_weight_decay == cfg.optimizer.weight_decay == 0.05
@@ -50,7 +50,7 @@ def test_apply_weight_decay_sets_scheduler_weight_decay_unless_given(cfg):
 
 
 @pytest.mark.usefixtures("no_groups")
-def test_recipe_warmup_is_shortened_to_short_run_but_user_warmup_raises(cfg, caplog, tmp_path):
+def test_short_run_shortens_warmup_of_recipe_and_raises_for_warmup_of_user(cfg, caplog, tmp_path):
     """A warm-up from the command line is never shortened; too long, it raises an error."""
     with caplog.at_level("INFO", logger="qwen3vl_bridge"):
         short = finalize_copy(overrides.apply(cfg, ["train.train_iters=40"]), 8)
@@ -69,7 +69,7 @@ def test_recipe_warmup_is_shortened_to_short_run_but_user_warmup_raises(cfg, cap
         finalize_copy(given, 8)
 
 
-def test_apply_override_sets_settings_that_were_none(cfg):
+def test_apply_sets_settings_whose_value_is_none(cfg):
     words = ["dataset.max_patches=4096", "optimizer_config_override_provider.vision_model_lr=1e-6"]
     words += ["train.exit_duration_in_mins=30", "logger.tensorboard_dir=/logs", "checkpoint.ckpt_step=3", "guard=null"]
     overrides.apply(cfg, words)
@@ -94,7 +94,7 @@ def test_apply_override_sets_nested_vision_settings(cfg):
     assert cfg.dataset.vision.image_max_pixels == 50176 and cfg.dataset.vision.video_fps == 0.5
 
 
-def test_apply_media_root_accepts_text_or_list_and_raises_otherwise(cfg):
+def test_apply_raises_if_media_root_is_neither_text_nor_list(cfg):
     assert overrides.apply(cfg, ["dataset.media_root=/mnt/coco"]).dataset.media_root == "/mnt/coco"
     assert overrides.apply(cfg, ["dataset.media_root=[/a,/b]"]).dataset.media_root == ["/a", "/b"]
     assert overrides.apply(cfg, ["dataset.media_root=/c"]).dataset.media_root == "/c"
@@ -141,7 +141,7 @@ def test_apply_adapt_experts_override_enables_expert_adapters():
     (["optimizer.lr=high"], "optimizer.lr is 'high', expected a number"),
     (["train=3"], "train is 3, expected settings"), (["train.train_iters=[1"], "train.train_iters"),
 ])  # fmt: skip
-def test_apply_invalid_command_line_overrides_raise(cfg, words, message):
+def test_apply_raises_if_command_line_override_is_invalid(cfg, words, message):
     with pytest.raises(ValueError, match=message.replace("[", r"\[")):
         overrides.apply(cfg, words)
 
@@ -150,7 +150,7 @@ def test_apply_invalid_command_line_overrides_raise(cfg, words, message):
     ("train:\n  train_iter: 3\n", r"wrong\.yaml: .*train_iter"), ("train: [\n", r"wrong\.yaml"),
     ("[" * 50_000, r"wrong\.yaml: nests objects or lists more than 50 deep"),  # parsers exceed the recursion limit
 ])  # fmt: skip
-def test_apply_invalid_or_missing_override_files_raise(cfg, tmp_path, text, message):
+def test_apply_raises_if_override_file_is_invalid_or_missing(cfg, tmp_path, text, message):
     (tmp_path / "wrong.yaml").write_text(text)
     with pytest.raises(ValueError, match=message):
         overrides.apply(cfg, files=[tmp_path / "wrong.yaml"])
@@ -163,7 +163,7 @@ def test_apply_invalid_or_missing_override_files_raise(cfg, tmp_path, text, mess
     ("model.fp8=hybrid", "model.fp8 is 'hybrid', and mixed_precision sets it to None"),
     ("optimizer.loss_scale=8.0", "optimizer.loss_scale is 8.0, and mixed_precision sets it to None"),
 ])  # fmt: skip
-def test_apply_setting_overwritten_by_mixed_precision_raises(cfg, word, message):
+def test_apply_raises_if_mixed_precision_would_overwrite_setting(cfg, word, message):
     """Megatron-Bridge silently writes fields of `mixed_precision` to other sections."""
     with pytest.raises(ValueError, match=message):
         overrides.apply(cfg, [word])

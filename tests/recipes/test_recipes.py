@@ -68,7 +68,7 @@ def _no_network(monkeypatch):
 
 @pytest.mark.usefixtures("no_groups")
 @pytest.mark.parametrize("name", [name for name in NAMES if "_peft" not in name])
-def test_recipe_saves_fully_reshardable_optimizer_if_host_memory_suffices(name):
+def test_recipe_uses_fully_reshardable_optimizer_only_if_host_memory_suffices(name):
     """All ranks of a machine save at once; with too little memory, the run would end at its first save."""
     recipe = find(name)
     cfg = recipe()
@@ -91,7 +91,7 @@ def test_recipes_cover_all_model_sizes_and_training_kinds():
 
 @pytest.mark.usefixtures("no_groups")
 @pytest.mark.parametrize("name", NAMES)
-def test_recipe_finalized_for_its_gpus_has_settings_of_its_name(name):
+def test_finalized_recipe_has_settings_that_recipe_name_states(name):
     recipe = find(name)
     cfg = finalize_copy(recipe(), recipe.gpus)
     model, data = cfg.model, cfg.dataset
@@ -149,7 +149,7 @@ def test_dist_train_config_raises_if_required_setting_is_off():
             finalize_copy(cfg, 3)
 
 
-def test_recipe_called_with_arguments_raises():
+def test_recipe_raises_if_called_with_arguments():
     with pytest.raises(TypeError, match=r"given {'peft_scheme': 'dora'}.* such as qwen3_vl_8b_peft_dora_config"):
         qwen3vl_recipes.qwen3_vl_8b_peft_config(peft_scheme="dora")
     assert not inspect.signature(qwen3vl_recipes.qwen3_vl_8b_peft_config).parameters  # its launcher looks there
@@ -162,7 +162,7 @@ def test_recipe_calls_return_independent_configs():
     assert second.train.global_batch_size != 7 and second.model.vision_config.depth != 1
 
 
-def test_find_unknown_recipe_raises():
+def test_find_raises_if_recipe_is_unknown():
     with pytest.raises(ValueError, match="no recipe 'qwen3_vl_8b_stf_config'; did you mean qwen3_vl_8b_sft_config"):
         find("qwen3_vl_8b_stf_config")
     with pytest.raises(AttributeError, match="no attribute 'qwen3_vl_9b_sft_config'"):
@@ -183,7 +183,7 @@ def test_find_loads_recipe_function_from_user_file(tmp_path):
         find(f"{tmp_path}/nothing.py:mine")
 
 
-def test_peft_recipes_use_method_of_their_name_and_adapt_linear_attention():
+def test_peft_recipes_use_lora_or_dora_as_named_and_adapt_linear_attention():
     names = [name for name in NAMES if "_peft_" in name]
     assert len(names) == 6 + 6 + 8 + 2  # Qwen3.5-VL and Qwen3.8-Flash-Next have no recipes for DoRA
     for name in names:

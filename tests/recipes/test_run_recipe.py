@@ -71,7 +71,7 @@ def test_run_recipe_trains_with_our_forward_step_and_callbacks(script, monkeypat
     recipe = theirs.qwen3_vl_2b_peft_dora_config
     assert "peft_scheme" in inspect.signature(recipe).parameters
     assert type(recipe(peft_scheme="dora").peft).__name__ == "Qwen3VLDoRA"
-    with pytest.raises(ValueError, match="--mode is lora, expected dora, or qwen3_vl_2b_peft_config"):
+    with pytest.raises(ValueError, match="--mode is lora, expected dora; or use the recipe qwen3_vl_2b_peft_config"):
         recipe(peft_scheme="lora")
 
 

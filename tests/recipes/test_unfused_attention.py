@@ -12,7 +12,7 @@ from qwen3vl_recipes import qwen3_vl_4b_sft_config, qwen35_vl_4b_sft_config
 
 @pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn has kernels for all")
 @pytest.mark.parametrize(("major", "expected"), [(8, [128, 256]), (9, []), (10, [256])])
-def test_head_size_without_fused_attention_kernel_warns(major, expected, monkeypatch, caplog):
+def test_recipe_warns_if_head_size_has_no_fused_attention_kernel(major, expected, monkeypatch, caplog):
     """It depends on the compute capability; torch's attention, used by local layers, has kernels for all."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))

@@ -139,7 +139,7 @@ for error in (ValueError("set this"), SystemExit(0), KeyboardInterrupt(), Runtim
 """
 
 
-def test_quiet_logs_traceback_of_failed_run_only_for_unexpected_errors():
+def test_quiet_keeps_traceback_of_failed_run_only_for_unexpected_errors():
     done = run(FAILS)
     assert done.returncode == 0 and "set this" not in done.stderr, done.stderr
     before, after = done.stderr.split("it failed with nobody knows")
@@ -186,7 +186,7 @@ def test_replacement_adam_state_has_format_of_fused_adam_and_resumes():
     assert torch.equal(copies[0], parameters[0]) and again.param_groups[0]["step"] == 2
 
 
-def test_replacement_adam_unsupported_arguments_raise():
+def test_replacement_adam_raises_if_arguments_are_unsupported():
     with pytest.raises(ValueError, match="capturable is True"):
         Adam([torch.nn.Parameter(torch.zeros(1))], capturable=True)
     with pytest.raises(TypeError, match="exp_avg_dtype"):

@@ -38,7 +38,7 @@ def test_simulation_peak_of_failed_run_is_peak_until_failure():
     assert Simulation(0, 1, phases=phases).peak == 70
 
 
-def test_line_of_stack_frame_ignores_folders_named_like_our_package():
+def test_stack_frame_line_ignores_parent_folders_named_like_our_package():
     """A clone of the repository has torch in a virtual environment below a folder named like our package."""
     upstream = Path(parallel_state.__file__)
     files = ["/home/qwen3vl_bridge/.venv/lib/site-packages/torch/nn/functional.py", str(upstream)]
@@ -85,7 +85,7 @@ def test_find_stage_matches_megatron_core_rank_generator(replicas_last, stages):
 
 
 @pytest.mark.parametrize(("reserved", "status"), [(35.2, 0), (35.4, 1), (38.37, 1)])
-def test_simulation_leaving_too_little_free_memory_exits_with_code_1(
+def test_simulation_exits_with_code_1_if_too_little_memory_is_free(
     reserved, status, tmp_path, monkeypatch, caplog, capsys
 ):
     """An A100-40GB has 39.3 GiB, of which 4 are reserved. Hints about the configuration are logged once."""
@@ -113,7 +113,7 @@ def test_simulation_leaving_too_little_free_memory_exits_with_code_1(
 
 
 @pytest.mark.parametrize(("full", "compared"), [(True, ": 0.500"), (False, "; planned for rows full of images")])
-def test_simulation_report_compares_plan_only_with_full_rows(full, compared, capsys):
+def test_simulation_report_compares_plan_only_if_packed_rows_are_full(full, compared, capsys):
     seen = Simulation(0, 1, phases=[Phase("step 1, passes", 0, 4 * GIB, 4 * GIB, 0.0)])
     simulation._print(seen, 8 * GIB, "transformer_engine", 40 * GIB, rows_are_full=full)
     assert f"planned 8.00 GiB without reserve, allocated 4.00{compared}\n" in capsys.readouterr().out
@@ -143,7 +143,7 @@ def test_shortened_simulation_config_runs_three_steps_and_saves_nothing(settings
 
 @pytest.mark.usefixtures("no_groups")
 @pytest.mark.parametrize(("length", "patches", "images"), [(8192, None, 8), (8192, 24, 6), (32, None, 4), (8, 4, 1)])
-def test_full_row_of_any_length_has_images(length, patches, images):
+def test_full_row_returns_packed_row_with_images_for_any_length(length, patches, images):
     cfg = qwen3_vl_8b_peft_config()
     cfg.dataset.seq_length = cfg.model.seq_length = length
     cfg.dataset.max_patches = patches
@@ -154,14 +154,14 @@ def test_full_row_of_any_length_has_images(length, patches, images):
 
 @pytest.mark.usefixtures("no_groups")
 @pytest.mark.parametrize(("length", "longest"), [(8192, 8192), (16384, 16384), (32768, 4096)])
-def test_full_row_of_sparse_attention_has_segment_above_budget(length, longest):
+def test_full_row_for_sparse_attention_has_segment_longer_than_budget(length, longest):
     """With 16,384 tokens, segments of one image would have as many tokens as the budget, 2,048."""
     cfg = qwen38_flash_next_peft_config()
     cfg.dataset.seq_length = cfg.model.seq_length = length
     assert max(one_rank.full_row(dry_run.finalize_copy(cfg, 8)).layout.lengths) == longest
 
 
-def test_largest_row_of_data_has_most_patches(tmp_path):
+def test_largest_row_returns_packed_row_of_data_with_most_patches(tmp_path):
     make_rows(tmp_path)
     cfg = set_paths(qwen3_vl_8b_peft_config(), hf_path=tmp_path / "model", data_path=tmp_path)
     cfg.dataset.seq_length = 64
@@ -189,7 +189,7 @@ def test_assume_lengths_gives_shape_of_tensors_between_stages(monkeypatch, setti
     assert seen == [shape]
 
 
-def test_simulate_rank_variable_lengths_with_deepstack_raises(tmp_path):
+def test_simulate_rank_raises_if_lengths_vary_and_model_uses_deepstack(tmp_path):
     cfg = qwen3_vl_8b_peft_config()
     cfg.model.variable_seq_lengths = True
     with pytest.raises(ValueError, match="how many DeepStack features"):

@@ -114,7 +114,7 @@ def test_chat_template_renders_qwen_turns(processor):
     ("message", "named"),
     [({"role": "robot", "content": "7"}, "role robot"), ({"role": "user", "content": [{"type": "smell"}]}, "smell")],
 )
-def test_chat_template_unknown_role_or_content_raises(processor, message, named):
+def test_chat_template_raises_if_role_or_content_is_unknown(processor, message, named):
     with pytest.raises(Exception, match=f"{named}, expected"):
         processor.apply_chat_template([message])
 

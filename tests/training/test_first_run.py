@@ -47,7 +47,7 @@ class Limit(Callback):
     ("train.max_steps", "train.train_iters"), ("peft.target_module", "peft.target_modules"),
     ("chekpoint", "checkpoint.*"), ("train.gibberish", "train.*"), ("dataset.vision.max_pixel", "dataset.vision.*"),
 ])  # fmt: skip
-def test_unknown_setting_assigned_in_script_raises_and_suggests_name(name, meant, tmp_path):
+def test_run_raises_and_suggests_name_if_script_assigns_unknown_setting(name, meant, tmp_path):
     cfg = qwen3vl_recipes.qwen3_vl_2b_peft_config()
     (tmp_path / "train.jsonl").touch()
     cfg.dataset.path = cfg.checkpoint.pretrained_checkpoint = str(tmp_path)
@@ -59,7 +59,7 @@ def test_unknown_setting_assigned_in_script_raises_and_suggests_name(name, meant
         runtime_config_update(cfg)
 
 
-def test_unknown_setting_in_megatron_bridge_config_container_raises():
+def test_run_raises_if_config_container_has_unknown_setting():
     ours = qwen3vl_recipes.qwen3_vl_2b_sft_config()
     sections = [field.name for field in fields(config.ConfigContainer) if field.init]
     cfg = config.ConfigContainer(**{name: getattr(ours, name) for name in sections})
@@ -69,20 +69,20 @@ def test_unknown_setting_in_megatron_bridge_config_container_raises():
 
 
 @pytest.mark.parametrize(("path", "message"), [
-    (None, "dataset.path is None, .*; set_paths of qwen3vl_recipes.paths sets all"),
+    (None, "dataset.path is None: .*; set_paths of qwen3vl_recipes.paths sets all"),
     ("nothere", r"dataset.path \(--data-path\) is nothere: there is no such file or folder"),
 ])  # fmt: skip
-def test_training_callbacks_with_missing_data_path_raise(inputs, path, message):
+def test_training_callbacks_raises_if_data_path_is_missing(inputs, path, message):
     with pytest.raises(ValueError, match=message):
         qwen3vl_bridge.training_callbacks(replicated(inputs, None, dataset__path=path))
 
 
 @pytest.mark.parametrize("reached", [False, True])
-def test_hub_processor_with_local_weights_warns_or_raises_if_hub_is_unreachable(inputs, monkeypatch, reached):
+def test_hub_processor_with_local_weights_raises_only_if_hub_is_unreachable(inputs, monkeypatch, reached):
     monkeypatch.setattr(run_validation, "exists_on_hub", lambda name: reached and name == "Qwen/Qwen3-VL-2B-Instruct")
     cfg = qwen3vl_recipes.qwen3_vl_2b_sft_config()
     cfg.dataset.path, cfg.checkpoint.pretrained_checkpoint = str(inputs.data), str(inputs.hf)
-    message = f"of the hub, Qwen/Qwen3-VL-2B-Instruct, and .* is {inputs.hf}, which has its own: expected "
+    message = f"name Qwen/Qwen3-VL-2B-Instruct on the hub, but .* is {inputs.hf}, which contains its own proces"
     with messages("qwen3vl_bridge") as said:
         if reached:
             qwen3vl_bridge.training_callbacks(cfg)
@@ -111,7 +111,7 @@ def test_hub_processor_with_weights_of_hub_cache_does_not_warn(inputs, monkeypat
         assert not said
         cfg.checkpoint.pretrained_checkpoint = str(inputs.hf)
         qwen3vl_bridge.training_callbacks(cfg)
-    assert "which has its own" in said[0]
+    assert "which contains its own processor" in said[0]
 
 
 def test_exists_on_hub_without_connection_is_false(monkeypatch):
@@ -120,7 +120,7 @@ def test_exists_on_hub_without_connection_is_false(monkeypatch):
     assert not exists_on_hub("nobody/nothing")
 
 
-def test_megatron_bridge_forward_step_with_our_dataset_raises(inputs):
+def test_megatron_bridge_forward_step_raises_if_dataset_is_ours(inputs):
     destroy_global_state()  # from other tests
     shutdown()
     cfg = replicated(inputs, None)
@@ -144,8 +144,8 @@ def test_override_with_transformers_argument_name_suggests_our_setting():
         apply(qwen3vl_recipes.qwen3_vl_2b_sft_config(), ["learning_rate=1e-5"])
 
 
-def test_run_without_training_callbacks_raises(inputs):
-    message = "guard would be ignored: no callbacks were made for this configuration; expected finetune(cfg, "
+def test_run_raises_if_training_callbacks_are_missing(inputs):
+    message = "guard would be ignored: no callbacks were created for this configuration. Call finetune(cfg, "
     with pytest.raises(ValueError, match=re.escape(message)):
         finetune(replicated(inputs, None), qwen3vl_bridge.forward_step)
 
@@ -181,7 +181,7 @@ def test_run_that_saves_no_checkpoint_warns(inputs, tmp_path, settings):
     assert not list(tmp_path.glob("iter_*"))
 
 
-def test_unwritable_save_folder_raises_before_model_is_built(inputs, tmp_path, monkeypatch):
+def test_run_raises_before_building_model_if_save_folder_is_not_writable(inputs, tmp_path, monkeypatch):
     """A folder below a file fails for every user, including root."""
     (tmp_path / "file").touch()
     cfg = replicated(inputs, tmp_path / "file" / "run")
@@ -213,17 +213,17 @@ def test_num_epochs_sets_number_of_steps(inputs, tmp_path, pack):
     (dict(train__train_iters=None, scheduler__lr_warmup_iters=50), "lr_warmup_iters is 50 with train.train_iters 1:"),
     (dict(train__train_iters=None, dataset__streaming=True, dataset__path="hf://a/b#train"), "streaming is on"),
 ])  # fmt: skip
-def test_num_epochs_invalid_or_contradicting_settings_raise(inputs, settings, message):
+def test_num_epochs_raises_if_settings_are_invalid_or_contradictory(inputs, settings, message):
     cfg = replicated(inputs, None, **dict(train__num_epochs=2, train__global_batch_size=16) | settings)
     qwen3vl_bridge.training_callbacks(cfg)
     with pytest.raises(ValueError, match=message):
         runtime_config_update(cfg)
 
 
-def test_num_epochs_with_energon_dataset_raises(inputs):
+def test_num_epochs_raises_if_dataset_is_energon(inputs):
     cfg = replicated(inputs, None, train__num_epochs=2, train__train_iters=None)
     cfg.dataset = Qwen3VLEnergonProvider(path="unread", hf_processor_path=str(inputs.hf), seq_length=128)
-    with pytest.raises(ValueError, match="num_epochs is 2 with a Qwen3VLEnergonProvider, expected None: the rows of"):
+    with pytest.raises(ValueError, match="num_epochs is 2 with a Qwen3VLEnergonProvider, expected None: the number of"):
         runtime_config_update(cfg)
 
 
@@ -233,7 +233,7 @@ def test_override_num_epochs_replaces_train_iters_of_recipe():
     assert [(train.num_epochs, train.train_iters) for train in made] == [(3, None), (3, 20)]  # validation rejects both
 
 
-def test_log_begins_with_length_of_epoch(inputs, capfd):
+def test_run_prints_length_of_epoch_before_first_step(inputs, capfd):
     """One row of 2,048 tokens holds all 40 samples."""
     short = dict(train__train_iters=1, scheduler__lr_warmup_iters=0, validation__eval_iters=0)
     long_rows = dict(model__seq_length=2048, dataset__seq_length=2048, train__global_batch_size=2)
@@ -246,7 +246,7 @@ def test_log_begins_with_length_of_epoch(inputs, capfd):
     assert any(message.startswith(warning) for message in said)
 
 
-def test_log_shows_progress_within_long_steps_and_evaluations(inputs, monkeypatch, capfd):
+def test_run_prints_progress_within_long_steps_and_evaluations(inputs, monkeypatch, capfd):
     monkeypatch.setattr(run_log, "_SECONDS_BETWEEN_LINES", 0.01)
     monkeypatch.setattr(run_log, "_MANY_TOKENS", 4 * 128 - 1)
     settings = dict(train__train_iters=2, validation__eval_interval=1, validation__eval_iters=3)
@@ -262,7 +262,7 @@ def test_log_shows_progress_within_long_steps_and_evaluations(inputs, monkeypatc
     assert passes and max(passes) <= 4 * 3 and all(b == a + 1 or b == 1 for a, b in itertools.pairwise(passes))
     (warned,) = [message for message in said if "takes long on a CPU" in message]
     assert warned.startswith(
-        "a step of 4 rows of 128 tokens takes long on a CPU; to try a run, set train.global_batch_"
+        "a step of 4 rows of 128 tokens takes long on a CPU; to try out a run, set train.global_batch_"
     )
 
 

@@ -129,7 +129,7 @@ def test_mixture_run_resumed_on_two_ranks_matches_one_rank(found, inputs, sets, 
 
 
 @pytest.mark.parametrize(("kind", "share"), [("weights", 3 / 4), ("epochs", 32 / 52)])
-def test_mixture_rows_have_configured_shares(found, kind, share):
+def test_mixture_samples_have_configured_shares(found, kind, share):
     rows = found[f"{kind}, first"]["rows"] | found[f"{kind}, second"]["rows"]
     seen = Counter(name.partition("/")[0] for samples in rows.values() for name in samples)
     total = sum(seen.values())

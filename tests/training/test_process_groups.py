@@ -140,7 +140,7 @@ def test_moe_forward_and_backward_on_one_rank_call_no_collectives_in_our_code(fa
 
 
 @pytest.mark.slow
-def test_step_on_two_ranks_calls_no_collectives_of_ours_in_one_rank_groups(moe_folder):
+def test_our_code_calls_no_collectives_in_groups_of_one_rank(moe_folder):
     for found in results_of_ranks(sent_by_ranks, 2, moe_folder, timeout=200):
         print(found)
         ours = {ranks for (owner, *_, ranks), times in found.items() if owner == "ours"}
@@ -148,7 +148,7 @@ def test_step_on_two_ranks_calls_no_collectives_of_ours_in_one_rank_groups(moe_f
         assert ours == {2} and 1 in theirs  # both kinds are seen
 
 
-def test_every_collective_called_in_our_code_is_watched_by_tests():
+def test_collective_tests_replace_every_collective_that_our_code_calls():
     """Collectives are called as attributes of torch.distributed, which the test replaces; none is imported by name."""
     with_group = {
         name

@@ -137,7 +137,7 @@ def test_checkpoint_of_run_exports_and_loads_with_same_weights(unbroken_run, inp
     assert all(torch.equal(tensor.float(), exported[name].float()) for name, tensor in loaded)
 
 
-def test_saved_run_config_names_final_save_folder(unbroken_run):
+def test_saved_run_config_contains_path_of_final_save_folder(unbroken_run):
     _, _, save = unbroken_run
     text = (save / "iter_0000006" / "run_config.yaml").read_text()
     assert f"save: {save}\n" in text and ".scratch" not in text
@@ -189,7 +189,7 @@ def test_repeated_validations_read_same_rows(inputs):
     assert len(valid) == 3 and valid[0] == valid[1] == valid[2]
 
 
-def test_resume_with_different_data_seed_raises(unbroken_run, inputs, tmp_path):
+def test_resume_raises_if_data_seed_differs(unbroken_run, inputs, tmp_path):
     make, _, save = unbroken_run
     shutil.copytree(save, tmp_path, dirs_exist_ok=True)
     again = make(inputs, tmp_path, train__train_iters=8, dataset__seed=7)
@@ -198,7 +198,7 @@ def test_resume_with_different_data_seed_raises(unbroken_run, inputs, tmp_path):
         train(again)
 
 
-def test_resume_with_different_schedule_raises_without_override(unbroken_run, inputs, tmp_path):
+def test_resume_raises_if_schedule_differs_without_override(unbroken_run, inputs, tmp_path):
     make, log, save = unbroken_run
     shutil.copytree(save, tmp_path, dirs_exist_ok=True)
     said = r"train.train_iters \(or .*\) is 7, the checkpoint has 6, in steps of \d rows; set scheduler.override"
@@ -240,7 +240,7 @@ def test_most_recent_k_removes_older_checkpoints(inputs, tmp_path, most, steps):
     assert found == [*(f"iter_{step:07}" for step in steps), "iter_notes"]
 
 
-def test_most_recent_k_of_zero_or_save_retain_interval_raises(inputs, tmp_path):
+def test_train_raises_if_most_recent_k_is_0_or_save_retain_interval_is_set(inputs, tmp_path):
     for name, value, expected in (("most_recent_k", 0, "at least 1"), ("save_retain_interval", 4, "None")):
         with pytest.raises(ValueError, match=rf"checkpoint\.{name} is {value}, expected {expected}"):
             train(replicated(inputs, tmp_path, **{f"checkpoint__{name}": value}))
@@ -250,7 +250,7 @@ THINKING = Path(__file__).parents[1] / "data" / "thinking_template.jinja"
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
-def test_run_on_cord_v2_receipts_has_falling_loss(inputs, folders, family, tmp_path):
+def test_loss_falls_in_run_on_cord_v2_receipts(inputs, folders, family, tmp_path):
     """Losses are finite and fall; Qwen3.5 uses a chat template with reasoning."""
     data = write_receipts(tmp_path / "cord", train=8, valid=2)
     if family == "qwen3_5":
@@ -341,7 +341,7 @@ def take_steps(run: Run) -> None:
             train_step(run)
 
 
-def test_resumed_run_copies_following_rows_to_gpu(inputs, tmp_path: Path, copied):
+def test_resumed_run_copies_batch_rows_after_last_step_to_gpu(inputs, tmp_path: Path, copied):
     rows = replicated(inputs, None).train.global_batch_size
     whole = replicated(inputs, None).dataset.stream("train")
     expected = [next(whole).input_ids for _ in range(2 * STEPS * rows)]
@@ -370,7 +370,7 @@ def test_data_stream_state_is_position_after_last_step(inputs, copied):
 @pytest.mark.parametrize(
     "name", ["optimizer.lr", "optimizer.min_lr", "scheduler.start_weight_decay", "scheduler.end_weight_decay"]
 )
-def test_missing_learning_rate_or_weight_decay_raises(name):
+def test_run_checks_raise_if_learning_rate_or_weight_decay_is_none(name):
     cfg = qwen3vl_recipes.qwen3_vl_2b_sft_config()
     section, field = name.split(".")
     setattr(getattr(cfg, section), field, None)
@@ -378,7 +378,7 @@ def test_missing_learning_rate_or_weight_decay_raises(name):
         run_checks(run_validation.BEFORE_VALIDATE, cfg)
 
 
-def test_optimizer_cpu_offload_without_precision_aware_optimizer_raises(inputs, tmp_path):
+def test_optimizer_cpu_offload_raises_without_precision_aware_optimizer(inputs, tmp_path):
     cfg = replicated(inputs, tmp_path, optimizer__optimizer_cpu_offload=True)
     cfg.mixed_precision = "bf16_mixed"
     with pytest.raises(ValueError, match=r"use_precision_aware_optimizer is False with .*_cpu_offload, expected True"):
@@ -394,7 +394,7 @@ def test_optimizer_cpu_offload_without_precision_aware_optimizer_raises(inputs, 
     (replicated, dict(distributed=False), "with optimizer.use_distributed_optimizer False, expected False: Megatron-B"),
     (replicated, {}, "optimizer_cpu_offload is True, expected False: parameters are on the host already: there is no"),
 ])  # fmt: skip
-def test_optimizer_cpu_offload_with_unsupported_settings_raises(inputs, make, settings, message):
+def test_optimizer_cpu_offload_raises_if_setting_is_unsupported(inputs, make, settings, message):
     cfg = make(inputs, None, optimizer__optimizer_cpu_offload=True, **settings)
     cfg.mixed_precision = None if "float32" in message else "bf16_mixed"
     with pytest.raises(ValueError, match=message):
@@ -420,7 +420,7 @@ def test_fsdp_no_shard_with_expert_parallelism_raises():
 
 @pytest.mark.usefixtures("no_groups")
 @pytest.mark.parametrize("own", [None, False, True])
-def test_comm_overlap_contradicting_model_setting_raises(own):
+def test_finalize_copy_raises_if_comm_overlap_contradicts_model_setting(own):
     cfg = qwen3vl_recipes.qwen3_vl_30b_a3b_peft_config()
     cfg.comm_overlap = CommOverlapConfig(tp_comm_overlap=False, overlap_moe_expert_parallel_comm=own)
     if own:
@@ -433,16 +433,16 @@ def test_comm_overlap_contradicting_model_setting_raises(own):
 @pytest.mark.parametrize(("model", "ddp", "message"), [
     (True, False, "ddp.delay_wgrad_compute is False with model.delay_.*, expected True: gradients would be reduced"),
     (False, True, "ddp.delay_wgrad_compute is True with model.delay_wgrad_compute False, expected False: it would be"),
-    (True, True, r"peft is Qwen3VLLoRA\(.* with model.delay_.*, expected None: gradients of adapters are "),
+    (True, True, r"peft is Qwen3VLLoRA\(.* with model.delay_.*, expected None: adapters' gradients would"),
 ])  # fmt: skip
-def test_delay_wgrad_compute_contradicting_settings_raise(model, ddp, message):
+def test_run_checks_raise_if_settings_contradict_delay_wgrad_compute(model, ddp, message):
     cfg = qwen3vl_recipes.qwen3_vl_30b_a3b_peft_config()
     cfg.model.delay_wgrad_compute, cfg.ddp.delay_wgrad_compute = model, ddp
     with pytest.raises(ValueError, match=message):
         run_checks(run_validation.BEFORE_VALIDATE, cfg)
 
 
-def test_run_without_host_memory_to_save_raises_at_start(inputs, monkeypatch, tmp_path):
+def test_run_raises_at_start_if_host_memory_does_not_suffice_to_save(inputs, monkeypatch, tmp_path):
     """One of two processes on a machine with two GPUs and little memory, as under torchrun."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -462,7 +462,7 @@ def test_run_without_host_memory_to_save_raises_at_start(inputs, monkeypatch, tm
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_check_rows_of_shape_unexpected_by_pipeline_stages_raises(untied_folder, packed):
+def test_check_rows_raises_if_pipeline_stages_expect_another_batch_shape(untied_folder, packed):
     config = AutoConfig.from_pretrained(untied_folder)
     batch = make_batch(make_samples("video", config, seed=0), config, packed=packed)
     rows, tokens = batch.input_ids.shape
@@ -470,10 +470,10 @@ def test_check_rows_of_shape_unexpected_by_pipeline_stages_raises(untied_folder,
     check_rows(batch, provider, rows=rows + 1)  # a single stage accepts any number
     provider.pipeline_model_parallel_size = 2
     check_rows(batch, provider, rows=rows)
-    with pytest.raises(ValueError, match=rf"has {rows} rows, expected train.micro_batch_size, {rows + 1}"):
+    with pytest.raises(ValueError, match=rf"has {rows} rows, but .* expect train.micro_batch_size, {rows + 1}"):
         check_rows(batch, provider, rows=rows + 1)
     provider.seq_length += 4
-    message = rf"have {tokens} tokens, expected model.seq_length, {tokens + 4}, .* set model.var"
+    message = rf"have {tokens} tokens, but .* expect model.seq_length, {tokens + 4}: .* set model.var"
     with pytest.raises(ValueError, match=message):
         check_rows(batch, provider, rows=rows)
     provider.variable_seq_lengths = True

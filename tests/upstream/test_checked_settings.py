@@ -64,7 +64,7 @@ def check_names(checks: Iterable[Check], settings: Any) -> int:
 
 
 @pytest.mark.parametrize(("family", "size"), MODELS)
-def test_settings_named_by_model_checks_exist_in_provider(family, size):
+def test_provider_has_every_setting_that_model_checks_name(family, size):
     config = registry.family(family).presets.hf_config(size)
     provider = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
     kind = model_validation.MOE if isinstance(provider, ExpertsMixin) else model_validation.DENSE
@@ -78,7 +78,7 @@ def test_settings_named_by_model_checks_exist_in_provider(family, size):
     assert check_names((*checks, *model_validation.ON_TRAIN), provider) > 190
 
 
-def test_settings_named_by_run_checks_exist_in_run_config():
+def test_run_config_has_every_setting_that_run_checks_name():
     cfg = qwen3_vl_2b_sft_config()
     cfg.straggler, cfg.inprocess_restart = StragglerDetectionConfig(), InProcessRestartConfig()
     cfg.comm_overlap, cfg.mixed_precision = CommOverlapConfig(tp_comm_overlap=False), MixedPrecisionConfig()
@@ -89,13 +89,13 @@ def test_settings_named_by_run_checks_exist_in_run_config():
     assert check_names(checks, cfg) > 150
 
 
-def test_check_of_setting_missing_in_megatron_fails_with_its_name():
+def test_check_names_fails_with_name_of_setting_missing_in_megatron():
     provider = registry.family("qwen3_vl").presets
     row = Requires("moe_router_topk_renamed", 1)
     with pytest.raises(pytest.fail.Exception, match="has no moe_router_topk_renamed"):
         check_names([row], provider)
 
 
-def test_every_setting_of_only_some_releases_is_named_by_a_check():
+def test_checks_name_every_setting_that_only_some_releases_have():
     names = set(names_in((*model_validation.MOE, *model_validation.BEFORE_FINALIZE, *run_validation.AFTER_VALIDATE)))
     assert IN_SOME_RELEASES.keys() <= names

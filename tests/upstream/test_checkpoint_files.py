@@ -30,6 +30,6 @@ def test_non_persistent_folders_returns_configured_folder(tmp_path):
     assert isinstance(storage_reader(tmp_path), FileSystemReader)
 
 
-def test_megatron_bridge_fsdp_loader_mentions_state_dict_key_model():
+def test_megatron_bridge_fsdp_loader_uses_model_as_state_dict_key():
     CONTRACT.mentions(CHECKPOINTING, "load_fsdp_dtensor_checkpoint", "_model")
     CONTRACT.mentions(CHECKPOINTING, "_load_checkpoint_from_path", "_model")

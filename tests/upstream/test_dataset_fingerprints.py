@@ -8,7 +8,7 @@ pytestmark = pytest.mark.upstream
 CONTRACT = Contract("dataset_fingerprints")
 
 
-def test_dataset_fingerprint_is_equal_exactly_for_equal_rows():
+def test_dataset_fingerprints_are_equal_only_for_equal_rows_of_dataset():
     CONTRACT.mentions("datasets", "Dataset.__init__", "_fingerprint")
     from qwen3vl_bridge.upstream.dataset_fingerprints import fingerprint_of
 

@@ -19,7 +19,7 @@ def test_initialize_megatron_calls_compile_helpers():
 
 
 @pytest.mark.parametrize("has_makefile", [True, False])
-def test_keep_compiled_helpers_replaces_compilation_only_without_makefile(has_makefile, tmp_path, monkeypatch):
+def test_keep_compiled_helpers_replaces_compile_helpers_only_without_makefile(has_makefile, tmp_path, monkeypatch):
     """Sources in place, as in NVIDIA's containers, have a Makefile beside what it makes."""
     from qwen3vl_bridge.upstream import dataset_helpers, replacements
 

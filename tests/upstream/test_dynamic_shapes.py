@@ -16,7 +16,7 @@ def test_maybe_mark_dynamic_has_parameters_for_tensor_and_dimension():
     CONTRACT.takes("torch._dynamo", "maybe_mark_dynamic", "t", "index", *newer)
 
 
-def test_mark_dynamic_compiles_once_for_three_sizes():
+def test_function_compiles_once_for_three_sizes_after_mark_dynamic():
     from qwen3vl_bridge.upstream.dynamic_shapes import mark_dynamic
 
     graphs = []

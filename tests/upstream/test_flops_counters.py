@@ -20,7 +20,7 @@ def test_megatron_bridge_training_loop_uses_flops_counters_that_we_set():
     CONTRACT.mentions(FLOPS, "resolve_global_flops_runtime_stats", *COUNTERS)
 
 
-def test_add_operations_twice_sums_flops_statistics():
+def test_add_operations_called_twice_sums_flops_statistics():
     CONTRACT.find(FLOPS, "resolve_global_flops_runtime_stats")
     from qwen3vl_bridge.upstream.flops_counters import add_operations
 

@@ -18,7 +18,7 @@ def test_megatron_fsdp_has_private_methods_that_replace_parameters(name):
 
 
 @pytest.mark.parametrize("distributed", [True, False])
-def test_module_parameters_context_that_raises_restores_distributed_parameters(distributed):
+def test_module_parameters_restores_distributed_parameters_after_error(distributed):
     from qwen3vl_bridge.upstream.fsdp_parameters import module_parameters
 
     class Model:

@@ -16,7 +16,7 @@ def test_gated_delta_net_checks_that_flash_linear_attention_is_installed():
     CONTRACT.mentions(f"{GDN}.common", "_GDNBase.__init__", "HAVE_FLA")
 
 
-def test_gated_delta_net_calls_l2norm_of_its_module():
+def test_gated_delta_net_calls_l2norm_of_module_common():
     CONTRACT.find(f"{GDN}.common", "l2norm")
     CONTRACT.mentions(f"{GDN}.common", "_GDNBase._prepare_input_for_gated_delta_rule", "l2norm")
 

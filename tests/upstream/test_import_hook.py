@@ -18,7 +18,7 @@ def test_megatron_bridge_still_imports_modules_that_we_substitute(module, import
         CONTRACT.fail(module, f"{module} does not import {imports}")
 
 
-def test_get_model_bridge_of_qwen3_vl_returns_our_bridge():
+def test_get_model_bridge_returns_our_bridge_for_qwen3_vl():
     from qwen3vl_bridge.models.qwen3_vl.bridge import Qwen3VLBridge
 
     import transformers

@@ -19,7 +19,7 @@ CHECK = "is_inference_column_parallel_linear"
 CALLED_IN = "megatron.core.transformer.multi_token_prediction"
 
 
-def test_multi_token_prediction_calls_inference_layer_check_since_0_20():
+def test_mtp_calls_inference_layer_check_since_megatron_core_0_20():
     """The check does not exist before megatron-core 0.20."""
     if Version(version("megatron-core")) < Version("0.20.dev0"):
         CONTRACT.find(CALLED_IN, "MultiTokenPredictionLayer", type)

@@ -9,7 +9,7 @@ CONTRACT = Contract("l2_norm")
 MODULE = "megatron.core.optimizer.clip_grads"
 
 
-def test_gradient_clipping_calls_l2_norm_impl_of_its_module():
+def test_get_grad_norm_fp32_calls_l2_norm_impl_of_same_module():
     CONTRACT.find(MODULE, "l2_norm_impl")
     CONTRACT.mentions(MODULE, "get_grad_norm_fp32", "l2_norm_impl")
     CONTRACT.takes(

@@ -11,7 +11,7 @@ CONTRACT = Contract("library_logs")
 @pytest.mark.parametrize(
     "module", ["megatron.bridge.utils.import_utils", "megatron.bridge.peft.lora", "megatron.bridge.peft.dora"]
 )
-def test_library_loggers_that_we_silence_have_module_names(module):
+def test_silenced_library_loggers_are_named_after_their_modules(module):
     logger = CONTRACT.find(module, "logger")
     if logger.name != module:
         CONTRACT.fail(module, f"logs as {logger.name}")

@@ -18,7 +18,7 @@ def test_megatron_bridge_peft_flags_are_false_without_transformer_engine(module)
             CONTRACT.fail(module, f"{name} is True without Transformer Engine")
 
 
-def test_install_pg_collection_looks_for_transformer_engine_attention():
+def test_install_pg_collection_mentions_transformer_engine_attention():
     module = "megatron.bridge.training.eval_context_parallel_rebinding"
     CONTRACT.takes(module, "install_pg_collection", "model", "target")
     CONTRACT.mentions(

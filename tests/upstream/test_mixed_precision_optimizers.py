@@ -42,7 +42,7 @@ HALVES, FULL = torch.bfloat16, torch.float32
     "groups", [[[HALVES]], [[HALVES, FULL]], [[HALVES], [FULL]], [[FULL], [HALVES]], [[FULL]]],
     ids=["one", "both", "apart", "apart reversed", "float32"],
 )  # fmt: skip
-def test_float16_optimizer_with_float32_parameters_saves_state_of_all_parameters(groups):
+def test_float16_optimizer_saves_state_of_float32_and_16_bit_parameters(groups):
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params

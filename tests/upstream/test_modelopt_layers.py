@@ -22,7 +22,7 @@ def test_modelopt_distillation_model_uses_private_intermediate_output():
     CONTRACT.mentions(DISTILLATION, "DistillationModel", "_intermediate_output")
 
 
-def test_weight_scales_suffix_is_name_of_modelopt_quantizer_buffer():
+def test_weight_scales_constant_is_name_of_modelopt_quantizer_buffer():
     quantizer = "modelopt.torch.quantization.nn.modules.tensor_quantizer"
     CONTRACT.mentions(quantizer, "TensorQuantizer", "_amax")
     CONTRACT.mentions("modelopt.torch.quantization.nn.modules.quant_module", "QuantLinearConvBase", "weight_quantizer")

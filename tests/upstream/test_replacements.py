@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.upstream
 
 
-def test_replace_sets_name_and_records_replacement(monkeypatch):
+def test_replace_sets_attribute_and_records_replacement(monkeypatch):
     monkeypatch.setattr(replacements, "_done", {})
     module = ModuleType("of_others")
     module.function = len
@@ -19,7 +19,7 @@ def test_replace_sets_name_and_records_replacement(monkeypatch):
     assert module.function is min and replaced() == (Replacement("of_others.function", When.NO_CUDA),)
 
 
-def test_replace_missing_name_raises_and_records_nothing(monkeypatch):
+def test_replace_raises_and_records_nothing_if_attribute_is_missing(monkeypatch):
     """A flag that is set without being read would otherwise exist again after upstream has renamed it."""
     monkeypatch.setattr(replacements, "_done", {})
     module = ModuleType("of_others")

@@ -45,8 +45,8 @@ from qwen3vl_bridge.core.files import CheckpointError, absolute
 from qwen3vl_bridge.weights.fp8 import E4M3
 from qwen3vl_bridge.weights.rows import ExpertLayout, WeightRow
 
-# Modules with an `_extra_state` beside their weights, which megatron-core requires on loading. Here it is always None.
-# Linear layers have it in both layer specs, norms only in Transformer Engine's.
+# Modules that store an `_extra_state` in addition to their weights. megatron-core requires it on loading; conversions
+# write None. Linear layers have it in both layer specs, norms only in Transformer Engine's.
 _LINEAR = re.compile(r"linear_(qkv|proj|fc1|fc2)|(in|out|eh)_proj")
 _NORM = re.compile(r"(\w+_layernorm|patch_norm|out_norm|enorm|hnorm)")
 
@@ -59,7 +59,7 @@ class HFTarget:
     experts: ExpertLayout
     settings: dict[str, Any]  # for the manifest
     max_shard_bytes: int  # maximum size of a weight file
-    float32_as: str | None = None  # dtype of the parameters that the model keeps in float32; None for the others' dtype
+    float32_as: str | None = None  # dtype of parameters that Megatron keeps in float32; None: as the other parameters
     fp8: Fp8Export | None = None  # None to write no FP8
     inner: ClassVar[str] = "."
 
@@ -70,7 +70,7 @@ class HFTarget:
         self.layout = HuggingFace(self.config.dimensions)
 
     def complete(self, plan: Plan) -> Plan:
-        """Return a copy of a plan with the constants of the model, and with weights in FP8 if `fp8` is set."""
+        """Return a plan that also writes the constants of the model, and that writes weights in FP8 if `fp8` is set."""
         constants = self.config.family.constants(self.config.raw)
         tasks = (
             Task(TensorSpec(name, "int64", (len(values),)), SliceList([ConstantSlice(values)]))
@@ -193,11 +193,11 @@ class MegatronTarget:
         """Open the tensors of the written checkpoint `root`.
 
         Raises:
-            CheckpointError: the checkpoint lists other items than `plan_files` has planned.
+            CheckpointError: the metadata of the checkpoint lists other items than `plan_files` has planned.
         """
         metadata = read_metadata(megatron.iteration_folder(root, 0))
         if set(metadata.byte_items) != set(self.dcp.byte_items):
-            raise CheckpointError(f"{metadata.folder}: the metadata differs from what was to be written")
+            raise CheckpointError(f"{metadata.folder}: .metadata lists other items than the conversion has planned")
         return DcpTensors(metadata, megatron.model_keys(metadata, self.ckpt_format))
 
 

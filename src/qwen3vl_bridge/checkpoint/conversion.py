@@ -51,7 +51,7 @@ FileDigests = list[tuple[int, str]]
 class Output(Protocol):
     """The output files of a conversion, in one checkpoint format."""
 
-    inner: ClassVar[str]  # folder in the result that contains the files with tensors
+    inner: ClassVar[str]  # subfolder of the target folder that contains the files with tensors
 
     @property
     def files(self) -> list[OutputFile]:
@@ -60,14 +60,14 @@ class Output(Protocol):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return settings for the manifest: those that affect the result, but not the plan."""
+        """Return the settings to record in the manifest, such as the checkpoint format."""
         ...
 
     def finish(self, root: Path, digest: str) -> None:
         """Write the files without tensors, except the manifest. `digest` identifies the plan."""
 
     def open(self, root: Path) -> TensorSource:
-        """Open the tensors of a result; raise CheckpointError if its files differ from the plan."""
+        """Open the written tensors in the folder `root`; raise CheckpointError if its files differ from the plan."""
         ...
 
 
@@ -86,7 +86,7 @@ class Conversion:
     threads: int = 2  # of each process, to read and write
 
     def digest(self) -> str:
-        """Return a digest that identifies the source files, the source of every element and the place of every byte.
+        """Return a digest of the source files, of the source of each element, and of the contents of the output files.
 
         Files without tensors are not included, because a resumed run writes them again.
         """
@@ -102,7 +102,7 @@ class Conversion:
         return digest.hexdigest()
 
     def write_manifest(self, result: Path, digest: str, checksums: dict[str, str]) -> None:
-        """Write the manifest to the folder `result`: the result of `digest`, and SHA-256 `checksums` by tensor name."""
+        """Write the manifest to the folder `result`, with the digest of the plan and checksums by tensor name."""
         plan, output = self.plan, self.output
         files: dict[Path, FileDigests] = {}
         for part, part_digest in output_files.read_journal(result, split_files(output.files)).items():
@@ -121,7 +121,7 @@ class Conversion:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """A finished conversion, or a planned conversion with `dry_run`.
+    """Report on a conversion that has finished, or that was only planned (`dry_run`).
 
     Attributes:
         name: import, export or reformat.
@@ -169,9 +169,9 @@ class ConversionOptions:
     """Options of every conversion.
 
     Attributes:
-        overwrite: whether to replace an earlier result at the target. Any other files there are an error.
+        overwrite: whether to replace the result of an earlier conversion at the target. Other files there are an error.
         resume: whether to continue an interrupted run with the same source and options, and to keep the partial result
-            if this run fails. A partial result of other options is an error. If False, partial results are removed.
+            if this run fails. A partial result of a run with other options is an error. If False, it is removed.
         verify: whether to compare the result with the source, bit for bit, before it is moved into place.
         checksums: whether to write a checksum of every tensor to the manifest.
         dry_run: whether to stop before anything is written, except for an unnamed sample file to measure the disk.
@@ -249,8 +249,7 @@ def run_conversion(make_conversion: Callable[[], Conversion], options: Conversio
     digests = ranks.all_gather(lambda: conversion.digest())
     if len(set(digests)) > 1:
         raise CheckpointError(
-            f"{conversion.origin} differs between the {ranks.size} processes, expected one file "
-            "system that all of them share"
+            f"{conversion.origin} differs between the {ranks.size} processes: use a file system that all of them share"
         )
     with contextlib.ExitStack() as stack:
         work = ranks.run_on_rank0(
@@ -261,10 +260,10 @@ def run_conversion(make_conversion: Callable[[], Conversion], options: Conversio
             _finish_and_check(conversion, options, work, digests[0])
         except CheckpointError as error:
             if options.resume:
-                raise CheckpointError(f"{error}; if it fails again, run without --resume to start over") from error
+                raise CheckpointError(f"{error}; if --resume fails again, omit it to start over") from error
             raise
         if ranks.run_on_rank0(lambda: conversion.digest()) != digests[0]:
-            raise CheckpointError(f"{conversion.origin} changed while it was being read; {work} is unusable")
+            raise CheckpointError(f"{conversion.origin} changed while it was being read; run the conversion again")
         move_into_place = stack.pop_all()
     ranks.run_on_rank0(move_into_place.close)
     notes = tuple(ranks.run_on_rank0(lambda: conversion.notes))
@@ -275,7 +274,7 @@ def run_conversion(make_conversion: Callable[[], Conversion], options: Conversio
 def _stage(
     conversion: Conversion, options: ConversionOptions, earlier: EarlierResult, digest: str, disk_needed: int
 ) -> Iterator[Path]:
-    """Context manager: yield the hidden folder for the result, new or resumed, and rename it to the target at the end.
+    """Yield the hidden folder to write to, new or resumed. At the end of the `with` block rename it to the target.
 
     `digest` identifies the conversion: a folder is resumed only if it was begun with the same digest.
     """
@@ -357,13 +356,13 @@ def _finish_and_check(conversion: Conversion, options: ConversionOptions, work: 
     def check() -> dict[str, str]:
         written = output.open(work)
         if written.specs != conversion.plan.specs:
-            raise CheckpointError(f"{work}: the folder's contents differ from what was to be written")
+            raise CheckpointError(f"{work} contains other tensors than the conversion has planned")
         for task in tasks:  # finding the byte ranges checks that items are what the metadata says
             deque(written.byte_ranges(TensorSlice(task.target.name, 0, task.target.numel)), maxlen=0)
         if options.verify:
             with options.start_progress("verify", nbytes) as meter:
                 for found in compare_tensors(tasks, conversion.source, written, meter):
-                    raise CheckpointError(f"{work}: was not written correctly: {found}")
+                    raise CheckpointError(f"{work} was not written correctly: {found}")
         if not options.checksums:
             return {}
         with options.start_progress("checksums", nbytes) as meter:
@@ -374,7 +373,7 @@ def _finish_and_check(conversion: Conversion, options: ConversionOptions, work: 
 
 
 def _estimate_seconds(conversion: Conversion, options: ConversionOptions) -> float:
-    """Estimate the seconds that a conversion takes from the speed at which a sample of it is read and written.
+    """Estimate the seconds that a conversion takes, from the speed of reading and writing a sample of its tensors.
 
     Processes are assumed to share reading and computing, and to write to the same disk.
     """
@@ -396,20 +395,20 @@ def _estimate_seconds(conversion: Conversion, options: ConversionOptions) -> flo
             file.write(block[: nbytes - start])
         os.fdatasync(file.fileno())
         writing = (time.monotonic() - begun) / nbytes
-    passes = 1 + 2 * options.verify + options.checksums  # reads of the source, or of a result as large
+    passes = 1 + 2 * options.verify + options.checksums  # reads of the source, or of files as large
     return plan.nbytes * (passes * reading / options.ranks.size + writing)
 
 
 class EarlierResult:
-    """A check that a folder to be replaced is the unchanged result of an earlier conversion, without other files."""
+    """Check that a folder to be replaced is the unchanged result of an earlier conversion, without other files."""
 
     def __init__(self, inner: str, ckpt_format: str, *, contents: bool = True, progress: bool = False) -> None:
         """Set which results may be replaced, and how thoroughly they are checked.
 
         Args:
-            inner: folder in the result that contains the manifest.
-            ckpt_format: format of the new result. A Megatron checkpoint may replace a checkpoint of either Megatron
-                format. Other formats replace only the same format.
+            inner: subfolder of the result that contains the manifest.
+            ckpt_format: format of the checkpoint that replaces the result. A Megatron checkpoint may replace a
+                checkpoint of either Megatron format. Other formats replace only the same format.
             contents: whether to compare digests of the files; otherwise only their sizes.
             progress: whether to show progress.
         """
@@ -427,15 +426,15 @@ class EarlierResult:
         # Training writes a manifest too, without a format.
         if manifest.get("tool") != TOOL or manifest.get("format") not in self._formats:
             raise CheckpointError(
-                f"{root} was not written by a conversion of this kind: it has no such {self._manifest}, so it is not "
-                "replaced; remove it yourself"
+                f"{root} was not written by a conversion of this kind: {self._manifest} is missing or says otherwise; "
+                "the folder is not replaced, remove it yourself"
             )
         try:
             files = manifest["files"].items()
             written = {name: [(int(end), str(digest)) for end, digest in digests] for name, digests in files}
         except (AttributeError, KeyError, TypeError, ValueError):
             raise CheckpointError(
-                f"{root / self._manifest} has no digests of the files, so {root} is not replaced; remove it yourself"
+                f"{root / self._manifest} lists no digests of the files, so {root} is not replaced; remove it yourself"
             ) from None
         check_only_own_files(root, {self._manifest, *written}, "checkpoint")
         present = {name: written[name] for name in found if name in written}

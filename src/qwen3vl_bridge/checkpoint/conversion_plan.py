@@ -62,7 +62,7 @@ class Plan:
 
 
 def find_naming(rows: Iterable[WeightRow], names: Collection[str]) -> str:
-    """Return the layer spec that uses these parameter names: "local", or "transformer_engine", also if both do."""
+    """Return the layer spec that uses the parameter names `names`; "transformer_engine" if "local" uses them too."""
     for row in rows:
         if row.stored_names[0] not in names and local_name(row.stored_names[0]) in names:
             return LOCAL
@@ -70,7 +70,7 @@ def find_naming(rows: Iterable[WeightRow], names: Collection[str]) -> str:
 
 
 def tensors_of(rows: Iterable[WeightRow], layout: TensorLayout) -> dict[str, Shape]:
-    """Return a dict from name to shape of all tensors of a model in a layout. `rows`: the expanded weight table."""
+    """Return a dict from name to shape of the tensors that store the expanded weight table `rows` in a format."""
     return {name: shape for row in rows for name, shape in layout.tensors(row).items()}
 
 
@@ -93,15 +93,15 @@ def make_plan(
     dtype: str | None = None,
     float32_as: str | None = None,
 ) -> Plan:
-    """Return a plan to convert tensors from one layout to another.
+    """Return a plan to convert tensors from one checkpoint format (`TensorLayout`) to another.
 
     Vocabulary padding of a Megatron source is left out; `check_vocab_padding` checks its contents. Vocabulary padding
     of a Megatron target becomes zeros.
 
     Args:
         rows: the expanded weight table, with one entry for each Megatron parameter.
-        source, target: the layouts to convert from and to.
-        found: the tensors of the source.
+        source, target: the formats to convert from and to.
+        found: specs of the source's tensors, by name.
         where: the source's folder, for errors.
         dtype: dtype of the result; None to keep the dtypes.
         float32_as: dtype of the result for parameters that Megatron keeps in float32; None for `dtype`.
@@ -180,7 +180,7 @@ def _map_slices(
 
 
 def _read_slice(part: TensorSlice) -> Slice:
-    """Return a slice that reads the elements of `part`, a layout's slice, in the order of the Megatron parameter."""
+    """Return a slice that reads the elements of `part`, from a `TensorLayout`, in the Megatron parameter's order."""
     if part.stride > 1:
         raise AssertionError(f"{part.tensor}: every {part.stride}th element cannot be read, only written")
     stored = TensorSlice(part.tensor, part.start, part.length, plus=-part.plus)
@@ -219,8 +219,8 @@ def check_tensors(
     """
     if any("_quantizer." in name for name in found):
         raise CheckpointError(
-            f"{problem}: ModelOpt quantized it, and its scales would be lost. Train it with "
-            "model.restore_modelopt_state=True, or write it with ModelOpt (docs/modelopt.md)"
+            f"{problem}: ModelOpt quantized it, and a conversion would lose its scales. Train it with "
+            "model.restore_modelopt_state=True, or export it with ModelOpt (docs/modelopt.md)"
         )
     unexpected = [spec for name, spec in found.items() if name not in expected]
     kinds: dict[str, list[str]] = {"missing": [], "unexpected": [], "misshapen": []}
@@ -273,9 +273,9 @@ def prove(
     """Check that a plan reads every source element once and produces every target element once.
 
     Args:
-        tasks: each target tensor, and the slices of the source that have its elements.
+        tasks: each target tensor, and the slices of the source that contain its elements.
         sources, targets: all tensors of the source (name -> spec) and of the target (name -> shape).
-        padded: sources that may have elements after the last one read, and targets that may have zeros.
+        padded: names of source tensors that may end with unread elements, and of target tensors that may have zeros.
 
     Raises:
         AssertionError: the weight table or the planner has a bug. Invalid input cannot cause this.
@@ -296,20 +296,20 @@ def prove(
                 matrix = part._replace(start=0, length=part.numel)
                 matrices.setdefault(matrix, []).append((part.start, part.start + part.length))
             elif target.name not in padded:
-                raise AssertionError(f"{target.name}: zeros are planned for it")
+                raise AssertionError(f"{target.name}: the plan adds zeros, which only vocabulary padding may have")
         if planned != target.numel:
-            raise AssertionError(f"{target.name}: {planned} elements planned of {target.numel}")
+            raise AssertionError(f"{target.name}: the plan produces {planned} of {target.numel} elements")
     if produced != set(targets):
-        raise AssertionError(f"nothing planned for {sorted(set(targets) - produced)}")
+        raise AssertionError(f"the plan produces no elements of {sorted(set(targets) - produced)}")
     for matrix, ranges in matrices.items():
         if _count_read_once(ranges, matrix.slices[0].tensor) != matrix.numel or matrix.numel % matrix.columns:
-            raise AssertionError(f"{matrix.slices[0].tensor}: a matrix is not read completely")
+            raise AssertionError(f"{matrix.slices[0].tensor}: the plan transposes a matrix that is not read completely")
         for part in matrix.slices:
             read[part.tensor].append((part.start, part.start + part.length))
     for name, ranges in read.items():
         count = _count_read_once(ranges, name)
         if count != sources[name].numel and not (name in padded and count < sources[name].numel):
-            raise AssertionError(f"{name}: {count} elements read of {sources[name].numel}")
+            raise AssertionError(f"{name}: the plan reads {count} of {sources[name].numel} elements")
 
 
 def _count_read_once(ranges: list[tuple[int, int]], name: str) -> int:
@@ -317,7 +317,7 @@ def _count_read_once(ranges: list[tuple[int, int]], name: str) -> int:
     position = 0
     for start, end in sorted(ranges):
         if start != position:
-            raise AssertionError(f"{name}: element {min(start, position)} read not exactly once")
+            raise AssertionError(f"{name}: element {min(start, position)} is not read exactly once")
         position = end
     return position
 
@@ -325,7 +325,7 @@ def _count_read_once(ranges: list[tuple[int, int]], name: str) -> int:
 def check_vocab_padding(
     source: TensorSource, rows: Iterable[WeightRow], layout: TensorLayout, vocabulary: int, *, where: Path, drop: bool
 ) -> list[str]:
-    """Check that the vocabulary rows of a Megatron checkpoint that are padding are zero.
+    """Check that the padding rows of the vocabulary in a Megatron checkpoint are zero.
 
     A Megatron model has such rows to give all tensor-parallel ranks equal shards (`should_pad_vocab`). An import writes
     zeros. Training changes them: megatron-core's cross entropy sums over all rows of the output layer, without a mask

@@ -1,8 +1,8 @@
 """Export in FP8, like the released models named -FP8: which tensors to quantize, their scales, and `config.json`.
 
-The linear layers of text layers are in FP8, except routers, gates of shared experts and narrow projections of GDN; in
-Qwen3.8-Flash-Next only routed experts (`Family.fp8_only_experts`).
-An n-gram table is written in FP8 only if the imported model had it in FP8: with the scale that its parts share there.
+The linear layers of text layers are in FP8, except routers, gates of shared experts and narrow projections of GDN. In
+Qwen3.8-Flash-Next only routed experts are in FP8 (`Family.fp8_only_experts`).
+An n-gram table is written in FP8 only if it was in FP8 in the imported model. Its tensors keep their shared scale.
 Source: `quantization_config` and tensors of Qwen3-VL-32B-Instruct-FP8, Qwen3.6-35B-A3B-FP8 and Qwen3.8-27B-FP8.
 """
 
@@ -31,8 +31,8 @@ from qwen3vl_bridge.weights import fp8
 from qwen3vl_bridge.weights.rows import TensorSlice
 
 QUANTIZATION = "quantization_config"
-# A file in a Megatron checkpoint's folder of Hugging Face files with the scales of the imported model. It is a
-# safetensors file with another extension: otherwise the folder would be mistaken for a model.
+# File with the scales of the imported model, in the folder `hf` of a Megatron checkpoint. It is a safetensors file with
+# another extension: otherwise the folder would be mistaken for a model.
 _KEPT_SCALES = "weight_scales.fp8"
 _IN_FP8 = re.compile(
     r"(model\.language_model|mtp)\.layers\.\d+\..*\.([qkvo]_proj|(gate|up|down|gate_up)_proj|in_proj_(qkv|z)|out_proj)"
@@ -75,12 +75,12 @@ class Fp8Export:
         return cls(quantization, _read_kept_scales(folder))
 
     def quantize(self, plan: Plan) -> Plan:
-        """Return a copy of a plan that writes the selected weights in FP8, each followed by its scales."""
+        """Change a plan to write selected weights in FP8, each followed by its scales; return the new plan."""
         excluded, block = set(self.quantization.get("modules_to_not_convert") or ()), fp8_block(self.quantization)
         dtype = next((scales.spec.dtype for scales in self.kept.values()), "bfloat16")
         experts = {_expert_layout(name) for name in self.kept if ".experts." in name}
         tasks: list[Task] = []
-        shared: dict[str, StoredTensor] = {}  # scales of tables, of which the plan has all parts
+        shared: dict[str, StoredTensor] = {}  # scales of n-gram tables, by name
         for task in plan.tasks:
             scales_name = fp8.find_scales(task.target.name, self.kept)
             if scales_name != task.target.name + fp8.SCALES:
@@ -115,7 +115,7 @@ class Fp8Export:
 
 
 def _with_shared_scale(task: Task, scale: StoredTensor) -> Task:
-    """Return the task of a part of a table, with its elements in FP8."""
+    """Return the task for one tensor of an n-gram table, changed to write it in FP8 with the table's scale."""
     spec = task.target
     weights = SharedScaleSlice(tuple(task.slices), *_scale_of(scale), 0, spec.numel)
     return replace(task, target=replace(spec, dtype=fp8.E4M3), slices=SliceList([weights]))
@@ -126,7 +126,7 @@ def _scale_of(stored: StoredTensor) -> tuple[ByteRange, str]:
 
 
 def keep_scales(source: Path, target: Path) -> None:
-    """Copy the scales of a model to a checkpoint's folder of Hugging Face files, for a later export in FP8."""
+    """Copy the FP8 scales of the model in `source` to the checkpoint's folder `target`, for a later export in FP8."""
     if (source / _KEPT_SCALES).is_file():
         shutil.copyfile(source / _KEPT_SCALES, target / _KEPT_SCALES)
     elif scales := [stored.spec for stored in _read_kept_scales(source).values()]:
@@ -140,7 +140,7 @@ def keep_scales(source: Path, target: Path) -> None:
 
 
 def _read_kept_scales(folder: Path) -> dict[str, StoredTensor]:
-    """Return a dict from name to tensor of the FP8 scales in a folder of a model or of a checkpoint's `hf` files."""
+    """Return the FP8 scales in the folder of a model, or in the folder `hf` of a checkpoint, by tensor name."""
     if (folder / _KEPT_SCALES).is_file():
         return {stored.spec.name: stored for stored in read_header(folder / _KEPT_SCALES)}
     return HFWeights(folder).scales if has_weights(folder) else {}

@@ -44,7 +44,7 @@ TOOL = "qwen3vl_bridge"
 
 
 def describe_tool() -> dict[str, str]:
-    """Return the entries of a manifest with the name and version of this package and the version of torch."""
+    """Return the manifest entries that identify the writer: this package, its version, and the version of torch."""
     versions = {}
     for name in ("qwen3vl-bridge", "torch"):
         try:
@@ -69,7 +69,7 @@ class ModelConfig:
         family: the model family.
         dimensions: the sizes in the weight table; "vocab" may include padding rows.
         vocabulary: number of tokens, without padding.
-        tied: whether the output layer is the embedding.
+        tied: whether the output layer has the weight of the embedding.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -84,7 +84,7 @@ class ModelConfig:
         try:
             self.family = family_of(self.raw)
         except ValueError as error:
-            raise CheckpointError(f"{path} {error}") from error
+            raise CheckpointError(f"{path}: {error}") from error
         try:
             self.family.check(self.raw)
         except ValueError as error:
@@ -103,7 +103,7 @@ class ModelConfig:
             raise CheckpointError(f"{self.folder}: {error}") from error
 
     def for_tensors(self, names: Collection[str]) -> ModelConfig:
-        """Return a copy without the optional components that a checkpoint with these tensor names lacks."""
+        """Return the configuration without the optional components that have no tensor in `names`."""
         changed = copy(self)
         changed.raw = dict(self.family.config_of(self.raw, names))
         changed.dimensions = self.family.dimensions(changed.raw).with_vocab(self.dimensions["vocab"])
@@ -129,7 +129,7 @@ class ModelConfig:
             folder: the folder.
             dtype: dtype of the weights; None to keep what the configuration says about dtype and quantization.
             quantization: the quantization of the weights; None for weights that are not quantized.
-            has_fp8_table: whether a table is in FP8 with one scale, as the configuration says.
+            has_fp8_table: whether the n-gram table is in FP8. If not, the field with its dtype is removed.
         """
         raw, path = self.raw if dtype is None else _with_dtype(self.raw, dtype), folder / "config.json"
         if dtype is not None:
@@ -164,7 +164,7 @@ def _with_dtype(raw: dict[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def check_same_model(config: ModelConfig, other: ModelConfig) -> None:
-    """Raise CheckpointError if two configurations are of different models. The message lists the fields that differ.
+    """Raise CheckpointError if two configurations describe different models. The message lists their differences.
 
     Dtypes, dropout, initialization and maximum length may differ.
     """
@@ -173,7 +173,7 @@ def check_same_model(config: ModelConfig, other: ModelConfig) -> None:
 
 
 def check_model_of_run(config: ModelConfig, run: Mapping[str, Any], path: Path) -> bool:
-    """Check that a configuration is of the model that a run has trained.
+    """Check that a configuration describes the model that a run has trained.
 
     Args:
         config: the configuration.
@@ -242,7 +242,7 @@ class StoredModel:
 
     @property
     def float32_as(self) -> str | None:
-        """Return the Hugging Face model's dtype of the parameters that Megatron keeps in float32; None if unknown."""
+        """Return the dtype in the Hugging Face model of parameters that Megatron keeps in float32; None if unknown."""
         if self.ckpt_format != HUGGINGFACE:
             return self.manifest.get("float32_as")
         names = (name for row in self.rows if row.float32 for name in row.hf if name in self.tensors.specs)
@@ -271,7 +271,7 @@ class StoredModel:
         check_tensors(self.tensors.specs, tensors_of(rows, layout), problem, may_be_longer=longer)
 
     def with_padding(self) -> StoredModel:
-        """Return a copy whose `config` counts the padding rows of the vocabulary as tokens."""
+        """Return the model with a `config` that counts the padding rows of the vocabulary as tokens."""
         names = [row.megatron for row in self.config.family.rows() if row.is_vocabulary]
         shapes = [self.tensors.specs[name].shape for name in names if name in self.tensors.specs]
         rows = max((shape[0] for shape in shapes if shape), default=0)
@@ -279,14 +279,14 @@ class StoredModel:
         return replace(self, config=config)
 
     def check_padding(self, vocabulary: int, *, drop: bool) -> list[str]:
-        """Check that vocabulary rows from index `vocabulary` on are zero, return notes; see `check_vocab_padding`."""
+        """Check that vocabulary rows from index `vocabulary` on are zero; see `check_vocab_padding`. Return notes."""
         return check_vocab_padding(self.tensors, self.rows, self.layout, vocabulary, where=self.folder, drop=drop)
 
 
 def find_layout(
     ckpt_format: str, rows: Collection[WeightRow], dimensions: Dimensions, names: Collection[str]
 ) -> TensorLayout:
-    """Return the layout of a checkpoint by its format and tensor names. `rows` are the expanded weight table."""
+    """Return the `TensorLayout` for the format and the tensor names of a checkpoint. `rows`: expanded weight table."""
     if ckpt_format == megatron.TORCH_DIST:
         return TorchDist.from_names(rows, dimensions, names)
     return HuggingFace(dimensions) if ckpt_format == HUGGINGFACE else FsdpDtensor(dimensions, find_naming(rows, names))
@@ -329,12 +329,12 @@ def open_model(hf_model: str | Path, *, strict: bool = True, trust_remote_code: 
 def _take_constants(config: ModelConfig, weights: HFWeights) -> list[str]:
     """Check the constants of a Hugging Face model and remove them from `weights.specs`; return notes.
 
-    They follow from `config.json` and are no parameters, so Megatron checkpoints do not have them and exports compute
-    them. Some programs do not write them.
+    Constants follow from `config.json` and are no parameters, so Megatron checkpoints do not contain them and exports
+    compute them. Some programs do not write them.
 
     Raises:
-        CheckpointError: a constant has another value than `config.json` says. The hashes of such a model look up other
-            rows of its tables than those that were trained.
+        CheckpointError: a constant has another value than `config.json` says. With it, hashes would select other rows
+            of the n-gram tables than those that were trained.
     """
     constants = config.family.constants(config.raw)
     if not constants:
@@ -370,8 +370,8 @@ def _check_copy(weights: HFWeights, folder: Path, name: str, original: str) -> N
         found = different and f"{different[0]} of {spec.numel} elements differ, the first is number {different[1]}"
     if found is not None:
         raise CheckpointError(
-            f"{folder}: config.json has tie_word_embeddings true, but {name} is not {original}: {found}; "
-            f"expected the same bytes, or no {name}, or tie_word_embeddings false"
+            f"{folder}: config.json sets tie_word_embeddings to true, but {name} differs from {original}: {found}. "
+            f"Remove {name}, or set tie_word_embeddings to false"
         )
 
 
@@ -440,7 +440,7 @@ def compare_with_stored(config: ModelConfig, folder: Path) -> list[str]:
         A list with one note if the checkpoint has neither file to compare with, else an empty list.
 
     Raises:
-        CheckpointError: the checkpoint is of another model.
+        CheckpointError: the configuration describes another model.
     """
     if (own := own_config(folder)) is not None:
         check_same_model(config, own)

@@ -143,7 +143,7 @@ def verify_reformatted(
 ) -> VerifyReport:
     """Compare a checkpoint with a second one that was made from it, in either format.
 
-    Differences have the names of the second checkpoint. Arguments are those of `verify_checkpoint`, except:
+    Differences have the tensor names of the second checkpoint. Arguments are those of `verify_checkpoint`, except:
 
     Args:
         new_path: the second checkpoint's root folder or an iteration's folder.
@@ -159,7 +159,7 @@ def verify_reformatted(
 def _compare_models(
     source: StoredModel, target: StoredModel, rows: list[WeightRow], drop: bool, progress: bool, ranks: Ranks
 ) -> VerifyReport:
-    """Compare the tensors of `target` with `source` converted to the layout of `target`, and return the report.
+    """Convert `source` to the format of `target`, compare the tensors of both, and return the report.
 
     `rows` is the expanded weight table. With `drop`, vocabulary padding of the source may be other than zero.
     """
@@ -177,7 +177,7 @@ def _compare_models(
             return list(compare_tensors(tasks, source.tensors, target.tensors, meter))
 
     found = [entry for part in ranks.all_gather(compare) for entry in part]
-    # A target that is a source tensor plus a number is also equal if the inverse is exact.
+    # A target tensor that is a source tensor plus a number is also equal if subtracting the number gives the source.
     inverse: dict[str, Task] = {}
     for task in plan.tasks:
         match list(task.slices):
@@ -208,8 +208,8 @@ def verify_checksums(
     if not isinstance(expected, dict) or expected.keys() != specs.keys():
         found = "no checksums" if not expected else "checksums of other tensors"
         raise CheckpointError(
-            f"{stored.folder / MANIFEST} holds {found}, expected checksums of all {len(specs)} tensors, as a "
-            "conversion with --checksums writes them; or give --hf-model to compare the checkpoint with its source"
+            f"{stored.folder / MANIFEST} holds {found}, expected checksums of all {len(specs)} tensors; "
+            "convert with --checksums to write them, or give --hf-model to compare the checkpoint with its source"
         )
     mine = ranks.assign(list(specs), [spec.nbytes for spec in specs.values()])
 

@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> 
 
 
 def adapters(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> int:
-    """Run the verb `adapters` as a separate command. Arguments and exit code are as for `main`."""
+    """Run `qwen3vl adapters`, which is the verb `adapters` of `qwen3vl convert`. Arguments and result as for `main`."""
     parser = CommandParser(prog=prog)
     parser.set_defaults(shared=True)
     _adapters(parser)
@@ -320,7 +320,9 @@ def _verify(options: argparse.Namespace) -> int:
     if options.new_path is not None or options.hf_model is not None:
         how["drop_vocab_padding"] = options.drop_vocab_padding
     elif options.drop_vocab_padding:
-        raise CheckpointError("--drop-vocab-padding: checksums cover all rows, expected --hf-model or --new-path")
+        raise CheckpointError(
+            "--drop-vocab-padding: checksums cover all rows of the vocabulary; omit it, or add --hf-model or --new-path"
+        )
     if options.new_path is not None:
         report = verify_reformatted(options.megatron_path, options.new_path, hf_model=options.hf_model, **how)
     elif options.hf_model is not None:

@@ -186,8 +186,8 @@ def list_missing(machine: dict[str, Any], pythons: str) -> list[dict[str, Any]]:
     """Return the problems of a machine: what was found and expected, how to fix it, and whether it is fatal.
 
     Args:
-        machine: entry "machine" of the result of `examine`.
-        pythons: allowed versions of Python.
+        machine: entry "machine" of the report that `examine` returns.
+        pythons: allowed versions of Python, such as ">=3.12".
     """
     from packaging.specifiers import SpecifierSet
 
@@ -237,7 +237,7 @@ def _used(machine: dict[str, Any]) -> dict[str, str]:
 
 
 def _replaced() -> list[dict[str, str]]:
-    """Return the functions of other libraries that this package replaces in a process, and under which condition."""
+    """Return the names in other libraries that this package has replaced, each with the condition for replacing it."""
     from qwen3vl_bridge.upstream.replacements import replaced
 
     return [{"name": one.name, "when": one.when} for one in sorted(replaced(), key=lambda one: (one.when, one.name))]

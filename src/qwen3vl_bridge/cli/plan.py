@@ -102,7 +102,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 def _plan(options: argparse.Namespace) -> int:
     dims, training = dimensions_of(_load_config(options.model)), _training(options)
     if training.freezes_ngram_table and not dims.indices.get("ple_layers"):
-        raise ValueError(f"--freeze has {NGRAM_TABLE}, which {options.model} does not have; remove it")
+        raise ValueError(f"--freeze lists {NGRAM_TABLE}, but {options.model} has no n-gram table; remove it")
     gpu = find_gpu(options.gpu)
     if options.gpu_memory is not None:
         gpu = replace(gpu, memory_bytes=round(options.gpu_memory * GIB))

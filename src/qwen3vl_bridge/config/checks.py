@@ -1,7 +1,8 @@
-"""Checks of settings, written as tables, which are in `config/model_validation.py` and `training/run_validation.py`.
+"""Types and functions to write checks of settings as tables, and `run_checks` to run a table.
 
-A table is a tuple of checks. A check is a row `Requires("setting", value, when=condition, why="reason")`, or a function
-that takes all settings and raises ValueError, for constraints between several settings. `run_checks` runs a table.
+The tables are in `config/model_validation.py` and `training/run_validation.py`. A table is a tuple of checks. Most
+checks have the form `Requires("setting", value, when=condition, why="reason")`. For constraints between several
+settings, a check is a function that takes all settings and raises ValueError.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ logger = logging.getLogger(__name__)
 
 Check = Callable[[Any], Any]
 
-# Expected value of a setting that must keep the default of its class.
+# Stands for the default value in the setting's class, as the expected value of a check.
 DEFAULT = object()
 IGNORED = "it would be ignored"
 
 
 def run_checks(checks: Iterable[Check], settings: Any) -> None:
-    """Run checks in order on `settings`: a provider, or the configuration of a run.
+    """Run checks in order on `settings`, which is a provider or the configuration of a run.
 
     Raises:
-        ValueError: a check has failed. The message has the value found, the value expected and the reason.
+        ValueError: a check has failed. The message gives the value found, the value expected and the reason.
     """
     for check in checks:
         check(settings)
@@ -40,9 +41,9 @@ def run_checks(checks: Iterable[Check], settings: Any) -> None:
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition on settings. Calling it with all settings, such as a provider, returns whether it is met."""
+    """A condition on settings. Call it with all settings, such as a provider, to find out whether it is met."""
 
-    names: str  # the settings that the condition reads, separated by spaces, for the message
+    names: str  # the settings that the condition reads, separated by spaces; listed in messages
     is_met: Callable[[Any], Any]
 
     def __call__(self, settings: Any) -> Any:
@@ -50,12 +51,12 @@ class Condition:
         return self.is_met(settings)
 
     def __and__(self, other: Callable[[Any], Any]) -> Condition:
-        """Return a condition that is met if both are met. Messages do not name settings of a plain function."""
+        """Return a condition that is met if both are met. Messages mention `other` only if it is a `Condition`."""
         names = f"{self.names} {other.names}" if isinstance(other, Condition) else self.names
         return Condition(names, lambda settings: self(settings) and other(settings))
 
     def describe(self, settings: Any) -> str:
-        """Return the settings and their values for a message, such as " with a 1 and b 'c'"."""
+        """Return the settings of the condition with their values for a message, such as " with a 1 and b 'c'"."""
         values = {name: _read(settings, name) for name in self.names.split()}
         words = [name if value is True else f"{name} {_format(value)}" for name, value in values.items()]
         return f" with {' and '.join(words)}"
@@ -87,20 +88,20 @@ def differs(name: str, value: Any) -> Condition:
 
 
 def not_installed(package: str) -> Callable[[Any], bool]:
-    """Return a condition, a function of all settings, that is met if `package` is not installed."""
+    """Return a condition that is met if `package` is not installed. Messages do not mention this condition."""
     return lambda _: not is_installed(package)
 
 
 @dataclass(frozen=True)
 class Values:
-    """A set of allowed values of a setting, with a description for error messages."""
+    """The allowed values of a setting, with a description for error messages."""
 
     contains: Callable[[Any, Any], bool]  # (value, all settings) -> True if the value is allowed
     describe: Callable[[Any], str]  # all settings -> the allowed values in words
 
 
 def one_of(*values: Any) -> Values:
-    """Return `Values` that allow each of `values`, and lists that contain only these."""
+    """Return `Values` that allow each of `values`, and lists that contain only such values."""
     *words, last = map(_format, values)
     return Values(
         lambda value, _: all(entry in values for entry in (value if isinstance(value, list) else [value])),
@@ -109,7 +110,7 @@ def one_of(*values: Any) -> Values:
 
 
 def at_least(least: int | str) -> Values:
-    """Return `Values` that allow numbers from `least` on, which is a number or the name of a setting."""
+    """Return `Values` that allow numbers not below `least`, which is a number or the name of a setting."""
 
     def lowest(settings: Any) -> int:
         return _read(settings, least) if isinstance(least, str) else least
@@ -129,7 +130,7 @@ def same_as(other: str) -> Values:
 
 
 def multiple_of(divisor: str) -> Values:
-    """Return `Values` that allow multiples of a setting, or of a product such as "a * b"; None counts as 1."""
+    """Return `Values` that allow multiples of a setting or of a product such as "a * b"; None counts as 1."""
 
     def sizes(settings: Any) -> dict[str, int]:
         values = {name: _read(settings, name) for name in divisor.split(" * ")}
@@ -143,16 +144,16 @@ def multiple_of(divisor: str) -> Values:
 
 @dataclass(frozen=True)
 class Requires:
-    """A check that a setting has the expected value, as one row of a table of checks."""
+    """A check that a setting has the expected value. Call it with all settings to run the check."""
 
     name: str  # a path such as "dist_train.vision_world_size", or a product of settings such as "a * b"
-    expected: Any  # the only value, `Values`, or `DEFAULT`
-    # Condition under which the row applies; a `Condition` is described in the message. None: always.
+    expected: Any  # the only allowed value, or `Values`, or `DEFAULT`
+    # The check applies only if this condition is met; None: always. Messages describe a `Condition`.
     when: Condition | Callable[[Any], Any] | None = None
     also: tuple[Any, ...] = ()  # further accepted values with the same meaning
     why: str = ""  # the reason, or what to do instead
-    # Accept None, False, 0, "" and empty alike if the expected value is one of them: callers copy 0.0 where
-    # megatron-core has None. Only for settings that no code reads; where a setting is read, 0.0 is a value.
+    # If the expected value is None, False, 0, "" or empty, accept all of these, because callers set 0.0 where
+    # megatron-core has None. Only for settings that no code reads; for others, 0.0 differs from None.
     any_off: bool = False
 
     def __call__(self, settings: Any) -> None:
@@ -196,16 +197,16 @@ def requires_default(
         when: condition under which the checks apply; None: always.
         section: prefix of each name.
         also: further accepted values.
-        any_off: accept None, False, 0, "" and empty values alike if the default is one of them.
+        any_off: if the default is None, False, 0, "" or empty, accept all of these.
     """
     return tuple(Requires(section + name, DEFAULT, when, also, why, any_off) for name in names.split())
 
 
 def requires_default_while_off(names_by_switch: Mapping[str, str]) -> tuple[Requires, ...]:
-    """Return checks that settings keep their defaults while their switch, the setting that enables them, is off.
+    """Return checks that settings keep their defaults while the switch that enables them is off.
 
     Args:
-        names_by_switch: switch -> names of settings in the same section, separated by spaces.
+        names_by_switch: name of the switch, a setting -> names of settings in the same section, separated by spaces.
     """
     return tuple(
         row
@@ -217,34 +218,35 @@ def requires_default_while_off(names_by_switch: Mapping[str, str]) -> tuple[Requ
 
 
 def declared_fields(settings: Any) -> dict[str, Field]:
-    """Return a dict from name to dataclass field of a section of settings.
+    """Return the dataclass fields of a section of settings, by name.
 
-    For a student of ModelOpt's distillation, these are the fields of its original class.
+    ModelOpt's distillation changes the class of a student. Then return the fields of the original class.
     """
     return getattr(own_class(settings), "__dataclass_fields__", {})
 
 
 def undeclared_names(settings: Any) -> list[str]:
-    """Return the public attributes of a dataclass instance that its class does not declare, such as misspelled ones."""
+    """Return the public attributes that the dataclass of an instance does not declare, such as misspelled names."""
     declared = declared_fields(settings).keys() | dir(type(settings))
     return [name for name in vars(settings) if name not in declared and not name.startswith("_")]
 
 
-# Attributes that callers store on a provider and that are not fields.
+# Attributes that callers set on a provider although they are not fields.
 _CALLER_ATTRIBUTES = frozenset(
     {"pretrained_model_name", "swiglu", "bridge", "grid", "world_size", "rank_offset"}
     | {"teacher", "kd_config", "distill_submodule", "full_model"}  # of Megatron-Bridge's `DistillationProvider`
 )
-# Similarity from which a name counts as a misspelled field. Megatron-Bridge's recipes set some unrelated names.
+# A name that resembles a field at least this much is taken for a misspelled field. The threshold is high, because
+# Megatron-Bridge's recipes set some unrelated names.
 _MISSPELLED = 0.85
 _FREEZE = ("freeze_language_model", "freeze_vision_model", "freeze_vision_projection")
 
 
 def check_provider_names(provider: Any) -> None:
-    """Raise ValueError for an attribute of a provider that looks like a misspelled setting, and log other unknown ones.
+    """Raise ValueError for an attribute of a provider that looks like a misspelled setting. Warn of other attributes.
 
     An attribute looks misspelled if it resembles a field, has the name of another trainer's setting, or begins with
-    "freeze_". Callers may store other attributes.
+    "freeze_".
     """
     fields, kind = [*declared_fields(provider)], type(provider).__name__
     for name in undeclared_names(provider):
@@ -253,7 +255,7 @@ def check_provider_names(provider: Any) -> None:
         target = (target_setting(name) or "").rpartition(".")[2]
         meant = [target] if target in fields else difflib.get_close_matches(name, fields, n=1, cutoff=_MISSPELLED)
         if meant := meant or (_FREEZE if name.startswith("freeze_") else ()):
-            raise ValueError(f"{name} is set, but {kind} has no such setting: expected {', '.join(meant)}")
+            raise ValueError(f"{name} is set, but {kind} has no such setting: use {' or '.join(meant)}")
         logger.warning("%s is set, but %s has no such setting: it has no effect", name, kind)
 
 

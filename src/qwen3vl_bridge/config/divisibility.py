@@ -1,6 +1,6 @@
-"""Check that ranks can share the sizes of a model evenly, for the provider, the planner and the converter.
+"""Check that parallel sizes divide the dimensions of a model, for the provider, the planner and the converter.
 
-Standard library only.
+Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from qwen3vl_bridge.weights.rows import Dimensions, WeightRow
 
 
 class IndivisibleSize(NamedTuple):
-    """A size of a model that its ranks cannot share evenly."""
+    """A dimension of a model that cannot be divided evenly over its ranks."""
 
     setting: str  # the provider's setting, or a product of settings
-    size: int  # its value
-    # The parallel sizes that must divide it: "tp", "tp of vision", "ep", "etp", "tp * cp" or "ep * etp".
+    size: int  # value of the setting
+    # The parallel sizes that must divide the value: "tp", "tp of vision", "ep", "etp", "tp * cp" or "ep * etp".
     parallelism: str
-    ranks: int  # their product
+    ranks: int  # product of these parallel sizes
     divisor_allowed: bool = False  # True if a divisor of `ranks` is allowed as well
 
 
 def indivisible_sizes(
     dims: Dimensions, *, tp: int, cp: int = 1, ep: int = 1, etp: int = 1, vision_tp: int | None = None
 ) -> Iterator[IndivisibleSize]:
-    """Yield the sizes of a model that are not multiples of the number of ranks that share them.
+    """Yield the dimensions of a model that are not multiples of the number of ranks over which they are sharded.
 
     Args:
         dims: dimensions of the model; "vocab" includes padding.
@@ -54,18 +54,21 @@ def indivisible_sizes(
             ("linear_num_value_heads", dims["l_value_heads"], "tp * cp", tp * cp),
         ]
     if dims.indices.get("ple_layers"):
-        # Ranks exchange tokens for channels of all residual streams before the n-gram embedding's convolution.
+        # Before the convolution of the per-layer n-gram embedding, ranks exchange tokens for channels of all residual
+        # streams.
         sizes.append(("hc_count * hidden_size", dims["streams_hidden"], "tp * cp", tp * cp))
         yield from _indivisible_tables(len(dims.indices["ngram_heads"]), dims["ple_dim"], ep * etp)
     yield from (IndivisibleSize(*size) for size in sizes if size[1] % size[3])
-    # With fewer query groups than ranks, a rank gathers all groups and takes its own. Source: megatron-core,
+    # With fewer query groups than ranks, each rank gathers all groups and selects its own. Source: megatron-core,
     # SelfAttention.
     if dims["kv_heads"] % tp and tp % dims["kv_heads"]:
         yield IndivisibleSize("num_query_groups", dims["kv_heads"], "tp", tp, divisor_allowed=True)
 
 
 def _indivisible_tables(heads: int, columns: int, ranks: int) -> Iterator[IndivisibleSize]:
-    """Yield the size of n-gram tables that `ranks` ranks cannot share: complete hash heads, or columns of one head.
+    """Yield the dimension of an n-gram table that cannot be divided evenly over ranks.
+
+    Each rank stores one or more hash heads completely. With more ranks than heads, it stores some columns of one head.
 
     Args:
         heads: number of hash heads.
@@ -83,11 +86,11 @@ class MisalignedDim(NamedTuple):
 
     layer: str  # such as "self_attention.in_proj"
     side: str  # "outputs" or "inputs"
-    size: int  # of the unsharded layer
-    ranks: int  # number of ranks that share it
+    size: int  # number of outputs or inputs of the unsharded layer
+    ranks: int  # number of ranks over which the dimension is sharded
 
 
-# Linear layers that Transformer Engine computes in 8 bits, by the side that tensor parallelism shards.
+# Linear layers that Transformer Engine computes in 8 bits, whose outputs or whose inputs tensor parallelism shards.
 _SHARD_OUTPUTS, _SHARD_INPUTS = ("linear_qkv", "in_proj", "linear_fc1"), ("linear_proj", "out_proj", "linear_fc2")
 
 
@@ -102,7 +105,7 @@ def misaligned_dims(
         rows: the weight table.
         dims: dimensions of the model.
         tp, etp: sizes of tensor and expert-tensor parallelism.
-        multiple: the required multiple.
+        multiple: the number that must divide a rank's part of each dimension.
         exempt: names of layers that are computed in 16 bits.
     """
     for row in rows:
@@ -119,18 +122,18 @@ def misaligned_dims(
 
 
 def row_length_multiple(cp: int, sp: int, tokens: int = 1) -> int:
-    """Return the number that must divide the length of a row, so that all ranks get equal shares.
+    """Return the number that must divide the length of a packed or padded row, so that all ranks get equal shares.
 
     Args:
         cp, sp: sizes of context and sequence parallelism.
-        tokens: number that must divide the number of tokens of a row on each rank, such as 16 for FP8.
+        tokens: number that must divide each rank's number of tokens, such as 16 for FP8.
     """
     segment = 2 * cp if cp > 1 else 1  # equals `core.layout.segment_multiple`, which needs torch
     return math.lcm(segment, cp * sp * tokens)
 
 
 def check_row_length(seq_length: int, cp: int, sp: int, tokens: int = 1) -> None:
-    """Raise ValueError if ranks cannot share rows of `seq_length` tokens evenly; see `row_length_multiple`."""
+    """Raise ValueError if ranks cannot get equal shares of a row of `seq_length` tokens; see `row_length_multiple`."""
     if seq_length % (multiple := row_length_multiple(cp, sp, tokens)):
         precision = f", where products in 8 or 4 bits need multiples of {tokens} tokens" if tokens > 1 else ""
         raise ValueError(
@@ -141,9 +144,9 @@ def check_row_length(seq_length: int, cp: int, sp: int, tokens: int = 1) -> None
 
 @dataclass(frozen=True)
 class Replicas:
-    """Data-parallel replicas of the vision tower and the language model on separate ranks.
+    """Numbers of data-parallel replicas of the vision tower and the language model on separate ranks.
 
-    One number is a multiple of the other. Neighboring replicas are paired, as in megatron-core.
+    One number is a multiple of the other. Neighboring replicas of both modules work together, as in megatron-core.
     """
 
     vision: int
@@ -152,7 +155,7 @@ class Replicas:
     def check(self, source: str = "") -> None:
         """Raise ValueError unless one number of replicas divides the other.
 
-        `source` is added to the end of the message, such as how the numbers are computed.
+        `source` ends the message, for example with an explanation of how the numbers are computed.
         """
         few, many = sorted((self.vision, self.language))
         if many % few:
@@ -173,7 +176,7 @@ class Replicas:
 
     @property
     def ratio(self) -> int | None:
-        """Number of vision replicas per language replica (`vision_to_llm_dp_ratio`); None if there are fewer."""
+        """Number of vision replicas per language replica (`vision_to_llm_dp_ratio`); None if it is less than 1."""
         return self.vision_per_language if self.vision >= self.language else None
 
     def language_replicas_of(self, vision: int) -> range:
@@ -182,5 +185,5 @@ class Replicas:
         return range(first, first + self.language_per_vision)
 
     def share_of(self, vision: int) -> int:
-        """Return which share of the images of a microbatch vision replica `vision` encodes, as an index."""
+        """Return the index of the share of a microbatch's images that vision replica `vision` encodes."""
         return vision % self.vision_per_language

@@ -1,4 +1,4 @@
-"""The fields of a provider: the model, its kernels and its parallelism, and the functions that complete them."""
+"""The fields of a provider for the model, its kernels and its parallelism, and the functions that complete fields."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def has_transformer_engine() -> bool:
 def attribute_alias(path: str) -> property:
     """Return a property that reads and writes another attribute of its object, such as "config.image_token_id".
 
-    It gives callers the attributes that Megatron-Bridge's own classes have.
+    Such properties give callers the attribute names of Megatron-Bridge's own classes.
     """
     owner, _, name = path.rpartition(".")
     find_owner = attrgetter(owner) if owner else lambda instance: instance
@@ -55,7 +55,7 @@ def default_transformer_impl() -> str:
 def can_fuse_weight_gradients() -> bool:
     """Return True if every linear layer can accumulate its weight gradient in a fused kernel.
 
-    Transformer Engine's layers can. The output layer is megatron-core's with either layer spec, and raises an error if
+    Transformer Engine's layers can. The output layer is megatron-core's with both layer specs. It raises an error if
     fusion is requested without Apex's extension.
     """
     return output_layer_fuses() and torch.cuda.is_available()
@@ -74,21 +74,21 @@ class VisionLanguageFields(GPTModelProvider):
         vision_config: transformers' configuration of the vision tower.
         image_token_id, video_token_id, vision_start_token_id, vision_end_token_id, bos_token_id, eos_token_id: id of
             the token in the vocabulary.
-        pad_token_id: token id of padding. It is used only if a caller's rows come without a mask: then tokens with this
-            id at the end of a row are padding. None: no token is padding.
+        pad_token_id: token id of padding, used only if a caller passes rows without an attention mask: then tokens with
+            this id at the end of a row are padding. None: no token is padding.
         mrope_section: number of rotary frequencies for the temporal, height and width axis.
-        rope_parameters: a scaled rotary embedding (such as YaRN) in transformers' format, or None. `finalize()` adds
-            the values of other fields. `position_embedding_type="yarn"` with Megatron-Bridge's `yarn_*` fields sets it
-            as well.
+        rope_parameters: parameters of a scaled rotary embedding (such as YaRN) in transformers' format, or None.
+            `finalize()` adds `rotary_base` and other fields to them. With `position_embedding_type="yarn"`, they are
+            set from Megatron-Bridge's `yarn_*` fields.
         freeze_language_model, freeze_vision_model, freeze_vision_projection: do not train this component. The vision
             projection consists of the patch mergers.
         vision_recompute_granularity, vision_recompute_modules, vision_recompute_method, vision_recompute_num_layers:
             activation recomputation in the vision tower; the fields without `vision_` apply to the text model.
         apply_rotary_pos_emb_in_fp32: rotate queries and keys of the text model in float32. The vision tower and
-            Transformer Engine's kernel (`apply_rope_fusion`) always do.
-        calculate_per_token_loss: sum losses over tokens and divide once by the number of tokens in the global batch,
-            independent of packing, as this package's recipes do. False: all microbatches have equal weight. None: as in
-            Megatron-Bridge, True only under context parallelism or with `dist_train`.
+            Transformer Engine's kernel (`apply_rope_fusion`) always use float32.
+        calculate_per_token_loss: sum losses over tokens and divide once by the number of tokens in the global batch, so
+            that packing does not change the loss. This package's recipes do so. False: all microbatches have equal
+            weight. None: as in Megatron-Bridge, True only under context parallelism or with `dist_train`.
         loss_chunk_tokens: if a microbatch has more tokens than this on a context-parallel rank, compute its loss in
             chunks of this many tokens, and recompute the logits in the backward pass
             (`models/common/loss.py`). 0: never.
@@ -96,9 +96,9 @@ class VisionLanguageFields(GPTModelProvider):
             always divide the images.
         use_hf_vision_model, vision_cuda_graph_impl, vision_cuda_graph_scope, max_vision_cuda_graph_seq_length: settings
             of Megatron-Bridge's own model. Only the default is supported.
-        dist_train: separate ranks for the vision tower and the language model. The first `vision_world_size` ranks have
-            the tower, the next `language_world_size` ranks the language model; `vision_tensor_model_parallel_size`
-            ranks share a layer of the tower.
+        dist_train: separate ranks for the vision tower and the language model. The first `vision_world_size` ranks run
+            the tower, the next `language_world_size` ranks the language model. The tensor-parallel size of the tower is
+            `vision_tensor_model_parallel_size`.
         add_encoder, add_decoder: whether this rank has the vision tower and the language model. Megatron-Bridge's
             set-up sets them.
     """
@@ -133,7 +133,7 @@ class VisionLanguageFields(GPTModelProvider):
     apply_rope_fusion: bool = field(default_factory=has_transformer_engine)
     cross_entropy_loss_fusion: bool = True  # finalize() turns it off for float32 logits
     apply_rotary_pos_emb_in_fp32: bool = False
-    # With its own default, megatron-core rejects rows of several lengths between pipeline stages, even without experts.
+    # With its own default, megatron-core rejects rows of different lengths in a pipeline, even without experts.
     moe_token_dispatcher_type: str = "alltoall"
     calculate_per_token_loss: bool | None = None
     # With Qwen3-VL's vocabulary the logits of 2,048 tokens and their gradient take 1.2 GiB. Rows up to this length cost
@@ -223,13 +223,13 @@ def activation_name(function: Activation) -> str:
 
 
 def vision_activation(name: str) -> Activation:
-    """Return the activation of the vision tower's MLPs; mergers use the exact GELU.
+    """Return the activation of the vision tower's MLPs. Patch mergers always use the exact GELU.
 
     Args:
         name: name of the activation in transformers.
 
     Raises:
-        ValueError: the name is unknown, or the activation has parameters, which the weight table does not have.
+        ValueError: the name is unknown, or the activation has parameters, which the weight table does not list.
     """
     if name not in ACT2FN:
         raise ValueError(f"vision_config.hidden_act is {name!r}, expected one of {', '.join(ACT2FN)}")
@@ -237,7 +237,7 @@ def vision_activation(name: str) -> Activation:
     if not isinstance(activation, nn.Module):
         return activation
     if any(True for _ in activation.parameters()):
-        raise ValueError(f"vision_config.hidden_act is {name!r}, which has parameters: expected one without")
+        raise ValueError(f"vision_config.hidden_act is {name!r}, which has parameters: use one without parameters")
     return activation.forward  # not a module, which an MLP would register
 
 
@@ -248,14 +248,14 @@ def uses_unfused_attention(provider: VisionLanguageFields) -> bool:
 
 
 def token_multiple(provider: VisionLanguageFields) -> int:
-    """Return the number that must divide the number of tokens on a rank, for FP8 or FP4 GEMMs; 1 without them."""
+    """Return the number of which FP8 or FP4 GEMMs need a multiple of tokens on each rank; 1 without FP8 and FP4."""
     if provider.fp8:
         return get_fp8_align_size(provider.fp8_recipe)
     return get_fp4_align_size(provider.fp4_recipe) if provider.fp4 else 1
 
 
 def sequence_parallel_size(provider: VisionLanguageFields) -> int:
-    """Return the number of ranks over which sequence parallelism shards hidden states; 1 without it."""
+    """Return the number of ranks over which hidden states are sharded; 1 without sequence parallelism."""
     return provider.tensor_model_parallel_size if provider.sequence_parallel else 1
 
 
@@ -294,7 +294,10 @@ def complete_rope(provider: VisionLanguageFields) -> None:
         if not values["mscale_all_dim"] and values["mscale"] in (None, 1.0):  # the default value is 1
             values["mscale"] = values["mscale_all_dim"] = None
         if bool(values["mscale"]) != bool(values["mscale_all_dim"]):
-            raise ValueError("expected yarn_mscale and yarn_mscale_all_dim both above 0, or neither")
+            raise ValueError(
+                f"yarn_mscale is {values['mscale']} and yarn_mscale_all_dim {values['mscale_all_dim']}, expected both "
+                "above 0, or neither"
+            )
         given = {name: value for name, value in values.items() if value is not None}
         provider.rope_parameters = {"rope_type": "yarn"} | given | (provider.rope_parameters or {})
         provider.position_embedding_type = "mrope"
@@ -308,16 +311,16 @@ def complete_rope(provider: VisionLanguageFields) -> None:
     for name, value in other.items():
         if rope[name] != value:
             raise ValueError(
-                f"rope_parameters has {name} {rope[name]}, and another field of the provider {value}: expected the same"
+                f"rope_parameters has {name} {rope[name]}, but another field of the provider sets {value}: use the same"
             )
     provider.rope_parameters = None if rope["rope_type"] == "default" else rope
 
 
 def complete_before_finalize(provider: VisionLanguageFields) -> None:
-    """Complete fields before megatron-core does, and log the changes.
+    """Complete fields before megatron-core completes its own, and log the changes.
 
-    Names are replaced by megatron-core's objects, fused kernels that are not available are turned off, and settings
-    that experts or context parallelism need are turned on.
+    Replace names by megatron-core's objects, turn off fused kernels that are not available, and turn on settings that
+    experts or context parallelism need.
 
     Raises:
         ValueError: the attention backend or the activation is unknown.
@@ -383,7 +386,7 @@ def complete_before_finalize(provider: VisionLanguageFields) -> None:
 
 
 def complete_after_finalize(provider: VisionLanguageFields) -> None:
-    """Complete fields that depend on the dtype of parameters, after megatron-core has set it, and log the changes."""
+    """Complete fields that depend on the parameter dtype, which megatron-core has set, and log the changes."""
     for precision in ("fp8", "fp4"):
         if getattr(provider, precision):
             logger.info(
@@ -405,8 +408,8 @@ def complete_after_finalize(provider: VisionLanguageFields) -> None:
 def warn_of_unfused_attention(provider: VisionLanguageFields) -> None:
     """Warn if Transformer Engine has no fused attention kernel to train on packed rows with this GPU and head size.
 
-    Source: results of `get_attention_backend` of Transformer Engine 2.16.1 with cuDNN 9.20. flash-attn has a kernel for
-    all GPUs and head sizes.
+    Source: what Transformer Engine 2.16.1 with cuDNN 9.20 returns from `get_attention_backend`. flash-attn has a kernel
+    for all GPUs and head sizes.
     """
     if provider.transformer_impl == "local" or not torch.cuda.is_available():
         return
@@ -423,7 +426,7 @@ def warn_of_unfused_attention(provider: VisionLanguageFields) -> None:
 
 
 def complete_ddp(provider: VisionLanguageFields, ddp: DistributedDataParallelConfig | None, *, fsdp: bool) -> None:
-    """Complete settings of DDP or Megatron-FSDP and settings of the model that depend on them, and log the changes."""
+    """Turn off settings of DDP, Megatron-FSDP and the model that would give wrong gradients, and log the changes."""
     # Gradients are summed if losses are divided by tokens. Megatron-Bridge's recipes average them.
     if ddp is not None and ddp.average_in_collective and provider.calculate_per_token_loss:
         why = (
@@ -471,7 +474,8 @@ def trains_vision(provider: VisionLanguageFields) -> bool:
     return not (provider.freeze_vision_model and provider.freeze_vision_projection)
 
 
-# Groups for gathering weights again in the backward pass, which is off here, and the group that each one equals.
+# megatron-core's groups for gathering weights again in the backward pass -> the group that replaces each. This model
+# never gathers weights again.
 _SAME_GROUPS = {"tp_ep_pp_with_egtp_remat": "tp_ep_pp", "dp_cp_gtp_remat": "dp_cp", "expt_dp_gtp_remat": "expt_dp"}
 
 
@@ -481,15 +485,15 @@ def complete_groups(provider: VisionLanguageFields, groups: ProcessGroupCollecti
     Raises:
         ValueError: there are separate vision ranks and no groups.
     """
-    # A checkpoint of separate modules that is opened for inspection, without groups, is loaded as a complete model.
+    # Without groups and training, a checkpoint of separate modules is inspected: build a complete model.
     if groups is None and not training:
         provider.dist_train, provider.add_encoder, provider.add_decoder = DistTrainConfig(), True, True
     if not provider.dist_train.use_dist_train:
         return
     if groups is None:
         raise ValueError("pg_collection is None with dist_train.use_dist_train, expected the groups of this module")
-    # For the gradient norms of experts megatron-core interprets None as all ranks: language ranks would wait for a sum
-    # that vision ranks mistake for another. For metrics of experts it uses its global groups, which do not exist here.
+    # For the gradient norms of experts, megatron-core takes None for all ranks: language ranks would wait for a sum
+    # that vision ranks mistake for another. For metrics of experts, it uses its global groups, which do not exist here.
     for name, same in _SAME_GROUPS.items():
         if getattr(groups, name, None) is None:
             setattr(groups, name, getattr(groups, same))

@@ -1,6 +1,6 @@
-"""FLOPs of a sample in the vision tower and the language model, for a forward pass or a training step.
+"""Compute the FLOPs of a sample in the vision tower and the language model, for a forward pass or a training step.
 
-Standard library only.
+Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ CHUNK = 64  # chunk size of gated delta rule kernels, in tokens
 class TowerCosts:
     """FLOPs of the language model per token, and of the vision tower per patch.
 
-    Only matrix products are counted, as in PaLM (arXiv 2204.02311, appendix B). Causal attention counts half, because
-    kernels compute only half of the pairs. Recomputed activations are not counted.
+    Only matrix products are counted, as in PaLM (arXiv 2204.02311, appendix B). For causal attention, half of all pairs
+    of tokens are counted, because kernels compute only these. Recomputed activations are not counted.
     """
 
     token: float  # language model, per token
     token_pair: float  # attention of the language model, per squared number of tokens in a sample
     patch: float  # vision tower and mergers, per patch
     patch_pair: float  # attention of the vision tower, per squared number of patches in a frame
-    # Sparse attention (QSA): per pair of tokens of which a token attends to at most `budget`. Only these pairs are
-    # counted, although a kernel may compute others. `token_pair` is the indexer's then, of all pairs.
+    # Sparse attention (QSA), in which a token attends to at most `budget` tokens: FLOPs per attended pair of tokens. A
+    # kernel may compute further pairs, which are not counted. With sparse attention, `token_pair` is for the indexer.
     sparse_pair: float = 0.0
     budget: int = 0  # tokens; 0 without sparse attention
 
@@ -47,11 +47,11 @@ class TowerCosts:
         return language + self.patch * patches + self.patch_pair * patch_pairs
 
     def _attended_pairs(self, tokens: int, token_pairs: int) -> float:
-        """Return the part of `token_pairs` in which a token attends to at most `budget` tokens.
+        """Return how many of `token_pairs` are attended if a token attends to at most `budget` tokens.
 
-        A sample of n > `budget` tokens has 2 n * `budget` - `budget`**2 such pairs, as counted by n**2 for all pairs.
-        Several samples count like samples of their mean length, weighted by tokens. If their lengths differ, this is
-        more than the sum over samples.
+        In a sample of n tokens, n**2 counts all pairs. If n > `budget`, 2 n * `budget` - `budget`**2 of these pairs are
+        attended. Several samples count as samples of their mean length, weighted by tokens. If their lengths differ,
+        the result is higher than the sum over samples.
         """
         if token_pairs <= self.budget * tokens:
             return token_pairs
@@ -60,31 +60,35 @@ class TowerCosts:
 
 @dataclass(frozen=True)
 class Trained:
-    """Which weights are trained. This determines the FLOPs of a backward pass. The vision projection is the mergers."""
+    """States which weights are trained, which determines the FLOPs of a backward pass."""
 
-    # True if the component's own weights are trained.
+    # True if the component's own weights are trained. The vision projection consists of the patch mergers.
     language_model: bool = True
     vision_model: bool = True
     vision_projection: bool = True
-    # Returns the rank of a linear layer's adapter, or 0. All experts of a layer have one name. Adapters are trained.
+    # Returns the rank of the adapter of a linear layer by the layer's name, or 0 without an adapter. All experts of a
+    # layer share one name. Adapters are trained.
     rank: Callable[[str], int] = field(default=lambda layer: 0)
-    # True if there is a loss of multi-token prediction. Its layer belongs to the language model and gets no adapters.
+    # True if multi-token prediction is trained. Its layer belongs to the language model and has no adapters.
     mtp: bool = False
 
 
 class _Chain:
-    """The sum of FLOPs of consecutive layers, in a forward pass or a training step.
+    """Sums the FLOPs of consecutive layers, in a forward pass or a training step.
 
-    The forward pass of a linear layer, the gradient of its input and the gradient of its weight have the same FLOPs.
-    The gradient of the input is computed if a layer before is trained (`reached`), the gradient of the weight if the
-    layer itself is trained.
+    In a linear layer, the forward pass, the gradient of the input and the gradient of the weight have equal FLOPs. The
+    gradient of the input is computed only if an earlier layer is trained (`reached`), the gradient of the weight only
+    if the layer itself is trained.
     """
 
     def __init__(self, trained: Trained, reached: bool = False) -> None:
         self.trained, self.reached, self.linear, self.pair, self.sparse_pair = trained, reached, 0.0, 0.0, 0.0
 
     def add(self, name: str, inputs: int, outputs: int, trained: bool, times: float = 1) -> None:
-        """Add the FLOPs of a linear layer applied `times` times per token or patch. The layer "" has no adapter."""
+        """Add the FLOPs of a linear layer that is applied `times` times per token or patch.
+
+        `name` selects the adapter; a layer with the name "" has none.
+        """
         rank = self.trained.rank(name) if name and not is_mtp(name) else 0
         self.linear += times * inputs * outputs * (1 + self.reached + trained)
         if rank:
@@ -92,7 +96,7 @@ class _Chain:
         self.reached = self.reached or trained or rank > 0
 
     def attend(self, width: int, *, sparse: bool = False) -> None:
-        """Add the FLOPs of both matrix products of attention per pair of tokens; `width` is the sum of head sizes."""
+        """Add the FLOPs per pair of tokens of attention's two matrix products. `width` is the sum of all head sizes."""
         flops = 2 * width * (1 + 2 * self.reached)
         if sparse:
             self.sparse_pair += flops
@@ -105,7 +109,7 @@ def tower_costs(config: Mapping, trained: Trained | None = None) -> TowerCosts:
 
     Args:
         config: contents of the model's `config.json`.
-        trained: weights that a training step trains; None for a forward pass.
+        trained: the weights that a training step trains; None for a forward pass.
 
     Raises:
         KeyError: a field is missing.
@@ -135,7 +139,7 @@ def model_costs(dims: Dimensions, trained: Trained | None = None) -> TowerCosts:
     text.add("", dims["hidden"], dims["vocab"], of_language)
     if trained.mtp:
         name = "language_model.mtp.layers.0.mtp_model_layer"
-        # The next token is projected once, and each residual stream.
+        # The embedding of the next token is projected, and so is each residual stream.
         text.add("", dims["hidden"], dims["hidden"], of_language, times=1 + dims.sizes.get("streams", 1))
         _add_gated_residual(text, dims, of_language)
         _add_attention(text, f"{name}.self_attention", dims, of_language)
@@ -143,7 +147,7 @@ def model_costs(dims: Dimensions, trained: Trained | None = None) -> TowerCosts:
         _add_mlp(text, f"{name}.mlp", dims, of_language, moe=bool(dims["mtp_experts"]))
         _add_gated_residual(text, dims, of_language, injects=False)
         text.add("", dims["hidden"], dims["vocab"], of_language)
-    # Causal attention has half of all pairs, so that `pair` is not doubled.
+    # A multiplication and an addition are two FLOPs, but causal attention has half of all pairs: `pair` is not doubled.
     return TowerCosts(
         token=2 * text.linear,
         token_pair=text.pair,
@@ -155,10 +159,10 @@ def model_costs(dims: Dimensions, trained: Trained | None = None) -> TowerCosts:
 
 
 def _add_attention(text: _Chain, name: str, dims: Dimensions, trained: bool) -> None:
-    """Add the FLOPs of full attention, including a gate for each query and an indexer if the family has them.
+    """Add the FLOPs of full attention. Include the gates of queries and the indexer if the family has them.
 
-    The indexer is never trained. Its scores are products of index queries and keys of blocks. It also counts for short
-    samples, for which it is not run.
+    The indexer is never trained. Its scores are products of index queries and the keys of blocks of tokens. The indexer
+    is counted for short samples too, although it is not run for them.
     """
     text.add(f"{name}.linear_qkv", dims["hidden"], dims.sizes.get("gated_q", dims["q"]) + 2 * dims["kv"], trained)
     sparse = bool(dims.sizes.get("index_budget"))
@@ -170,7 +174,7 @@ def _add_attention(text: _Chain, name: str, dims: Dimensions, trained: bool) -> 
 
 
 def _add_gated_residual(text: _Chain, dims: Dimensions, trained: bool, *, injects: bool = True) -> None:
-    """Add the FLOPs of a gated residual, if the family has them: a projection of low rank and the weight of a block."""
+    """Add the FLOPs of a gated residual if the family has them: a low-rank projection, and the weight of a block."""
     if streams := dims.sizes.get("streams"):
         text.add("", dims["streams_hidden"], dims["lowrank"], trained)
         text.add("", dims["lowrank"], dims["streams_hidden"], trained)
@@ -178,9 +182,10 @@ def _add_gated_residual(text: _Chain, dims: Dimensions, trained: bool, *, inject
 
 
 def _add_ngram_embedding(text: _Chain, dims: Dimensions, trained: bool) -> None:
-    """Add the FLOPs of an n-gram embedding: the projections of keys and values, and the convolution.
+    """Add the FLOPs of a per-layer n-gram embedding: the projections of keys and values, and the convolution.
 
-    Gradients of looked-up rows are counted if the language model is trained, also if only the table is frozen.
+    If the language model is trained, gradients of the looked-up rows of the n-gram table are counted, even if the table
+    is frozen.
     """
     projected = dims["ple_dim"] * (dims["streams_hidden"] + dims["hidden"])
     text.linear += projected * (1 + 2 * trained)
@@ -188,7 +193,7 @@ def _add_ngram_embedding(text: _Chain, dims: Dimensions, trained: bool) -> None:
 
 
 def _add_mlp(text: _Chain, name: str, dims: Dimensions, trained: bool, *, moe: bool) -> None:
-    """Add the FLOPs of a dense MLP, or with `moe` of the router, a token's experts and the gated shared expert."""
+    """Add the FLOPs of a dense MLP; with `moe`, of the router, the experts of a token and the gated shared expert."""
     if not moe:
         text.add(f"{name}.linear_fc1", dims["hidden"], 2 * dims["ffn"], trained)
         text.add(f"{name}.linear_fc2", dims["ffn"], dims["hidden"], trained)
@@ -203,12 +208,12 @@ def _add_mlp(text: _Chain, name: str, dims: Dimensions, trained: bool, *, moe: b
 
 
 def _add_linear_attention(text: _Chain, name: str, dims: Dimensions, trained: bool) -> None:
-    """Add the FLOPs of linear attention: the gated delta rule in chunks. They are proportional to the number of tokens.
+    """Add the FLOPs of linear attention, which computes the gated delta rule in chunks of `CHUNK` tokens.
 
-    For each token and value head there are three products with the state, of key size times value size: the value
-    stored under the key, the update and the output. Each token also has products with all tokens of its chunk: keys
-    with keys, with queries and with the solution of the chunk's triangular system; values with this solution and with
-    the scores of queries.
+    For each token and value head, three products involve the state of [key size, value size]: reading the value under
+    the key, updating the state, and computing the output. Each token also has products with all tokens of its chunk:
+    keys with keys, with queries and with the solution of the chunk's triangular system; values with this solution and
+    with the scores of queries. The FLOPs are proportional to the number of tokens.
 
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2025), section 3.3; transformers,
     torch_chunk_gated_delta_rule, for the matrix products.
@@ -222,7 +227,7 @@ def _add_linear_attention(text: _Chain, name: str, dims: Dimensions, trained: bo
 
 
 def trained_parts(provider: Any) -> Trained:
-    """Return which components a provider trains according to its `freeze_*` settings. Adapters are not included."""
+    """Return which components a provider trains, according to its `freeze_*` settings. Adapters are ignored."""
     return Trained(
         language_model=not provider.freeze_language_model,
         vision_model=not provider.freeze_vision_model,
@@ -242,7 +247,8 @@ def operations_of_a_step(
 ) -> float:
     """Return the FLOPs of a global batch, for Megatron-Bridge's log of TFLOP/s.
 
-    Megatron-Bridge has no arguments for patches, so `training/metrics.py` passes them as those for cross attention.
+    Megatron-Bridge has no arguments for patches, so `training/metrics.py` passes patches as arguments for cross
+    attention.
 
     Args:
         provider: the model.
@@ -263,13 +269,16 @@ def operations_of_a_step(
 
 
 def _vision(dims: Dimensions, trained: Trained) -> tuple[_Chain, list[bool]]:
-    """Return the FLOPs of the vision tower, and for each merger (main merger last) whether gradients reach it."""
+    """Return the FLOPs of the vision tower, and for each patch merger whether gradients reach its output.
+
+    The DeepStack mergers come first, the main merger last.
+    """
     of_tower, of_mergers = trained.vision_model, trained.vision_projection
     share = dims["v_hidden"] / dims["v_merged"]  # tokens per patch
     tower, mergers = _Chain(trained), list[_Chain]()
 
     def merge(name: str) -> None:
-        merger = _Chain(trained, tower.reached or of_mergers)  # its norm comes before its linear layers
+        merger = _Chain(trained, tower.reached or of_mergers)  # the trained norm comes before the linear layers
         merger.add(f"{name}.linear_fc1", dims["v_merged"], dims["v_merged"], of_mergers)
         merger.add(f"{name}.linear_fc2", dims["v_merged"], dims["hidden"], of_mergers)
         mergers.append(merger)

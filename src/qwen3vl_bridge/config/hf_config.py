@@ -1,6 +1,6 @@
-"""Read a Hugging Face `config.json`: check field types and values, and return the fields that identify a model.
+"""Check the fields of a Hugging Face `config.json`, and return the fields that identify a model.
 
-Standard library only: the converter and the planner read configurations without torch.
+Uses only the standard library, because the converter and the planner read configurations without torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from qwen3vl_bridge.weights.rows import Dimensions, vision_sizes
 
 TOKEN_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-# Field of a provider -> field of a text configuration with the same value. EXPERT_FIELDS exist only with experts.
+# Field of a provider -> field of a text configuration with the same meaning. EXPERT_FIELDS exist only with experts.
 TEXT_FIELDS: Mapping[str, str] = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -33,14 +33,14 @@ ROPE_FIELDS: Mapping[str, str] = {
     "rotary_percent": "partial_rotary_factor",
     "mrope_section": "mrope_section",
 }
-_LONGEST = 10_000  # layers or experts: a hostile file must not make us build longer lists
+_LONGEST = 10_000  # layers or experts; a malicious file must not be able to fill the memory with lists
 
 
 class Kind(NamedTuple):
-    """The allowed values of a field: a check (`fits`), and a description for error messages (`expected`)."""
+    """The allowed values of a field."""
 
-    fits: Callable[[Any], bool]
-    expected: str
+    fits: Callable[[Any], bool]  # returns True for an allowed value
+    expected: str  # describes the allowed values in error messages
 
 
 def _is_whole(value: Any, least: int = 0) -> bool:
@@ -71,8 +71,8 @@ SECTION = Kind(
     "three whole numbers",
 )
 
-# Allowed values of `hidden_act`. The text model supports those in `fields.text_activation`, the vision tower all
-# activations of transformers that have no parameters.
+# Allowed values of `hidden_act`. The text model supports the activations of `fields.text_activation`, the vision tower
+# all activations of transformers that have no parameters.
 TEXT_ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu")
 VISION_ACTIVATIONS = (
     *("gelu", "gelu_10", "gelu_fast", "gelu_new", "gelu_python", "gelu_pytorch_tanh", "gelu_python_tanh"),
@@ -80,7 +80,7 @@ VISION_ACTIVATIONS = (
     *("sigmoid", "silu", "sqrtsoftplus", "swish", "tanh"),
 )
 
-# Field types by section of the file; the section "" is the file itself.
+# Section of the file -> field -> allowed values. The section "" is the file itself.
 Fields = Mapping[str, Mapping[str, Kind]]
 
 _REQUIRED: Fields = {
@@ -127,7 +127,7 @@ _ROPE: Mapping[str, Kind] = {
 }
 # Rotary embeddings whose frequencies do not depend on a batch's length.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-_ROPE_SECTION = "text_config.rope_parameters."  # of the fields that identify a model
+_ROPE_SECTION = "text_config.rope_parameters."  # prefix of the names of rotary settings that identify a model
 _OUT_HIDDEN_SIZE = 3584  # default of transformers
 
 
@@ -140,7 +140,7 @@ def check_field_types(config: Any, required: Fields, optional: Fields, nullable:
         nullable: additional fields of the family's text model that may be missing or null.
 
     Raises:
-        ValueError: a field is missing, has the wrong type, or is inconsistent with another one; the message names it.
+        ValueError: a field is missing, has the wrong type, or contradicts another field; the message names the field.
     """
     if not isinstance(config, Mapping):
         raise ValueError(f"the configuration is {shown(config)}, expected an object")
@@ -149,7 +149,7 @@ def check_field_types(config: Any, required: Fields, optional: Fields, nullable:
         for name, kind in {**_REQUIRED[section], **required.get(section, {})}.items():
             if name not in fields:
                 field = f"{section}.{name}" if section else name
-                raise ValueError(f"lacks the field {field}, expected {kind.expected}")
+                raise ValueError(f"the configuration lacks the field {field}, expected {kind.expected}")
             _check_type(section, name, fields[name], kind)
         for name, kind in {**_OPTIONAL[section], **optional.get(section, {})}.items():
             if name in fields:
@@ -180,14 +180,14 @@ def shown(value: Any) -> str:
 
 
 def rope_parameters_of(text: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rotary settings of a text configuration in the format of transformers 5; older formats are converted.
+    """Return the rotary settings of a text configuration in the format of transformers 5, converted from older formats.
 
     Args:
         text: the text configuration.
-        defaults: name -> default value of the settings that every model of the family has; None if it is required.
+        defaults: the settings that every model of the family has: name -> default value, None for a required setting.
 
     Returns:
-        `rope_type`, the settings in `defaults`, and for a scaled embedding its parameters.
+        The values of `rope_type` and of the settings in `defaults`, and the parameters of a scaled embedding.
 
     Raises:
         ValueError: the rotary embedding's type is not supported, or a value is missing or has the wrong type.
@@ -196,7 +196,7 @@ def rope_parameters_of(text: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
         for name, value in (text.get(section) or {}).items():
             if value is not None and name in _ROPE:
                 _check_type(f"text_config.{section}", name, value, _ROPE[name])
-    # As transformers does, which drops the other section. vLLM's users add rope_scaling to files that have both.
+    # As in transformers, `rope_scaling` replaces `rope_parameters`. vLLM's users add it to files that have the latter.
     given = {k: v for k, v in (text.get("rope_scaling") or text.get("rope_parameters") or {}).items() if v is not None}
     kind = given.get("rope_type") or given.get("type") or "default"
     if kind not in ("mrope", *ROPE_TYPES):
@@ -205,7 +205,7 @@ def rope_parameters_of(text: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
         raise ValueError("mrope_interleaved is False, expected True as in every released model")
     rope: dict[str, Any] = {"rope_type": "default" if kind == "mrope" else kind}
     inner, outer = given.get("partial_rotary_factor"), text.get("partial_rotary_factor")
-    if None not in (inner, outer) and inner != outer:  # which of them transformers uses depends on the type
+    if None not in (inner, outer) and inner != outer:  # the rope type determines which one transformers uses
         raise ValueError(
             f"partial_rotary_factor is {inner} in the rotary embedding's parameters and {outer} in text_config: "
             "expected the same number"
@@ -215,17 +215,17 @@ def rope_parameters_of(text: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
     if rope["rope_type"] != "default":
         rope |= {name: value for name, value in given.items() if name not in (*rope, "type")}
         rope.setdefault("factor", None)
-    if rope["rope_type"] in ("yarn", "llama3"):  # as transformers does, where the text model's own field has priority
+    if rope["rope_type"] in ("yarn", "llama3"):  # as in transformers, text_config's own field has priority
         name = "original_max_position_embeddings"
         rope[name] = text.get(name) or rope.get(name) or text.get("max_position_embeddings")
     for name, value in rope.items():
         if value is None:
-            raise ValueError(f"text_config has no {name}, neither in rope_parameters nor in text_config itself")
+            raise ValueError(f"{name} is missing: set it in text_config.rope_parameters or in text_config itself")
     return rope | {"mrope_section": list(rope["mrope_section"])}
 
 
 def rope_provider_fields(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dict from provider field to value for `rope`, rotary settings from `rope_parameters_of`."""
+    """Return the values of a provider's rotary fields for `rope`, the rotary settings from `rope_parameters_of`."""
     fields = {field: rope[name] for field, name in ROPE_FIELDS.items() if name in rope}
     return fields | {"rope_parameters": None if rope["rope_type"] == "default" else dict(rope)}
 
@@ -234,10 +234,11 @@ def _rope_of_run(model: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str
     """Return the rotary settings that identify a model, from the `model` section of a `run_config.yaml`.
 
     Args:
-        found: the result of `identity_of_config`. Settings of an unscaled embedding that it lacks are ignored.
+        found: the result of `identity_of_config` for the configuration to compare with. Settings of an unscaled
+            embedding are returned only if `found` contains them.
     """
     names = {field: f"{_ROPE_SECTION}{name}" for field, name in ROPE_FIELDS.items() if _ROPE_SECTION + name in found}
-    # Megatron-Bridge stores a scaled embedding in the text configuration, this package in a field.
+    # Megatron-Bridge stores the parameters of a scaled embedding in `hf_text_config`, this package in its own field.
     text = model.get("hf_text_config")
     scaled = text.get("rope_scaling") or text.get("rope_parameters") if isinstance(text, Mapping) else None
     scaled = scaled or model.get("rope_parameters")
@@ -252,15 +253,15 @@ def _rope_of_run(model: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str
 
 def with_scaled_rope(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a `config.json` in which a provider's `rope_parameters` replace the rotary settings."""
-    others = ("rope_scaling", "original_max_position_embeddings")  # which transformers would prefer
+    others = ("rope_scaling", "original_max_position_embeddings")  # transformers would prefer these fields
     text = {name: value for name, value in config["text_config"].items() if name not in others}
     return {**config, "text_config": {**text, "rope_parameters": {"mrope_interleaved": True, **rope}}}
 
 
 def check_tower_size(vision: Mapping[str, Any], text_width: int) -> None:
-    """Raise ValueError for a vision tower that does not fit the text model, which has the hidden size `text_width`.
+    """Raise ValueError if the vision tower does not fit the hidden size `text_width` of the text model.
 
-    The output size must be `text_width`, and the number of position embeddings a square number.
+    The output size must equal `text_width`, and the number of position embeddings must be a square number.
     """
     width = vision.get("out_hidden_size", _OUT_HIDDEN_SIZE)
     if width != text_width:
@@ -271,7 +272,7 @@ def check_tower_size(vision: Mapping[str, Any], text_width: int) -> None:
 
 
 def check_mrope_section(section: Sequence[int], rotated: int) -> None:
-    """Raise ValueError unless the sum of `mrope_section` is half of `rotated`, the rotated dimensions of a head."""
+    """Raise ValueError unless the sum of `section` is half of `rotated`, the number of rotated dimensions of a head."""
     if 2 * sum(section) != rotated:
         raise ValueError(
             f"mrope_section is {list(section)} with the sum {sum(section)}, expected half of the {rotated} dimensions "
@@ -285,8 +286,8 @@ def check_model_type(config: Mapping[str, Any], dense: str, experts: int, what: 
     Args:
         config: contents of the `config.json`.
         dense: the family's `model_type` for dense models. The type for models with experts is f"{dense}_moe".
-        experts: number of experts, or of layers with experts; 0 for a dense model.
-        what: what `experts` counts, for the message.
+        experts: number of experts, or number of layers with experts; 0 for a dense model.
+        what: what `experts` is the number of, for the message.
     """
     kind = config.get("model_type")
     if kind in (dense, f"{dense}_moe") and bool(experts) != (kind != dense):
@@ -303,7 +304,7 @@ def model_dimensions(
 ) -> Dimensions:
     """Return the dimensions that all families have, from a `config.json`. Raise KeyError for a missing field.
 
-    Vision layers in `deepstack_visual_indexes` have a DeepStack merger. Text layers in `moe_layers` have experts.
+    `moe_layers` are the indices of text layers with experts.
     """
     text, vision = config["text_config"], config["vision_config"]
     layers, heads, experts = text["num_hidden_layers"], text["num_attention_heads"], experts_of(text)
@@ -333,11 +334,11 @@ def model_dimensions(
 def check_supported_values(config: Mapping[str, Any], own: Mapping[str, tuple[Any, Any]]) -> None:
     """Raise ValueError for a value in a `config.json` that this package's models do not support.
 
-    `own` has additional fields of the family: field name -> (value found, only supported value).
+    `own` contains additional fields of the family: field name -> (value found, only supported value).
     """
     text = config["text_config"]
     values = {
-        # transformers gives the output projection a bias too, which no released model has.
+        # With attention_bias, transformers adds a bias to the output projection too. No released model has one.
         "text_config.attention_bias": (text.get("attention_bias") or False, False),
         "text_config.use_sliding_window": (text.get("use_sliding_window") or False, False),
         # transformers divides the weights of the top-k experts by their sum whatever this setting is.
@@ -363,9 +364,9 @@ def fp8_block(quantization: Any) -> tuple[int, int] | None:
     ):  # fmt: skip
         if (value := given.get(name) or default) != expected:
             raise ValueError(
-                f"quantization_config.{name} is {value!r}, expected {expected!r}: of quantized weights only those in "
-                "FP8 (e4m3, with a scale for each block as weight_scale_inv) can be read; use the model's bfloat16 "
-                "release, or dequantize it with the library that made it"
+                f"quantization_config.{name} is {value!r}, expected {expected!r}: the only quantized weights "
+                "that can be read are FP8 (e4m3, with a scale for each block in weight_scale_inv). Use the model's "
+                "bfloat16 release, or dequantize it with the library that quantized it"
             )
     modules = given.get("modules_to_not_convert") or []
     if not isinstance(modules, list | tuple) or not all(isinstance(name, str) for name in modules):
@@ -378,10 +379,10 @@ def fp8_block(quantization: Any) -> tuple[int, int] | None:
     return block[0], block[1]
 
 
-# What identifies a model: the fields that determine which tensors exist or what they mean. They are read from a
-# `config.json`, and from the provider in a run's `run_config.yaml`, which may lack any of them: those are not compared.
+# The fields that identify a model determine which tensors exist or what the tensors mean. They are read from a
+# `config.json`, and from the provider in a run's `run_config.yaml`. Fields that the latter lacks are not compared.
 
-# By section, with transformers' defaults; a field without a default is in every file.
+# Section -> field -> default in transformers; None for fields that every file contains.
 _IDENTITY: Mapping[str, Mapping[str, Any]] = {
     "": {"model_type": None, "tie_word_embeddings": False},
     "text_config": {
@@ -398,7 +399,7 @@ _IDENTITY: Mapping[str, Mapping[str, Any]] = {
     },
 }
 DENSE_WIDTH: Mapping[str, str] = {"ffn_hidden_size": "text_config.intermediate_size"}
-# Functions by the last part of their name in a `run_config.yaml`. Other functions are unknown.
+# Last part of a function's name in a `run_config.yaml` -> its name in `hidden_act`. Other functions are unknown.
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "relu": "relu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 
@@ -417,19 +418,20 @@ def identity_of_config(
         values, prefix = (config[section], f"{section}.") if section else (config, "")
         wanted = {**shared, **own.get(section, {})}
         fields |= {prefix + name: values.get(name, default) for name, default in wanted.items()}
-    if fields["text_config.hidden_act"] == "swish":  # another name for it
+    if fields["text_config.hidden_act"] == "swish":  # another name of silu
         fields["text_config.hidden_act"] = "silu"
     return fields | {_ROPE_SECTION + name: value for name, value in rope.items()}
 
 
 def identity_of_run(model: Mapping[str, Any], config: Mapping[str, Any], dense: str) -> dict[str, Any]:
-    """Return the fields that identify a model, as far as the `model` section of a `run_config.yaml` contains them.
+    """Return the fields that identify a model and that the `model` section of a `run_config.yaml` contains.
 
-    A vocabulary larger than in `config` is left out, because it may include padding.
+    If the vocabulary size is larger than in `config`, it is left out, because it may include padding.
 
     Args:
         model: the `model` section.
-        config: the result of `identity_of_config`, which determines the fields of the vision tower to return.
+        config: the result of `identity_of_config` for the configuration to compare with. Fields of the vision tower are
+            returned only if it contains them.
         dense: the `model_type` of the family's models without experts.
     """
     fields = renamed(model, dict(zip(TOKEN_IDS, TOKEN_IDS, strict=True)))

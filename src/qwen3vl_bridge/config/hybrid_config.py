@@ -1,6 +1,6 @@
-"""Reading the `config.json` of hybrid models, whose text layers have linear or full attention (Qwen3.5 and later).
+"""Read the `config.json` of hybrid models, whose text layers have linear or full attention (Qwen3.5 and later).
 
-Standard library only. Source of the defaults: transformers, Qwen3_5TextConfig.
+Uses only the standard library. Source of the defaults: transformers, Qwen3_5TextConfig.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from qwen3vl_bridge.config import hf_config
 from qwen3vl_bridge.config.hf_config import POSITIVE, TOKEN_IDS, Fields, Kind, experts_of, renamed, shown
 from qwen3vl_bridge.weights.rows import Dimensions
 
-# As in the released models, and transformers' defaults.
+# Values of the released models, which are transformers' defaults.
 TOKENS: Mapping[str, int] = dict(zip(TOKEN_IDS, (248_056, 248_057, 248_053, 248_054), strict=True))
 LINEAR, FULL = "linear_attention", "full_attention"
 HEAD_DIM = 256
@@ -69,7 +69,10 @@ def check_settings(config: Any) -> None:
     experts = experts_of(text)
     for name in _MOE_FIELDS if experts else ("intermediate_size",):
         if text.get(name) is None:
-            raise ValueError(f"lacks the field text_config.{name}, expected a number: the model has {experts} experts")
+            raise ValueError(
+                f"the configuration lacks the field text_config.{name}, expected a number: the model has {experts} "
+                "experts"
+            )
     if experts and text["num_experts_per_tok"] > experts:
         raise ValueError(
             f"text_config.num_experts_per_tok is {text['num_experts_per_tok']}, expected 1 to num_experts ({experts})"
@@ -97,7 +100,7 @@ def layer_types_of(text: Mapping) -> tuple[str, ...]:
 
 
 def released_text_fields(layers: int, value_heads: int) -> dict[str, Any]:
-    """Return the fields of `text_config` that all released hybrid models have, of transformers 5.
+    """Return the fields that all released hybrid models have in `text_config`, in the format of transformers 5.
 
     Args:
         layers: number of layers.
@@ -122,7 +125,7 @@ def released_text_fields(layers: int, value_heads: int) -> dict[str, Any]:
 
 
 def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rotary settings of a text configuration, see `rope_parameters_of`.
+    """Return the rotary settings of a text configuration; see `rope_parameters_of`.
 
     Raises:
         ValueError: the settings are malformed or not supported, or `mrope_section` does not fit the rotated dimensions.
@@ -147,7 +150,7 @@ def add_dimensions(
         shared: the dimensions that all families have.
         linear: values of the fields in `LINEAR_SIZES`.
         is_linear: for each layer, whether it has linear attention.
-        shared_ffn: width of the shared expert, if there is one.
+        shared_ffn: width of the shared expert; None or 0 without a shared expert.
         mtp: number of layers of multi-token prediction.
     """
     key_dim, value_dim = linear["linear_key_head_dim"], linear["linear_value_head_dim"]
@@ -194,7 +197,7 @@ def dimensions_of(config: Mapping[str, Any], family: str) -> Dimensions:
     )
 
 
-# Fields that identify a model (see `hf_config`) and that only hybrid models have, or have in a form of their own.
+# Fields that identify a model (see `hf_config`) and that other families lack or treat differently.
 _IDENTITY: Mapping[str, Mapping[str, Any]] = {
     "": TOKENS,
     "text_config": {"num_key_value_heads": None, "head_dim": HEAD_DIM, **LINEAR_SIZES},
@@ -202,7 +205,7 @@ _IDENTITY: Mapping[str, Mapping[str, Any]] = {
 
 
 def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `config.json` that are equal for the same model, with defaults filled in."""
+    """Return the fields of a `config.json` that identify the model, with defaults filled in."""
     text = config["text_config"]
     fields = hf_config.identity_of_config(config, _IDENTITY, rope_parameters(text))
     fields["text_config.head_dim"] = fields["text_config.head_dim"] or HEAD_DIM
@@ -214,9 +217,12 @@ def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fields_of_run(model: Mapping[str, Any], config: Mapping[str, Any], dense: str) -> dict[str, Any]:
-    """Return those of the fields `config`, a result of `fields_of`, that the section `model` of a run has.
+    """Return the fields that identify a model and that the `model` section of a run's `run_config.yaml` contains.
 
-    `dense` is the `model_type` of models without experts.
+    Args:
+        model: the `model` section.
+        config: the result of `fields_of` for the configuration to compare with.
+        dense: the `model_type` of models without experts.
     """
     fields = hf_config.identity_of_run(model, config, dense)
     fields |= renamed(model, {name: f"text_config.{name}" for name in LINEAR_SIZES})

@@ -1,14 +1,13 @@
 """Checks of a provider: settings that would be ignored, fail later, or train something else than what was asked for.
 
-The provider runs the tables in this order: in `finalize()`, before megatron-core completes the fields, PARALLEL_SIZES,
-MOE or DENSE, the family's own `checks` and BEFORE_FINALIZE; after that AFTER_FINALIZE. ON_TRAIN runs when a run is
-validated and when a model is built for training. A model runs ON_TRAIN or ON_FORWARD before its first forward pass in
-training or evaluation mode, and again after a setting has changed.
+The names in capitals are tables of checks. `finalize()` of a provider runs PARALLEL_SIZES, MOE or DENSE, the family's
+own `checks` and BEFORE_FINALIZE, then lets megatron-core complete the fields, and then runs AFTER_FINALIZE. ON_TRAIN
+runs when a run is validated and when a model is built for training. Before its first forward pass, and again after a
+setting has changed, a model runs ON_TRAIN in training mode and ON_FORWARD in evaluation mode.
 
-A check is a row of a table, and a function only where settings depend on one another. Settings that megatron-core or
-Megatron-Bridge reject with a clear message are not checked here. The settings without any reader were found by
-searching the installed megatron-core, Megatron-Bridge and this package, and by recording the fields that runs read
-(docs/settings.md).
+Settings that megatron-core or Megatron-Bridge reject with a clear message are not checked here. The settings that no
+code reads were found by searching the installed megatron-core, Megatron-Bridge and this package, and by recording the
+fields that runs read (docs/settings.md).
 """
 
 from __future__ import annotations
@@ -52,11 +51,12 @@ _VISION_RANKS, _LANGUAGE_RANKS = "dist_train.vision_world_size", "dist_train.lan
 _VISION_TP = "dist_train.vision_tensor_model_parallel_size"
 _DIST_TRAIN = is_on("dist_train.use_dist_train")
 _LOCAL, _NOT_LOCAL = equals("transformer_impl", "local"), differs("transformer_impl", "local")
-# First release of Transformer Engine with unfused attention, used for float32, for packed rows. Padded rows and images
-# are packed rows as well. Source: transformer_engine/pytorch/attention/dot_product_attention of 2.8 to 2.18.
+# First release of Transformer Engine whose unfused attention, which float32 needs, supports packed rows. Padded rows
+# and images are computed as packed rows too. Source: transformer_engine/pytorch/attention/dot_product_attention of
+# releases 2.8 to 2.18.
 PACKED_UNFUSED = "2.11"
 
-# First of all, because other checks divide by parallel sizes.
+# This table runs first, because other checks divide by parallel sizes.
 PARALLEL_SIZES: tuple[Check, ...] = tuple(
     Requires(name, at_least(1), also=(None,))
     for name in (_TP, _PP, _VPP, _CP, "expert_model_parallel_size", "expert_tensor_parallel_size")
@@ -69,15 +69,18 @@ _SELECTS_LAYERS = "transformer_impl selects the layers"
 
 
 def ignored_settings(names: str) -> tuple[Requires, ...]:
-    """Return checks that raise if settings that no code reads are changed; `names` are separated by spaces."""
+    """Return checks that raise if one of the settings `names`, which no code reads, does not have its default value.
+
+    The names are separated by spaces.
+    """
     return requires_default(names, "no code reads it for this model", also=(None,), any_off=True)
 
 
-# Grouped by the component of megatron-core that reads them and that no family's model has.
+# Grouped by the component of megatron-core that reads the settings. No family's model has these components.
 IGNORED_SETTINGS = ignored_settings(
     # other position embeddings
     "rope_scaling_factor "
-    # the embedding scatters over ranks itself; here images are inserted before that
+    # the model scatters embeddings over ranks after it has inserted images
     "scatter_embedding_sequence_parallel clone_scatter_output_in_embedding "
     # other attention
     "window_attn_skip_freq "
@@ -135,7 +138,7 @@ FIXED: tuple[Check, ...] = (
     *requires_default("use_hf_vision_model", "only this package's vision tower is supported"),
 )
 
-# Settings that have an effect only if another one, the key, is on.
+# Switch -> settings that have an effect only if the switch is on.
 DEPENDENTS = requires_default_while_off(
     {
         "cuda_graph_impl": "cuda_graph_warmup_steps cuda_graph_use_single_mempool cuda_graph_retain_backward_graph "
@@ -183,7 +186,7 @@ def _recompute_checks(prefix: str) -> tuple[Check, ...]:
 
 
 def _check_recomputed_modules(provider: VisionLanguageFields) -> None:
-    """Raise ValueError if `recompute_modules` names modules that the text model lacks, which megatron-core ignores."""
+    """Raise ValueError if `recompute_modules` names modules that the text model lacks. megatron-core ignores these."""
     moe_layers = len(provider.moe_layers)
     present = {
         "mlp": moe_layers < provider.num_layers,
@@ -193,28 +196,29 @@ def _check_recomputed_modules(provider: VisionLanguageFields) -> None:
     }
     absent = [name for name in provider.recompute_modules or () if not present.get(name, True)]
     if provider.recompute_granularity == "selective" and absent:
-        raise ValueError(f"recompute_modules has {absent}, which this model does not have: remove them")
+        raise ValueError(f"recompute_modules has {absent}, which this model does not have; remove them")
 
 
 def _check_offloaded_modules(provider: VisionLanguageFields) -> None:
     """Raise ValueError if `offload_modules` names modules without activations to offload.
 
-    These are modules that the model does not have, and norms that Transformer Engine computes in the next projection.
+    Modules that the model lacks have none, and neither have norms that Transformer Engine fuses with a projection.
     """
     present = {"core_attn", "attn_proj", "qkv_linear"}
     if provider.moe_layers:
         present |= {"mlp_norm", "expert_fc1", "moe_act"}
     if provider.fine_grained_activation_offloading and (absent := set(provider.offload_modules or ()) - present):
         raise ValueError(
-            f"offload_modules has {sorted(absent)}, for which this model has no activations to offload: expected some "
-            f"of {sorted(present)}"
+            f"offload_modules has {sorted(absent)}, for which this model has no activations to offload: use only "
+            f"{', '.join(sorted(present))}"
         )
 
 
 def _check_recomputed_deepstack(provider: VisionLanguageFields) -> None:
     """Raise ValueError if a DeepStack layer is not the last layer of a recomputed chunk of layers.
 
-    megatron-core returns hidden states only from the last layer of a chunk, and silently loses those of other layers.
+    megatron-core recomputes chunks of layers. It returns the hidden states of a chunk's last layer, and silently loses
+    those of its other layers.
     """
     if (provider.vision_recompute_granularity, provider.vision_recompute_method) != ("full", "uniform"):
         return
@@ -226,19 +230,19 @@ def _check_recomputed_deepstack(provider: VisionLanguageFields) -> None:
         )
 
 
-# Overlapping the expert all-to-all with compute uses megatron-core's combined schedule, which runs layers as nodes.
-# These settings would be skipped by it, or are not tested with it.
+# To overlap the expert all-to-all with compute, megatron-core's combined schedule runs parts of layers as nodes. These
+# settings would be skipped by that schedule, or are not tested with it.
 _OVERLAP, _DELAYED = is_on("overlap_moe_expert_parallel_comm"), is_on("delay_wgrad_compute")
 _COMBINED_SCHEDULE: tuple[Check, ...] = (
     *requires_default(
         "cpu_offloading fine_grained_activation_offloading moe_paged_stash",
-        "it begins in the decoder's forward pass, which the combined schedule does not call",
+        "it starts in the decoder's forward pass, which the combined schedule does not call",
         _OVERLAP,
     ),
     *requires_default("mlp_chunks_for_training", "the combined schedule ignores it", _OVERLAP),
     Requires(
         "moe_token_dispatcher_type", "alltoall", _OVERLAP,
-        why="only its gradients have been compared with the schedule without overlap",
+        why="no other dispatcher has been compared with training without overlap",
     ),
     *requires_default(
         "fp8 fp4",
@@ -249,7 +253,7 @@ _COMBINED_SCHEDULE: tuple[Check, ...] = (
     *requires_default(
         "overlap_moe_expert_parallel_comm", "the schedule of two modules has no combined steps", _DIST_TRAIN
     ),
-    Requires("transformer_impl", "transformer_engine", _DELAYED, why="only its layers delay weight gradients"),
+    Requires("transformer_impl", "transformer_engine", _DELAYED, why="local layers cannot delay weight gradients"),
     Requires("freeze_language_model", False, _DELAYED, why="frozen layers have no weight gradients to delay"),
     Requires(
         "trains_mtp", False, _DELAYED,
@@ -259,10 +263,10 @@ _COMBINED_SCHEDULE: tuple[Check, ...] = (
 )  # fmt: skip
 
 _NO_GRAPHS = (
-    "rows, images and their positions differ between batches; a replayed layer would add no DeepStack features and "
+    "rows, images and positions differ between batches; a replayed layer would add no DeepStack features and would "
     "treat padding as tokens"
 )
-# A run checks these before Megatron-Bridge validates its configuration, which clears the names of captured modules.
+# A run checks these settings before Megatron-Bridge validates the configuration, because that clears some of them.
 CUDA_GRAPHS: tuple[Requires, ...] = (
     *requires_default(
         "cuda_graph_impl enable_cuda_graph external_cuda_graph vision_cuda_graph_impl vision_cuda_graph_scope "
@@ -270,7 +274,7 @@ CUDA_GRAPHS: tuple[Requires, ...] = (
         _NO_GRAPHS,
         also=(None,),
     ),
-    # Megatron-Bridge's recipes set "full", the default there, although graphs are off.
+    # Megatron-Bridge's recipes set "full", its default, although graphs are off.
     *(Requires(f"cuda_graph_{name}", [], None, (None, "full", ""), _NO_GRAPHS) for name in ("modules", "scope")),
 )
 
@@ -289,8 +293,8 @@ BEFORE_FINALIZE: tuple[Check, ...] = (
     *requires_default(
         "distribute_saved_activations", IGNORED, differs("recompute_granularity", "full"), also=(None,)
     ),
-    # Not "mlp": megatron-core 0.19 returns the bias of a recomputed MLP from its autograd function, and the backward
-    # pass then recurses without end; the tower's MLPs have a bias. Other modules do not exist in the tower.
+    # Not "mlp": the tower's MLPs have a bias. megatron-core 0.19 returns the bias of a recomputed MLP from its autograd
+    # function, and the backward pass then recurses without end. Other modules do not exist in the tower.
     Requires("vision_recompute_modules", one_of(None, "core_attn", "layernorm")),
     _check_recomputed_modules,
     _check_offloaded_modules,
@@ -322,10 +326,10 @@ BEFORE_FINALIZE: tuple[Check, ...] = (
     *DEPENDENTS,
 )  # fmt: skip
 
-# Only for a provider without experts.
+# Checks of a provider without experts.
 DENSE: tuple[Check, ...] = requires_default("num_moe_experts", "a model with experts needs the family's MoE provider")
 
-# Only for a provider with experts.
+# Checks of a provider with experts.
 MOE: tuple[Check, ...] = (
     # Source: transformers, Qwen3VLMoeTextTopKRouter, Qwen3_5MoeTopKRouter.
     *requires_default(
@@ -338,7 +342,7 @@ MOE: tuple[Check, ...] = (
     ),
     *requires_default(
         "moe_expert_capacity_factor moe_token_dropping moe_expert_rank_capacity_factor",
-        "a full expert would drop tokens, and padding could displace tokens",
+        "an expert at its capacity would drop tokens, and padding could displace tokens",
     ),
     *requires_default("moe_input_jitter_eps", "megatron-core adds this noise during evaluation too"),
     *requires_default(
@@ -372,7 +376,7 @@ MOE: tuple[Check, ...] = (
 
 
 def _check_divisible(provider: VisionLanguageFields) -> None:
-    """Raise ValueError if parallel sizes do not divide the sizes of the model that they shard."""
+    """Raise ValueError if a parallel size does not divide the model's dimension that is sharded by it."""
     names = {
         "tp": _TP,
         "tp of vision": _VISION_TP if provider.dist_train.use_dist_train else _TP,
@@ -406,7 +410,7 @@ def _check_divisible(provider: VisionLanguageFields) -> None:
 
 
 def _check_quantized_sizes(provider: VisionLanguageFields) -> None:
-    """Raise ValueError if the dimensions of a linear layer on a rank are not aligned for FP8 or FP4 GEMMs."""
+    """Raise ValueError if a rank's shard of a linear layer has dimensions that FP8 or FP4 GEMMs do not support."""
     if (multiple := fields.token_multiple(provider)) == 1:
         return
     wrong = misaligned_dims(
@@ -421,7 +425,7 @@ def _check_quantized_sizes(provider: VisionLanguageFields) -> None:
         smaller = [n for n in range(1, ranks) if ranks % n == 0 and size % (n * multiple) == 0]
         advice = f"a multiple of {multiple}" + (f", as on {smaller[-1]} ranks" if smaller else "")
         if layer.endswith(".in_proj"):
-            advice += "; or linear_attention_in_proj_bf16=True"
+            advice += "; or set linear_attention_in_proj_bf16=True"
         raise ValueError(
             f"{layer} has {size} {side}, {size / ranks:g} on each of {ranks} tensor-parallel ranks, expected {advice}: "
             f"{_describe_precision(provider)} needs that for its matrix products"
@@ -435,7 +439,7 @@ def _describe_precision(provider: VisionLanguageFields) -> str:
 
 
 def check_token_count(provider: VisionLanguageFields, tokens: int) -> None:
-    """Raise ValueError if a context-parallel rank's tokens of a microbatch are not aligned for FP8 or FP4 GEMMs."""
+    """Raise ValueError if FP8 or FP4 GEMMs do not support `tokens`, the number of tokens on a context-parallel rank."""
     if tokens % (multiple := fields.sequence_parallel_size(provider) * fields.token_multiple(provider)):
         raise ValueError(
             f"a microbatch has {tokens} tokens on each context-parallel rank, expected a multiple of {multiple} for "
@@ -457,14 +461,15 @@ def _check_replicas(provider: VisionLanguageFields) -> None:
         raise ValueError(
             f"dist_train.vision_to_llm_dp_ratio is {ratio}, expected None"
             + (f" or {replicas.ratio}" if replicas.ratio else "")
-            + f": there are {replicas.vision} replicas of the tower and {replicas.language} of the language model"
+            + f": there are {replicas.vision} vision replicas and {replicas.language} replicas of the language model"
         )
 
 
 def _check_pipeline_chunks(provider: VisionLanguageFields) -> None:
     """Raise ValueError if `overlap_moe_expert_parallel_comm` is set and a pipeline chunk has no layers.
 
-    The first layer of a chunk unpacks the received tensor. Layouts such as "E|t*24|t*23|tL" have such chunks.
+    The first layer of a chunk unpacks the received tensor. `pipeline_model_parallel_layout` "E|t*24|t*23|tL", for
+    example, has a chunk without layers.
     """
     if not provider.overlap_moe_expert_parallel_comm or provider.pipeline_model_parallel_size == 1:
         return
@@ -476,8 +481,8 @@ def _check_pipeline_chunks(provider: VisionLanguageFields) -> None:
         layers = [get_num_layers_to_build(provider, chunk, stage) for stage in stages for chunk in chunks]
     if 0 in layers:
         raise ValueError(
-            f"the pipeline chunks have {layers} layers with overlap_moe_expert_parallel_comm, expected at least one "
-            "in each"
+            f"overlap_moe_expert_parallel_comm is True and the pipeline chunks have {layers} layers, expected at least "
+            "one layer in each chunk"
         )
 
 
@@ -486,7 +491,7 @@ _UNEVEN = (
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
 )
 
-# Numbers of ranks of both modules. `check_world` needs them before the provider is finalized, too.
+# Checks of the numbers of ranks of both modules. `check_world` runs them too, before the provider is finalized.
 _DIST_TRAIN_SIZES: tuple[Check, ...] = (
     Requires(_VISION_RANKS, at_least(1), _DIST_TRAIN),
     Requires(_LANGUAGE_RANKS, at_least(1), _DIST_TRAIN),
@@ -525,7 +530,7 @@ AFTER_FINALIZE: tuple[Check, ...] = (
     ),
     Requires(  # "p2p" is the default
         "cp_comm_type", one_of(None, "p2p", "all_gather", "a2a"), is_above(_CP, 1) & _NOT_LOCAL,
-        why="packed rows support no other, and a padded row is a packed row here",
+        why="packed rows support no other type, and padded rows are computed as packed rows",
     ),
     _check_pipeline_chunks,
     _check_replicas,
@@ -543,7 +548,7 @@ AFTER_FINALIZE: tuple[Check, ...] = (
         "calculate_per_token_loss", True, _DIST_TRAIN,
         why="otherwise each module divides gradients by the number of its own data-parallel ranks",
     ),
-    Requires("pipeline_dtype", same_as("params_dtype"), _DIST_TRAIN, (None,), "the tower sends its output in it"),
+    Requires("pipeline_dtype", same_as("params_dtype"), _DIST_TRAIN, (None,), "vision ranks send in this dtype"),
     lambda model: check_mrope_section(model.mrope_section, int(model.kv_channels * model.rotary_percent)),
 )  # fmt: skip
 
@@ -585,8 +590,8 @@ def _check_sent_tensors(provider: VisionLanguageFields) -> None:
     if layers < features:
         raise ValueError(
             f"variable_seq_lengths is False and the first pipeline stage has {layers} layers, expected True, or at "
-            f"least {features} layers: DeepStack features are added after the first {features}, and a stage with fewer "
-            "layers sends them on in tensors whose size depends on the images in a row"
+            f"least {features} layers: DeepStack features are added after the first {features} layers. A stage with "
+            "fewer layers sends features on in tensors whose size depends on the images in a row"
         )
 
 
@@ -596,20 +601,20 @@ def _check_student(provider: VisionLanguageFields) -> None:
         return
     if provider.padded_vocab_size != provider.vocab_size:
         raise ValueError(
-            f"should_pad_vocab pads the vocabulary of {provider.vocab_size} to {provider.padded_vocab_size}, expected "
-            "no padding with a teacher: padding would get a share of its probability"
+            f"should_pad_vocab pads the vocabulary of {provider.vocab_size} to {provider.padded_vocab_size}, but with "
+            "a teacher, padding would get a share of its probability: set should_pad_vocab=False"
         )
     if provider.pipeline_model_parallel_size > 1 and provider.variable_seq_lengths:
         raise ValueError(
-            "variable_seq_lengths is True with a teacher and pipeline stages, expected False: ModelOpt splits a "
-            "received tensor by its shape, which must be known"
+            "variable_seq_lengths is True with a teacher and pipeline stages, expected False: ModelOpt needs the "
+            "shape of a received tensor to split it"
         )
 
 
 GATHERED_LOGITS = "a loss on gathered logits gives wrong gradients"
 
-# A model that is loaded for export or inference may have the schedule settings of the run that saved it, so that these
-# are checked only for training. Megatron-Bridge's `comm_overlap` has set `overlap_p2p_comm` and `batch_p2p_comm` then.
+# Checked only for training, because a model that is loaded for export or inference may have the schedule settings of
+# the run that saved it. Megatron-Bridge's `comm_overlap` has set `overlap_p2p_comm` and `batch_p2p_comm` before.
 ON_TRAIN: tuple[Check, ...] = (
     *ON_FORWARD,
     Requires(
@@ -621,7 +626,7 @@ ON_TRAIN: tuple[Check, ...] = (
         "overlap_p2p_comm", "only an interleaved schedule can overlap it", is_above(_PP, 1) & is_off(_VPP)
     ),
     # With two stages, the previous and the next stage are the same rank. In a batch of sends and receives, a stage
-    # would confuse them: no error, but wrong gradients. One after the other, they would deadlock.
+    # would confuse both: no error, but wrong gradients. Sends and receives one after the other would deadlock.
     Requires(
         "overlap_p2p_comm", True, equals(_PP, 2) & is_above(_VPP, 1),
         why="two interleaved stages would confuse the tensors they send each other; set batch_p2p_comm=False as well",
@@ -639,8 +644,8 @@ def check_world(provider: VisionLanguageFields, world: int) -> None:
     """Check the number of processes against the parallel sizes. The provider need not be finalized.
 
     Raises:
-        ValueError: the parallel sizes do not divide the number of processes, or, with separate vision ranks, the
-            vision and language ranks do not add up to it.
+        ValueError: the parallel sizes do not divide the number of processes. Or, with separate vision ranks, the
+            numbers of vision and language ranks do not add up to it.
     """
     if (dist_train := provider.dist_train).use_dist_train:
         run_checks(_DIST_TRAIN_SIZES, provider)

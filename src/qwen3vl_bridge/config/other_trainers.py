@@ -1,6 +1,6 @@
-"""Names of settings in other trainers (transformers, ms-swift, LLaMA-Factory) and the settings here that match them.
+"""Translate names of settings in other trainers (transformers, ms-swift, LLaMA-Factory) to settings of this package.
 
-Error messages about unknown settings, options and environment variables use these tables.
+Error messages about unknown settings, options and environment variables use the translations.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Mapping
 
-# The settings here, and the names that other trainers have for them. If there are several settings, each is set to the
-# value, except those that have a value in the table.
+# Settings of this package -> names in other trainers. If several settings are listed, each gets the value of the other
+# trainer's setting, except those with "=", which always get the value after it.
 _NAMES = {
     "optimizer.lr": "learning_rate", "optimizer.min_lr": "min_learning_rate",
     "optimizer_config_override_provider.vision_model_lr": "vit_lr",
@@ -40,19 +40,19 @@ _SETTINGS = {alias: settings for settings, aliases in _NAMES.items() for alias i
 _PER_DEVICE = {"per_device_train_batch_size", "gradient_accumulation_steps"}
 ALL_LINEAR = ("all", "all-linear")  # other trainers' words for all linear layers; here an empty list selects them
 
-# Names with other values here, which are listed with the other trainer's value in brackets.
+# Name in other trainers -> settings here with their values. The other trainer's value is in parentheses.
 _TRANSLATED_VALUES = {
     **dict.fromkeys(("lora", "lora_config"), "peft, which recipes such as qwen3_vl_8b_peft_config set"),
     "truncation_strategy": "dataset.on_long=drop (delete) or dataset.on_long=truncate (right)",
     "loss_scale": "dataset.answers=last (last_round) or dataset.answers=all (default); fp16's is optimizer.loss_scale",
 }
-# Names without a setting here, and what happens instead.
+# Name in other trainers without a setting here -> what happens instead.
 _UNSUPPORTED = {
     "load_from_cache_file": "samples are encoded during training, and not cached; `qwen3vl data pack` packs "
     "them before, for dataset.train_packing"
 }
 
-# Environment variables that ms-swift reads, by the setting here.
+# Setting of this package -> environment variables that ms-swift reads.
 _VARIABLES = {
     "dataset.vision.image_min_pixels": "MIN_PIXELS IMAGE_MIN_TOKEN_NUM",
     "dataset.vision.image_max_pixels": "MAX_PIXELS IMAGE_MAX_TOKEN_NUM",
@@ -88,7 +88,7 @@ def translate_setting(alias: str, value: str = "") -> str | None:
 
 
 def explain_unsupported(alias: str) -> str | None:
-    """Return text about what to use instead of a setting that only other trainers have; None for all other names."""
+    """Return what to use instead of a setting that only other trainers have; None for all other names."""
     return _UNSUPPORTED.get(alias)
 
 
@@ -118,14 +118,14 @@ def describe_ignored_variables(
 
     Args:
         environment: the environment of this process.
-        describe: returns a setting with a value as arguments of a command; None if the command already sets it.
+        describe: (setting, value) -> arguments of a command that set the value; None if the command sets it already.
     """
     found = {}
     for setting, variables in _VARIABLES.items():
         for variable in variables.split():
             if not (value := environment.get(variable)):
                 continue
-            if variable.startswith("VIDEO_M"):  # per frame there, of all frames together here
+            if variable.startswith("VIDEO_M"):  # a limit per frame in ms-swift, of all frames together here
                 value = "..."
             elif variable.endswith("_TOKEN_NUM") and value.isdecimal():
                 value = str(int(value) * _PIXELS_PER_TOKEN)

@@ -1,6 +1,6 @@
-"""Sizes of released models, and a `config.json` built from them without a network.
+"""Build the `config.json` of a released model from its dimensions, without a network.
 
-Standard library only; transformers is imported only by `as_transformers`.
+Only `as_transformers` imports more than the standard library.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Preset:
-    """Dimensions of a model size. `ffn` is 0 if every layer has experts and a shared expert of the same width."""
+    """Dimensions of a model size. `ffn` is 0 if every layer has experts and a shared expert as wide as an expert."""
 
     hidden: int
     ffn: int
@@ -46,9 +46,9 @@ class Preset:
 
 
 def hub_names(releases: Mapping[str, Collection[str]], size: str, variants: Collection[str]) -> tuple[str, ...]:
-    """Return the hub ids of a model size: each variant, in bfloat16 and FP8, of each release that has this size.
+    """Return the hub ids of all releases of a model size, for each variant in bfloat16 and FP8.
 
-    `releases` maps names such as "Qwen3-VL" to sizes; `variants` are ends of names such as "-Instruct".
+    `releases` maps names such as "Qwen3-VL" to sizes. `variants` are suffixes of names, such as "-Instruct".
     """
     having = [release for release, sizes in releases.items() if size in sizes]
     return tuple(f"Qwen/{release}-{size}{kind}{fp8}" for release in having for kind in variants for fp8 in ("", "-FP8"))
@@ -74,9 +74,13 @@ def preset_config(
 ) -> dict[str, Any]:
     """Return a new `config.json` in the format of transformers 5, without fields that have default values.
 
-    `text` has the family's own fields of the text model. `model_type` is the type of the family's dense models, and
-    `architecture` the beginning of their class name in transformers; without `has_dense_models`, both belong to the
-    models with experts.
+    Args:
+        preset: dimensions of the model.
+        model_type: `model_type` of the family's dense models; of its models with experts if it has no dense models.
+        architecture: the beginning of the class name of these models in transformers.
+        text: additional fields of the family's text model.
+        token_ids: field name -> id of a special token.
+        has_dense_models: whether the family has dense models.
     """
     if preset.experts is not None and has_dense_models:
         model_type, architecture = f"{model_type}_moe", f"{architecture}Moe"
@@ -89,7 +93,7 @@ def preset_config(
         "num_attention_heads": preset.heads,
         "num_key_value_heads": preset.kv_heads,
         "max_position_embeddings": 262_144,
-        # The default of the MoE text configuration is True, independent of the model's configuration.
+        # Repeated here, because in the text configuration of MoE models the default is True.
         "tie_word_embeddings": preset.tied,
     }
     if experts is not None:
@@ -124,7 +128,7 @@ def preset_config(
 
 
 def as_transformers(config: Mapping[str, Any]) -> Any:
-    """Return a `config.json` as an instance of transformers' configuration class for its `model_type`."""
+    """Convert a `config.json` to an instance of transformers' configuration class for its `model_type`."""
     from transformers import CONFIG_MAPPING
 
     return CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))

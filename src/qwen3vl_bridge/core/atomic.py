@@ -1,4 +1,4 @@
-"""Write results that are either complete or absent: a hidden folder becomes the target by one rename.
+"""Write a folder so that it is either complete or absent: write a hidden folder, then rename it to the target.
 
 Whenever the process is killed, the target is either unchanged or complete.
 """
@@ -62,7 +62,7 @@ def atomic_directory(
             parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(_lock(target))
             if _restore(target, notify) and check_replaceable is None:
-                raise CheckpointError(f"{target} exists, restored just now; --overwrite replaces it")
+                raise CheckpointError(f"{target} exists: it was restored just now; --overwrite replaces it")
             folder = _find_resumable(target, notify, can_resume)
             if folder is None:
                 folder = _new_hidden(target, "partial")
@@ -141,8 +141,8 @@ def _clean_up(target: Path, folder: Path, replaced: Snapshot | None, notify: Cal
             "yourself"
         )
     except OSError as error:
-        reason = f"what it replaced stays in {folder} ({error.strerror or error})"
-        notify(f"{in_place}, but {reason}: remove that yourself")
+        reason = f"the folder that it replaced stays in {folder} ({error.strerror or error})"
+        notify(f"{in_place}, but {reason}: remove it yourself")
 
 
 def _new_hidden(target: Path, kind: str) -> Path:
@@ -151,7 +151,7 @@ def _new_hidden(target: Path, kind: str) -> Path:
 
 
 def _find_hidden(target: Path, kind: str, ending: str = "") -> list[Path]:
-    """Return the existing paths next to a target that `_new_hidden` has named for `kind`, followed by `ending`."""
+    """Return the paths next to a target that exist and have a name of `_new_hidden` for `kind`, plus `ending`."""
     pattern = f"{glob.escape(f'.{target.name}.{kind}-')}{'[0-9a-f]' * _RANDOM_LETTERS}{ending}"
     return sorted(target.absolute().parent.glob(pattern))
 

@@ -39,7 +39,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class VisionRows(Transferable):
-    """Where vision tokens are in a rank's hidden states, flattened from [s, b]: hidden[targets] = vision[sources]."""
+    """Positions of vision tokens in a rank's hidden states, flattened [s, b]: hidden[targets] = vision[sources]."""
 
     sources: Tensor  # [K] int64, indices into the vision tokens that this rank encodes or receives
     targets: Tensor  # [K] int64, indices into the hidden states
@@ -58,7 +58,7 @@ class NextTokens(Transferable):
     labels: Tensor  # [b, s] int64, the token after the next
     loss_mask: Tensor  # [b, s] float32, 1 where this label is trained on
     padding_mask: Tensor  # [b, s / sp] bool, True for tokens of this sequence-parallel rank without a next token
-    num_trained: Tensor  # [] float32, number of tokens in the whole batch with a trained label of their own
+    num_trained: Tensor  # [] float32, number of tokens in the whole batch whose next token is trained on
     num_predicted: Tensor  # [] float32, number of tokens in the whole batch where `loss_mask` is 1
     fuse: VisionRows  # vision tokens among this context-parallel rank's next tokens
 
@@ -108,7 +108,7 @@ class TokenBatch(Transferable):
     newly_dropped: tuple[int, ...] = ()
     # Per data set, the number of samples in these rows that could not be read and are a blank token instead.
     unreadable: tuple[int, ...] = ()
-    # [B, S] bool, True for real tokens that routers of experts leave out of their load balancing; None for no tokens.
+    # [B, S] bool, True for real tokens that MoE routers leave out of their load balancing; None if there are none.
     excluded_from_aux_loss: Tensor | None = None
 
     def __contains__(self, key: object) -> bool:
@@ -186,7 +186,8 @@ class TokenBatch(Transferable):
 
         Args:
             cp_size, cp_rank, sp_size, sp_rank: size of context and sequence parallelism, and the rank in each group.
-            vision_work: cost of frames, by which context-parallel ranks divide them; None: each rank encodes all.
+            vision_work: cost of encoding a frame, by which frames are divided over context-parallel ranks. None: each
+                rank encodes all frames.
             vision_ranks: number of separate vision ranks, which then encode all images; None if there are none.
             with_next_tokens: whether multi-token prediction is trained.
             encode_vision: False for a pipeline stage that does not encode images and videos.
@@ -203,7 +204,7 @@ class TokenBatch(Transferable):
             vision, shards, encoded_index = None, self.vision_shards_of(assignment), assignment.encoded_index
         elif vision is not None and vision_work is not None and cp_size > 1:
             assignment = assign_vision(vision, vision_work, cp_size)
-            slots = []  # of all tokens that each context-parallel rank reads
+            slots = []  # for each context-parallel rank, the vision slots of all tokens that it reads
             for rank in range(cp_size):
                 index = token_index(self.layout, cp_size, rank).flatten()
                 if with_next_tokens:
@@ -261,7 +262,8 @@ class TokenBatch(Transferable):
     def _vision_rows(self, index: Tensor, encoded_index: Tensor | None) -> VisionRows:
         """Return where vision tokens are among the tokens of the batch with indices `index` [s, b].
 
-        `encoded_index` [M]: index of each vision token among those that this rank encodes or receives; None: the same.
+        `encoded_index` [M]: index of each vision token among those that this rank encodes or receives. None if it
+        encodes all vision tokens of the batch.
         """
         slots = self.vision_slot[index.flatten()]
         targets = (slots >= 0).nonzero().squeeze(-1)
@@ -273,7 +275,7 @@ class TokenBatch(Transferable):
 class VisionRankInputs(Transferable):
     """Inputs of one forward pass of a separate vision rank: images to encode, and sizes of the tensors to send."""
 
-    vision: VisionInputs | None  # its images and videos, ordered by receiver; None if it has none
+    vision: VisionInputs | None  # images and videos that this rank encodes, ordered by receiver; None without any
     shards: tuple[VisionShard, ...]  # the shard for each receiver
     max_tokens: int  # largest number of vision tokens in a shard for these receivers; shards are padded to it
 
@@ -283,7 +285,7 @@ class VisionRankInputs(Transferable):
 
         Args:
             batches: the microbatches, one for each replica.
-            work: cost of frames.
+            work: cost of encoding a frame.
             vision_ranks: number of vision ranks that divide the images of a batch.
             share: index of this vision rank among them.
         """

@@ -26,6 +26,13 @@ def scatter_sequence(hidden: Tensor, config: TransformerConfig, groups: ProcessG
     return tensor_parallel.scatter_to_sequence_parallel_region(hidden, group=groups.tp)
 
 
+def gather_sequence(hidden: Tensor, config: TransformerConfig, groups: ProcessGroupCollection) -> Tensor:
+    """Return the hidden states [s, b, h] of all sequence-parallel ranks; inverts `scatter_sequence`."""
+    if not config.sequence_parallel:
+        return hidden
+    return tensor_parallel.gather_from_sequence_parallel_region(hidden, group=groups.tp)
+
+
 def sum_in_group(counts: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
     """Return the elementwise sum of `counts` over the ranks of a group, as a new tensor."""
     counts = counts.clone()
@@ -182,7 +189,7 @@ def sum_gradients_over_sequence(features: Tensor, config: TransformerConfig, gro
 
 
 def gather_over_context(local: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-    """Gather a tensor [s, ...] of each of cp ranks to [cp, s, ...]. The backward pass sums gradients over ranks."""
+    """Gather tensors [s, ...] of all context-parallel ranks to [cp, s, ...]. The backward pass sums their gradients."""
     return tensor_parallel.gather_from_sequence_parallel_region(local, group=group).view(group.size(), *local.shape)
 
 
@@ -208,16 +215,16 @@ def exchange_parts(parts: Tensor, group: torch.distributed.ProcessGroup) -> Tens
 
 
 def tokens_to_channels(tokens: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-    """Exchange n tokens of each rank with all channels [n, h] for all tokens with a part of the channels.
+    """Exchange tokens for channels: from this rank's n tokens with all channels [n, h] to all ranks' tokens.
 
     Returns:
-        [ranks * n, h / ranks], tokens ordered by the rank that had them. Rank i gets the i-th part of the channels.
+        [ranks * n, h / ranks], ordered by the rank that tokens come from. Rank i gets the i-th part of the channels.
     """
     return tensor_parallel.all_to_all_sp2hp(tokens, group=group)
 
 
 def channels_to_tokens(channels: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-    """Return tokens [n, h] of this rank, with all channels, from `channels`, a result of `tokens_to_channels`."""
+    """Undo `tokens_to_channels`: return this rank's tokens [n, h] with all channels."""
     return tensor_parallel.all_to_all_hp2sp(channels, group=group)
 
 

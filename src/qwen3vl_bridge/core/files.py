@@ -94,7 +94,7 @@ def file_size(path: Path, named_by: str) -> int:
     try:
         if not path.is_file():
             found = "something that is not a file" if path.exists() else "nothing"
-            raise CheckpointError(f"{path}: found {found}, expected a file, which {named_by} names")
+            raise CheckpointError(f"{path}: found {found}, expected a file, because {named_by} names it")
         return path.stat().st_size
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}; {named_by} names it") from error
@@ -173,7 +173,7 @@ def parse_json(text: bytes | str) -> Any:
 def parse_record(text: bytes | str) -> Any:
     """Parse one JSON record, such as a line of a data set. Raise ValueError if it is not JSON or nested too deeply.
 
-    Other than in a configuration, keys may be duplicate (the last one counts) and numbers may be infinite or NaN:
+    Unlike in a configuration, a key may occur twice (the last value counts), and numbers may be infinite or NaN:
     unused columns may contain anything.
     """
     try:
@@ -191,7 +191,7 @@ def check_plain(value: Any, name: str = "", *, finite: bool = True, bounded: boo
         value: dictionaries, lists and scalars.
         name: name of the value, for errors.
         finite: whether infinity and NaN are errors.
-        bounded: whether integers of more than 64 bits are errors, except 1e30.
+        bounded: whether integers of more than 64 bits are errors. 1e30 is always accepted.
 
     Raises:
         ValueError: a number is invalid, or dictionaries and lists are nested too deeply.
@@ -234,7 +234,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def check_yaml(path: Path) -> str:
-    """Return the text of a YAML file after a check of its depth and its number of values. Raises as `read_yaml`."""
+    """Check the depth and the number of values of a YAML file, and return its text. Raises errors as `read_yaml`."""
     import yaml
 
     data = read_bytes(path, _MAX_YAML_BYTES)

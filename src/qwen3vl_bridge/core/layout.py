@@ -1,6 +1,6 @@
 """Describe where the segments of a batch are (`SequenceLayout`) and which tokens each rank holds (`token_index`).
 
-This module is the only rule of layouts. A padded row is a segment, and so is a document in a packed row. The real
+No other module decides where tokens are. A padded row is a segment, and so is a document in a packed row. The real
 tokens of a segment come first, its padding follows. All rows have the same length, so the whole batch is one flat
 sequence of T tokens, in which segments follow each other:
 
@@ -93,7 +93,7 @@ class SequenceLayout(Transferable):
 
     @classmethod
     def from_lengths(cls, num_rows: int, lengths: Sequence[int], padded_lengths: Sequence[int]) -> Self:
-        """Return the layout of segments with the given numbers of real tokens and of tokens including padding."""
+        """Return a layout, given the number of real tokens of each segment, and the number including padding."""
         return cls(
             cu_seqlens=make_cu_seqlens(lengths),
             cu_seqlens_padded=make_cu_seqlens(padded_lengths),
@@ -104,12 +104,12 @@ class SequenceLayout(Transferable):
 
     @property
     def total(self) -> int:
-        """The number of tokens of the batch, including padding."""
+        """Return the number of tokens of the batch, including padding."""
         return sum(self.padded_lengths)
 
     @property
     def packed(self) -> bool:
-        """Whether the batch is a single row. A single padded row counts as a packed row with one document."""
+        """Return whether the batch is a single row. A single padded row counts as a packed row with one document."""
         return self.num_rows == 1
 
     def segment_ids(self) -> Tensor:
@@ -180,8 +180,8 @@ def token_index(layout: SequenceLayout, cp_size: int, cp_rank: int, sp_size: int
         flat = _concatenate_ranges(begins.flatten(), chunk.repeat_interleave(2), layout.total // cp_size)
     if row_length % sp_size:
         raise ValueError(
-            f"{row_length} tokens a row on each context-parallel rank do not divide over {sp_size} sequence-parallel "
-            "ranks"
+            f"each context-parallel rank has {row_length} tokens per row, expected a multiple of the {sp_size} "
+            "sequence-parallel ranks"
         )
     return flat.view(layout.num_rows, row_length).T.chunk(sp_size)[sp_rank]
 
@@ -201,7 +201,7 @@ def inverse_token_index(layout: SequenceLayout, cp_size: int) -> Tensor:
 def next_token_index(layout: SequenceLayout) -> tuple[Tensor, Tensor]:
     """Return for each token of the flat batch the index of the next token, int64, and whether there is one, bool.
 
-    Padding and the last real token of a segment have no next token; the index is then that of the token itself.
+    Padding and the last real token of a segment have no next token. Their index is the index of the token itself.
     """
     index = torch.arange(layout.total, device=layout.cu_seqlens.device)
     ends_of_real_tokens = layout.cu_seqlens_padded[:-1] + layout.cu_seqlens.diff()
@@ -236,7 +236,7 @@ def causal_chunks(layout: SequenceLayout, cp_size: int, cp_rank: int) -> CausalC
     """
     _check_rank("context", cp_size, cp_rank)
     position = inverse_token_index(layout, cp_size)
-    visible = cp_rank + 1, 2 * cp_size - cp_rank  # number of a segment's chunks up to the end of the rank's two
+    visible = cp_rank + 1, 2 * cp_size - cp_rank  # chunks of a segment up to the end of each of the rank's two
     chunk = layout.cu_seqlens_padded.diff() // (2 * cp_size)
     queries, keys = chunk.repeat_interleave(2), torch.stack([chunk * chunks for chunks in visible], 1).flatten()
     # In the flat batch, the keys of a chunk start where its segment does.

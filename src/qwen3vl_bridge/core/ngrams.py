@@ -1,6 +1,7 @@
-"""Hash the n-grams that end at each token of a batch to rows of embedding tables.
+"""Hash the n-grams that end at each token of a batch to rows of n-gram tables.
 
-Only token ids and segments enter, so ids are computed on the host for the full batch, before it is divided over ranks.
+Hashes depend only on token ids and segments. They are computed on the host for the full batch, before it is divided
+over ranks.
 
 Legend: B rows, S tokens per row, T = B * S, L layers with n-gram embeddings.
 """
@@ -21,9 +22,9 @@ from torch.nn.functional import pad
 class NgramHash:
     """The hash heads of one layer with n-gram embeddings.
 
-    An n-gram is hashed to the XOR of its tokens, each multiplied by the factor of its place, in int64 that wraps
-    around. A head's id is the remainder of that by the head's size. There are heads for n-grams of 2, 3, ...,
-    `ngram_size` tokens, in this order.
+    The hash of an n-gram is the XOR of its tokens, each multiplied by the multiplier of its position, in int64 that
+    wraps around. Each head has its own n-gram table; the row of the n-gram in that table is the hash modulo the head's
+    size. There are heads for n-grams of 2, 3, ..., `ngram_size` tokens, in this order.
 
     Source: transformers 5.20.2, Qwen4ExpTextNGramEmbedding.
 
@@ -50,7 +51,7 @@ class NgramHash:
 def ngram_ids(input_ids: Tensor, layout: SequenceLayout, hashes: Sequence[NgramHash]) -> Tensor:
     """Return the hashed n-grams [L, T, heads] int64 that end at each token of the flat batch.
 
-    An id is an index into the head's own table. A text starts at the first token of its segment, and after an eos
+    An id is a row of the head's own n-gram table. A text starts at the first token of its segment, and after an eos
     token, which belongs to the text before it. Tokens before the text count as eos, and so does padding.
 
     Args:

@@ -31,7 +31,7 @@ class VisionSettings:
     image_token_id: int
     video_token_id: int
     spatial_merge_size: int
-    num_position_embeddings: int  # entries of the vision tower's square table of position embeddings
+    num_position_embeddings: int  # position embeddings of the vision tower, which form a square grid
 
     @classmethod
     def from_config(cls, config: Any) -> Self:
@@ -159,8 +159,8 @@ def patch_positions(grids: Tensor, merge: int) -> Tensor:
 def interpolation(grids: Tensor, side: int, merge: int) -> tuple[Tensor, Tensor]:
     """Return the indices of the four position embeddings around each of N patches [4, N], and their weights [4, N].
 
-    The embeddings are a side x side table. The order is upper left, upper right, lower left, lower right. Results equal
-    those of transformers bit by bit.
+    The embeddings form a grid of side x side. The order is upper left, upper right, lower left, lower right. Results
+    are bit-identical with those of transformers.
     """
     frames = _for_each_frame(_frame_interpolation, grids, side, merge)
     if not frames:
@@ -244,7 +244,7 @@ def mrope_positions(
     if input_ids.ndim != 2 or input_ids.shape[0] != layout.num_rows or input_ids.numel() != layout.total:
         raise ValueError(
             f"input_ids: found {list(input_ids.shape)}, expected "
-            f"[{layout.num_rows}, {layout.total // layout.num_rows}] as the layout has it"
+            f"[{layout.num_rows}, {layout.total // layout.num_rows}] for this layout"
         )
     ids, merge = input_ids.reshape(-1), torch.tensor([1, settings.spatial_merge_size, settings.spatial_merge_size])
     images = _check_grids("image", image_grid_thw, settings.spatial_merge_size) // merge
@@ -316,8 +316,9 @@ def _find_vision_runs(
     if broken.any():
         first = int(broken.nonzero()[0])
         raise ValueError(
-            f"segment {segment[first]}: the tokens of {unit} {first} ({_format_grid(sides[first])}) begin at token "
-            f"{starts[first]} of the batch and break off, expected {lengths[first]} in a row before its padding"
+            f"segment {segment[first]}: the tokens of {unit} {first} ({_format_grid(sides[first])}) are interrupted: "
+            f"they begin at token {starts[first]} of the batch, expected {lengths[first]} consecutive tokens before "
+            "the padding"
         )
     return starts
 

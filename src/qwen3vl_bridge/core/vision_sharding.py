@@ -89,9 +89,9 @@ def assign_frames(costs: Sequence[float], ranks: int) -> list[list[int]]:
     """Assign frames to ranks so that the highest total cost of a rank is low. Return each rank's frames, ascending.
 
     Longest-processing-time-first: each frame, in descending order of cost, goes to the rank with the lowest cost so
-    far. Then frames are moved or swapped away from the rank with the highest cost while this helps. The first step by
-    itself is within 4/3 - 1/(3 ranks) of the optimum. Source: Graham, Bounds on multiprocessing timing anomalies
-    (1969).
+    far. Then frames are moved or swapped away from the rank with the highest cost while this lowers that cost. After
+    the first step it is at most 4/3 - 1/(3 ranks) times the optimum. Source: Graham, Bounds on multiprocessing timing
+    anomalies (1969).
     """
     shares: list[list[int]] = [[] for _ in range(ranks)]
     totals = [(0.0, rank) for rank in range(ranks)]

@@ -1,6 +1,6 @@
-"""Render conversations with the chat template of a checkpoint, locate the answers, and reject text that it would drop.
+"""Render conversations with a checkpoint's chat template, locate the answers, and raise for text that would be lost.
 
-Trained text is located by rendering, not by searching or by knowledge of released templates. The conversation is
+The text to train on is located by rendering, not by searching or by knowledge of released templates. A conversation is
 rendered once more with markers in place of an answer and its reasoning; the text around the markers is the text around
 the answer. (A prefix of a conversation may render differently by itself: some templates write reasoning only after the
 last user message.) The text before an answer must end like the prompt to generate it.
@@ -41,7 +41,7 @@ _REASONING_ADVICE = (
 )
 _BLOCK = re.compile(r"<think>\s*(</think>\s*)?\Z")  # at the end of a prompt, open or empty
 _EMPTY_BLOCK = re.compile(r"\A\s*<think>\s*</think>")
-_MEDIUM = "\0"  # for an image or a video, or no text
+_MEDIUM = "\0"  # stands for an image or a video, or for an empty text
 
 # Names in a template that are not variables of a record, and the tag of transformers around answers.
 _TRANSFORMERS_NAMES = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now")
@@ -148,9 +148,9 @@ class ChatTemplate:
         if unread := [name for name in conversation.template_kwargs if name not in self._variables]:
             raise DataError(
                 conversation.sample_id,
-                f"found {unread[0]!r} under 'chat_template_kwargs', which the chat template ignores, expected "
-                f"some of {', '.join(sorted(self._variables)) or 'no variables'}; remove it from the record, or "
-                "ignore all of them (columns.ignore=[chat_template_kwargs])",
+                f"found {unread[0]!r} under 'chat_template_kwargs', but the chat template reads only "
+                f"{', '.join(sorted(self._variables)) or 'no variables'}; remove it from the record, or ignore all of "
+                "its variables (columns.ignore=[chat_template_kwargs])",
             )
         for field, where in _optional_fields(conversation):
             messages, tools, remedy = _FIELDS[field]
@@ -268,7 +268,7 @@ class ChatTemplate:
         if not special or prompt.lstrip().startswith(special[0]):  # that begins the next turn
             raise DataError(where, f"the answer is followed by {after[:20]!r}, expected a token that closes the turn")
         end = len(text) - len(after) + after.index(special[0]) + len(special[0])
-        # Both may end with a thinking block, open or empty.
+        # The text before the answer and the prompt may end with a thinking block, open or empty.
         header, asks = (_BLOCK.sub("", words) for words in (before, prompt))
         block = prompt.removeprefix(asks)
         # Templates that write reasoning write no block before earlier answers.

@@ -1,4 +1,4 @@
-"""Collate encoded samples into a `TokenBatch`, which has everything that a training step needs."""
+"""Collate encoded samples into a `TokenBatch`, which contains everything that a training step needs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read_vision_settings(path: str | Path, processor: Any) -> VisionSettings:
     """Read a checkpoint's vision settings from its config.
 
     Raises:
-        DataError: the checkpoint has no config of Qwen3-VL, or the config does not match the processor.
+        DataError: there is no config of a Qwen vision-language model, or it does not match the processor.
     """
     try:
         config: Any = AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -30,7 +30,7 @@ def read_vision_settings(path: str | Path, processor: Any) -> VisionSettings:
         raise DataError(str(path), f"found no config ({error})") from error
     vision: Any = getattr(config, "vision_config", None)
     if not hasattr(vision, "num_position_embeddings"):
-        raise DataError(str(path), f"found the config of a {config.model_type!r}, expected one of Qwen3-VL")
+        raise DataError(str(path), f"the config is of a {config.model_type!r} model, expected a vision-language model")
     for name, found, expected in (
         ("image_token_id", processor.image_token_id, config.image_token_id),
         ("video_token_id", processor.video_token_id, config.video_token_id),
@@ -39,7 +39,7 @@ def read_vision_settings(path: str | Path, processor: Any) -> VisionSettings:
         ("temporal patch size", processor.image_processor.temporal_patch_size, vision.temporal_patch_size),
     ):
         if found != expected:
-            raise DataError(str(path), f"the processor has the {name} {found}, but the config {expected}")
+            raise DataError(str(path), f"the {name} is {found} in the processor, but {expected} in the config")
     return VisionSettings.from_config(config)
 
 

@@ -59,9 +59,9 @@ class Conversation:
     images: tuple[Media, ...] = ()  # in the order of their parts, like the videos
     videos: tuple[Video, ...] = ()
     tools: tuple[dict[str, Any], ...] | None = None
-    # by the index of the image, for images with their own limits
+    # limits of images that have their own, by the index of the image
     limits: Mapping[int, PixelLimits] = field(default_factory=dict)
-    # Whether an assistant message is trained on, by its index, for messages with their own setting.
+    # Whether an assistant message is trained on, by its index. Only for messages with the key "loss" or "weight".
     losses: Mapping[int, bool] = field(default_factory=dict)
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template, by name
 
@@ -79,7 +79,8 @@ def parse_conversation(record: Any, place: str, root: Path | MediaAccess) -> Con
     checked = tuple(reader.message(message, n, f"{place}: message {n + 1}") for n, message in enumerate(messages))
     roles = [message["role"] for message in checked]
     if "assistant" not in roles or roles[0] == "assistant":
-        raise DataError(place, f"found the roles {', '.join(roles)}, expected an assistant's message after another one")
+        expected = "an assistant message after at least one other message"
+        raise DataError(place, f"found the roles {', '.join(roles)}, expected {expected}")
     tools = record.get("tools") or ()
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(place, f"found {short_repr(tools)} under 'tools', expected a list of objects")
@@ -132,7 +133,7 @@ class _MessageParser:
         if len(losses) > 1:
             raise DataError(place, "found both 'loss' and 'weight', expected one of them")
         for key, value in losses.items():
-            # Tables of numbers may have 1.0 for 1; in Python true is 1, too.
+            # A column of floats stores 1 as 1.0. The type is checked because True equals 1 in Python.
             if isinstance(value, bool) != (key == "loss") or value not in (0, 1):
                 expected = "true or false" if key == "loss" else "0 or 1"
                 raise DataError(place, f"found {short_repr(value)} under {key!r}, expected {expected}")
@@ -164,7 +165,7 @@ class _MessageParser:
         elif kind == "image":
             limits = PixelLimits(*(part.get(name) for name in PIXEL_LIMIT_KEYS))
             for name, most in limits._asdict().items():
-                if most is not None and (type(most) is not int or not 0 < most <= MOST_PIXELS):  # a bool is none
+                if most is not None and (type(most) is not int or not 0 < most <= MOST_PIXELS):  # no bool
                     expected = f"a number of pixels up to {MOST_PIXELS:,}"
                     raise DataError(place, f"found {short_repr(most)} under {name!r}, expected {expected}")
             if limits != PixelLimits():
@@ -185,16 +186,16 @@ class _MessageParser:
 
     def _frames(self, frames: list[Any], fps: Any, place: str) -> FrameList:
         if not frames:
-            raise DataError(place, "found a video of no frames, expected at least one")
-        try:  # Qwen's examples have it as text
+            raise DataError(place, "found a video without frames, expected at least one frame")
+        try:  # Qwen's examples write the rate as a string
             rate = float(fps) if isinstance(fps, int | float | str) and not isinstance(fps, bool) else 0
         except (ValueError, OverflowError):
             rate = 0
         if not 0 < rate < float("inf"):
             raise DataError(
                 place,
-                f"found {short_repr(fps)} as the {FPS_KEY!r} of a list of frames, expected the number per second: "
-                "next to 'video' in a part of a content, or next to 'videos' a number, or a list of one for each video",
+                f"found {short_repr(fps)} as the {FPS_KEY!r} of a list of frames, expected the frames per second. "
+                "Set it next to 'video' in a content part, or next to 'videos': a number, or a list with one per video",
             )
         media = (self._media(frame, "video", f"{place}, frame {at}") for at, frame in enumerate(frames))
         return FrameList(tuple(media), rate)
@@ -202,7 +203,7 @@ class _MessageParser:
 
 _CONSTANT = "text:"
 _LETTERS = string.ascii_uppercase
-_MAX_LIST_LENGTH = 1 << 16  # letters of a list that is written as a text
+_MAX_LIST_LENGTH = 1 << 16  # characters of a list that is written as a string
 
 
 def is_template(value: Any) -> bool:
@@ -217,7 +218,7 @@ def template_columns(template: str) -> Iterator[str]:
             continue
         column = name.partition("[")[0]
         if not column or "." in column or conversion or spec not in ("", "letter", "letters"):
-            raise ValueError(f"found {{{name}}}, a column stands as {{NAME}}, {{NAME[0]}} or {{NAME:letters}}")
+            raise ValueError(f"found {{{name}}}; write a column as {{NAME}}, {{NAME[0]}} or {{NAME:letters}}")
         yield column
 
 
@@ -225,13 +226,13 @@ def fill_template(template: str, record: Mapping[str, Any], place: str) -> str:
     """Return a template filled with values of a record; raise DataError for a column that is missing or has no text."""
     if missing := [column for column in template_columns(template) if record.get(column) is None]:
         found = ", ".join(map(str, record)) or "none"
-        raise DataError(place, f"found the keys {found}, expected {missing[0]!r}, and not null")
+        raise DataError(place, f"found the keys {found}, expected {missing[0]!r} with a value other than null")
     lines = template.removeprefix(_CONSTANT).replace("\\n", "\n").split("\n")
     try:
         texts = [(line, _ColumnFormatter().vformat(line, (), record)) for line in lines]
     except (ValueError, LookupError, TypeError) as error:
         raise DataError(place, f"{template!r} cannot be filled: {error}") from error
-    return "\n".join(text for line, text in texts if text or not line)  # without lines of empty columns alone
+    return "\n".join(text for line, text in texts if text or not line)  # without lines that contain only empty columns
 
 
 class _ColumnFormatter(string.Formatter):
@@ -247,14 +248,14 @@ class _ColumnFormatter(string.Formatter):
     def format_field(self, value: Any, format_spec: str) -> Any:
         if format_spec == "letter" and isinstance(value, int) and not isinstance(value, bool):
             if not 0 <= value < len(_LETTERS):
-                raise ValueError(f"found {value}, expected a number from 0 to {len(_LETTERS) - 1}")
+                raise ValueError(f"found {value} for {{NAME:letter}}, expected a number from 0 to {len(_LETTERS) - 1}")
             return _LETTERS[value]
         items = _parse_list(value) if format_spec == "letters" else None
         if items is not None and len(items) <= len(_LETTERS):
             return "\n".join(f"{letter}. {_format_value(one)}" for letter, one in zip(_LETTERS, items, strict=False))
         if format_spec:
-            kinds = {"letter": "an integer", "letters": f"a list of up to {len(_LETTERS)}"}
-            raise ValueError(f"found {short_repr(value)}, expected {kinds[format_spec]}")
+            kinds = {"letter": "an integer", "letters": f"a list of up to {len(_LETTERS)} items"}
+            raise ValueError(f"found {short_repr(value)} for {{NAME:{format_spec}}}, expected {kinds[format_spec]}")
         return _format_value(value)
 
 
@@ -272,9 +273,8 @@ def _parse_list(value: Any) -> list[Any] | None:
 def _format_value(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise ValueError(
-            f"found {short_repr(value)}, expected a text or a number; {{NAME[0]}} is the first of a list, "
-            f"{{NAME:letters}} "
-            "all of it"
+            f"found {short_repr(value)}, expected a text or a number; for a list, write {{NAME[0]}} for its first "
+            "item, or {NAME:letters} for all items"
         )
     return str(value)
 
@@ -288,8 +288,8 @@ _KINDS = {str: "string", list: "list", dict: "object", object: "value"}
 class NamedSchema:
     """One of Megatron-Bridge's record formats, such as "cord_v2". Picklable, for data-loading workers."""
 
-    name: str  # Megatron-Bridge's
-    keys: Mapping[str, type]  # required ones, with the type of their values; others are not read
+    name: str  # Megatron-Bridge's name of the format
+    keys: Mapping[str, type]  # required keys, with the type of their values; other keys are not read
 
     def convert_record(self, record: Any, place: str) -> dict[str, Any]:
         """Convert a record of this format to {"messages": [...]}; raise DataError if a value is missing or invalid."""
@@ -310,7 +310,7 @@ class NamedSchema:
             if not isinstance(said, str) or not said.strip():  # the adapter would skip it
                 expected = "an object with 'from', human or gpt, and 'value', a non-empty string"
                 raise DataError(f"{place}: turn {number}", f"found {short_repr(turn)}, expected {expected}")
-        # A video may be bytes, and paths follow our own rules: a stand-in is passed, and replaced afterwards.
+        # The adapter gets a stand-in, replaced below: a video may be bytes, and paths follow our own rules.
         read = {key: "video" if key == "video" else given[key] for key in self.keys}
         settings = {"video_root_path": "."} if "video" in read else {}
         try:
@@ -339,7 +339,7 @@ class NamedSchema:
         return convert_record({"messages": messages}, place, placeholders="text")
 
     def columns_to_read(self, names: Sequence[str], place: str) -> list[str]:
-        """Return the columns to read of a table with columns `names`; raise DataError if a required one is missing."""
+        """Return the columns to read from a table with the columns `names`; raise DataError if one is missing."""
         if not set(self.keys) <= set(names):
             expected = " and ".join(map(repr, self.keys))
             raise DataError(
@@ -374,7 +374,7 @@ _OPTIONAL_KEYS = (*MEDIA_KEYS, FPS_KEY, "system", "tools")  # optional in a reco
 _PAIRED = {*PROMPT_KEYS, *PROMPT_KEYS.values(), "input"}
 # Rejected answers of preference data: `rejected` in TRL and LLaMA-Factory, `rejected_response` in ms-swift and so on.
 _REJECTED_KEY = re.compile(r"reject(ed)?(_\w+)?")
-# Whether an answer is a good one: TRL's and LLaMA-Factory's KTO data. `label` is a class in many other data sets.
+# Keys of KTO data (TRL, LLaMA-Factory) and the values that mark a bad answer. In many data sets `label` is a class.
 _DESIRABLE: Mapping[str, tuple[Any, ...]] = {
     "label": (False,), "kto_tag": (False, 0, "false", "False"), "desirable": (False,)
 }  # fmt: skip
@@ -433,7 +433,7 @@ class Columns:
 
     @classmethod
     def from_mapping(cls, given: Any, where: str) -> Columns:
-        """Create from a mapping of field names to values, as in YAML; raise ValueError for unknown keys.
+        """Create `Columns` from a mapping of field names to values, as in YAML; raise ValueError for unknown keys.
 
         `where` is the name of the setting, for the error message.
         """
@@ -460,8 +460,8 @@ class Columns:
                     raise ValueError(f"columns.{key} is {value!r}, expected a template: {error}") from error
             elif _ANY in value and (key not in MEDIA_KEYS or value.count(_ANY) > 1 or value == _ANY):
                 raise ValueError(
-                    f"columns.{key} is {value!r}, expected the name of a column; of {', '.join(MEDIA_KEYS)} one '*' in "
-                    "it may stand for numbers, such as 'image_*'"
+                    f"columns.{key} is {value!r}, expected the name of a column; for {', '.join(MEDIA_KEYS)} one '*' "
+                    "in the name may stand for numbers, such as 'image_*'"
                 )
         read = self._column_keys(self.ignore)
         if left := [name for name in self.ignore if name in read]:
@@ -469,7 +469,7 @@ class Columns:
 
     @property
     def name(self) -> str:
-        """Return the fields that are set as a text, such as "of columns image='img'"; empty if none is set."""
+        """Return a text that lists the fields that are set: "of columns image='img'", or "" if there are none."""
         names = ", ".join(f"{key}={value!r}" for key, value in self.settings().items())
         return names and f"of columns {names}"
 
@@ -506,7 +506,7 @@ class Columns:
                     media.pop()
                 own[key] = media
                 continue
-            # If turns have placeholders, their number shows a missing image; lists of frames show a missing rate.
+            # A record with turns may lack media and rates: placeholders and lists of frames show what is missing.
             turns = (self.messages, self.conversations, record.get("messages"), record.get("conversations"))
             has_turns = any(given is not None for given in turns)
             may_lack = key == FPS_KEY or (key in MEDIA_KEYS and has_turns)
@@ -517,7 +517,7 @@ class Columns:
         return convert_record(own, place, placeholders=self.placeholders)
 
     def columns_to_read(self, names: Sequence[str], place: str) -> list[str]:
-        """Return the columns to read of a table with columns `names`.
+        """Return the columns to read from a table with the columns `names`.
 
         Raises:
             DataError: a column that a setting names does not exist, or there is neither a column of messages nor
@@ -537,7 +537,7 @@ class Columns:
         return [name for name in names if name in known or name in columns]
 
     def _check_conflicts(self, keys: Collection[str], place: str) -> None:
-        """Raise DataError for a rejected answer (preference data), or for turns if a column of questions is set."""
+        """Raise DataError for a rejected answer (preference data), or for turns next to `question` or `answer`."""
         read = {*self.ignore, *self._column_keys(keys)}
         if worse := next((key for key in keys if _REJECTED_KEY.fullmatch(str(key)) and key not in read), None):
             raise DataError(
@@ -595,7 +595,7 @@ DEFAULT_COLUMNS = Columns()  # our own names
 
 
 def find_schema(name: str | None, columns: Columns) -> Schema:
-    """Return the schema named `name`, or `columns` if it is None.
+    """Return the schema named `name`, or `columns` if `name` is None.
 
     Raises:
         ValueError: both are set, or there is no schema with this name.
@@ -609,7 +609,7 @@ def find_schema(name: str | None, columns: Columns) -> Schema:
     if columns.name:
         raise ValueError(
             f"schema_adapter is {name!r}, which has fixed column names, but there is also a schema {columns.name}; "
-            "expected only one of the two settings"
+            "set only schema_adapter or only columns"
         )
     return SCHEMAS[name]
 

@@ -76,5 +76,5 @@ def path_of_split(path: str, split: str) -> str:
     """Return the path of one split of `dataset.path`; raise DataError if there is no such split."""
     found = splits_in(path)
     if split not in found:
-        raise DataError(path, f"found {', '.join(found)} and no {split} split, expected a folder that has one")
+        raise DataError(path, f"found {', '.join(found)}, but no {split} split; use a folder that contains one")
     return found[split]

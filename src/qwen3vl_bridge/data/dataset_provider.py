@@ -57,9 +57,9 @@ from transformers import AutoConfig
 logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "valid", "test")
-# Records of a split that are read before a run: blocks of consecutive records, because Parquet is read by row group.
+# A check before a run reads blocks of consecutive records of each split, because Parquet is read by row group.
 _BLOCKS, _BLOCK_RECORDS, _CHECK_SECONDS = 8, 250, 5.0
-_MOST_KINDS = 10  # of errors in a message
+_MOST_KINDS = 10  # kinds of errors that a message lists
 
 
 @dataclass(kw_only=True)
@@ -83,16 +83,17 @@ class ConversationRows(DatasetProvider):
         answers: train on "all" answers of a conversation, or only on the "last".
         empty_thinking: for chat templates that render "reasoning_content": whether the empty thinking block before an
             answer without reasoning is part of the "prompt" or is trained on ("train").
-        reasoning_effort: value of this variable of the chat template, as in Qwen3.8: the effort that a prompt with
-            thinking asks for; None for the template's default.
-        preserve_thinking: value of this variable of the chat template, as in Qwen3.6 and 3.8: whether answers before
-            the last question keep their reasoning, which is then trained on; None for the template's default.
+        reasoning_effort: passed to the chat template, such as Qwen3.8's, which writes it into prompts with thinking.
+            None for the template's default.
+        preserve_thinking: passed to the chat template, such as Qwen3.6's or Qwen3.8's. If True, answers before the last
+            question keep their reasoning, which is then trained on. None for the template's default.
         vision: limits for images and videos, where they differ from the checkpoint's processor.
         pixel_dtype: dtype of the pixel values in a batch; None for `params_dtype`.
         params_dtype: dtype of the model's parameters, set by `Qwen3VLConfigContainer`; None for float32.
         ignored_signal: number of a signal that data-loading processes ignore; set by `Qwen3VLConfigContainer`.
-        rows_of_evaluation: number of rows per evaluation, always the first ones of the split; rows beyond its end have
-            no loss. None: each evaluation continues after the previous one. Set by `Qwen3VLConfigContainer`.
+        rows_of_evaluation: number of rows that each evaluation reads, always from the beginning of the split. If the
+            split has fewer rows, the missing rows have no loss. None: each evaluation continues where the previous
+            evaluation ended. Set by `Qwen3VLConfigContainer`.
     """
 
     # Settings of Megatron-Bridge that are ignored here, with their default.
@@ -154,7 +155,7 @@ class ConversationRows(DatasetProvider):
         return self.pad_to_multiple_of or 1
 
     def for_context_parallel(self, cp_size: int) -> Self:
-        """Return these settings with the padding that context parallelism requires.
+        """Return these settings, with `pad_to_multiple_of` set to what context parallelism requires if it is None.
 
         Raises:
             ValueError: `seq_length` or `pad_to_multiple_of` does not fit the number of context-parallel ranks.
@@ -170,7 +171,7 @@ class ConversationRows(DatasetProvider):
         if self.pad_to_multiple_of is not None and self.pad_to_multiple_of % need:
             raise ValueError(
                 f"dataset.pad_to_multiple_of is {self.pad_to_multiple_of}, expected a multiple of {need} under "
-                f"context_parallel_size {cp_size}, or None to have that"
+                f"context_parallel_size {cp_size}, or None to use {need}"
             )
         return replace(self, pad_to_multiple_of=self.pad_to_multiple_of or need)
 
@@ -182,7 +183,9 @@ class ConversationRows(DatasetProvider):
         vars(self)["_expected"] = (position, row)
 
     def record_position(self, data: Mapping[str, Any], assignment: tuple[int, int] = (1, 1)) -> None:
-        """Store the fingerprint of the training rows, and their assignment: (rows assigned together, ranks).
+        """Store the fingerprint `data` of the training rows, and how rows are assigned to ranks.
+
+        `assignment` is (number of rows that are assigned together, number of ranks).
 
         Raises:
             ValueError: the rows or their assignment differ from those of the run that is resumed (`expect_position`).
@@ -220,7 +223,7 @@ class ConversationRows(DatasetProvider):
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """Settings read from a checkpoint: encoder, vision settings, padding token, and FLOPs to assign rows to ranks."""
+    """Settings that a checkpoint determines. `costs` gives the FLOPs by which rows are assigned to ranks."""
 
     encoder: Encoder
     vision: VisionSettings
@@ -230,7 +233,7 @@ class CheckpointSettings:
 
 @cache
 def _load_checkpoint_settings(path: str, limits: VisionLimits, *encoding: Any) -> CheckpointSettings:
-    """Read the settings of a checkpoint once per process. `encoding` has the arguments of `Encoder` after the first."""
+    """Read the settings of a checkpoint once per process. `encoding` has the other arguments of `Encoder`."""
     processor: Any = load_processor(path, limits)
     return CheckpointSettings(
         Encoder(processor, *encoding),
@@ -244,7 +247,7 @@ def _load_checkpoint_settings(path: str, limits: VisionLimits, *encoding: Any) -
 class Qwen3VLConversationProvider(ConversationRows):
     """Dataset of packed or padded conversations with images and videos. `ConversationRows` has the other settings.
 
-    Only the training split is shuffled. A "sample" of Megatron-Bridge's counters is a row.
+    Only the training split is shuffled. Where Megatron-Bridge counts samples, it counts rows of this dataset.
 
     Attributes:
         path: a folder with `train.jsonl` and optionally `valid.jsonl` or `test.jsonl`, or with splits in other formats
@@ -336,9 +339,9 @@ class Qwen3VLConversationProvider(ConversationRows):
     def _check_paths_are_set(self) -> None:
         if self.path is None and self.train_path is None and self.mixture is None:
             raise ValueError(
-                "dataset.path is None, expected a folder with train.jsonl, or dataset.train_path with a file of "
-                "conversations, or dataset.mixture with several data sets; set_paths of qwen3vl_recipes.paths sets all "
-                "of a run's paths"
+                "dataset.path is None: set it to a folder with train.jsonl, or set dataset.train_path to a file of "
+                "conversations, or dataset.mixture to several data sets; set_paths of qwen3vl_recipes.paths sets all "
+                "paths of a run"
             )
 
     def check_paths(self) -> None:
@@ -380,8 +383,8 @@ class Qwen3VLConversationProvider(ConversationRows):
 
         Raises:
             DataError: files are missing or unreadable, or a stream has fewer files than parts.
-            ValueError: rows or stream parts cannot be divided over the ranks; or rows differ from the rows that the run
-                was trained on, from packed rows, or from the rows of other processes.
+            ValueError: rows or stream parts cannot be divided over the ranks. Or the rows differ from those that the
+                run was trained on, that were packed before training, or that other processes read.
         """
         groups = context.pg_collection
         rows, ranks = (self, 1) if groups is None else (self.for_context_parallel(groups.cp.size()), groups.dp.size())
@@ -429,7 +432,7 @@ class Qwen3VLConversationProvider(ConversationRows):
         return one_pass(rows, dp_rank=dp_rank, dp_size=dp_size, micro_batch_size=micro_batch_size)
 
     def count_epoch(self, cp_size: int = 1) -> Epoch:
-        """Count the rows of the first epoch. Unless rows were packed before, this process measures every sample.
+        """Count the rows of the first epoch. If they were not packed before training, measure every sample here.
 
         Raises:
             ValueError: the data set is streamed.
@@ -439,7 +442,7 @@ class Qwen3VLConversationProvider(ConversationRows):
             raise ValueError("streaming is on: the number of rows is known only after reading them")
         rows = self.for_context_parallel(cp_size).rows("train", alone=True)
         epoch = rows.epoch(counted=True)
-        assert epoch is not None  # it is no stream
+        assert epoch is not None  # the data set is not streamed
         vars(self)["epoch"] = epoch
         return epoch
 
@@ -457,7 +460,7 @@ class Qwen3VLConversationProvider(ConversationRows):
             alone: do not share the sizes of samples with other processes, and do not log dropped samples.
         """
         if not (paths := self.paths_of(split)):
-            raise ValueError(f"the split {split!r} has no {split}_path; splits are {', '.join(SPLITS)}")
+            raise ValueError(f"the split {split!r} has no data: set {split}_path; the splits are {', '.join(SPLITS)}")
         shuffled = split == "train" if shuffle is None else shuffle
         seed = self.seed if shuffled else None
         packed = PackedRows(self.train_packing) if split == "train" and self.train_packing else None
@@ -584,7 +587,7 @@ class Qwen3VLConversationProvider(ConversationRows):
         return StreamedRows(rows, parts, make_drop_counter({"stream": rows.samples.file.fingerprint()}, groups))
 
     def open_split(self, split: str, seed: int | None) -> ConversationSource | Mixture | StreamedDataset:
-        """Open the conversations of a split. `seed` is the seed of the shuffle of a stream; None for no shuffle."""
+        """Open the conversations of a split. `seed` shuffles a stream; None keeps its order."""
         path, url_cache, schema_adapter = self.path_of(split), self.make_url_cache(), self.schema_adapter
         if path is None:
             return open_mixture(self.mixture_sets(split), split, url_cache)
@@ -596,8 +599,8 @@ class Qwen3VLConversationProvider(ConversationRows):
             path,
             media_root=MediaAccess.from_settings(self.media_root, url_cache),
             seed=seed,
-            # The samples of a row are nearly always in its window or the previous one, and the plan is one
-            # window ahead.
+            # The samples of a row are nearly always from the row's window or the previous one, and rows are planned
+            # one window ahead.
             keep=4 * self.window_size,
             schema=find_schema(schema_adapter, self.columns),
         )

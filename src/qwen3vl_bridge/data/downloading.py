@@ -108,14 +108,14 @@ def download(
     """Download the URLs in conversations. This needs about 100 bytes of memory per URL, and more per failure.
 
     Args:
-        sources: opened with `book` as their `MediaAccess.url_cache`.
+        sources: the data sets, opened with `book` as their `MediaAccess.url_cache`.
         book: collects the URLs of a sample.
-        fetch: downloads one URL into its cache, which also gets a record of each data set.
-        manifest: file of failures as JSON lines, written at the end. Until then failures are appended to
-            MANIFEST.unfinished immediately, after the failures of earlier downloads that were stopped.
+        fetch: downloads one URL into its cache. The download record of each data set is written there too.
+        manifest: file that lists the failed URLs as JSON lines, written at the end. Until then each failure is
+            appended to MANIFEST.unfinished, which also keeps the failures of earlier downloads that were stopped.
         workers: number of parallel downloads.
         retry: retry URLs that failed permanently in an earlier run.
-        give_up: also mark URLs as final that did not respond or are not allowed.
+        give_up: treat URLs that did not respond, or that are not allowed, as permanently failed too.
         progress: wraps the iterator over all samples, for example `tqdm`.
     """
     cache, report = fetch.cache, DownloadReport()
@@ -123,7 +123,7 @@ def download(
     unfinished = manifest.with_name(f"{manifest.name}.unfinished")
     manifest.parent.mkdir(parents=True, exist_ok=True)
 
-    unconnected, reconnects = set[str](), True  # URLs to request once more; whether this is still to be done
+    unconnected, reconnects = set[str](), True  # URLs to request once more; whether that is still to be done
 
     def attempt(address: str, place: str) -> FailedDownload | bool:
         """Download one URL; return the failure, or True if the file is new and False if it existed."""
@@ -231,8 +231,8 @@ def _collect_urls(
 class _RetryableError(Exception):
     """Error for an attempt that failed where another may succeed.
 
-    Arguments: the problem; the server if it did not respond or sent status 5xx, otherwise None; and the number of
-    failed URLs that this failure counts as, if the server has never responded.
+    Arguments: the problem as text; the server if it did not respond or sent status 5xx, otherwise None; and how many
+    failed URLs this failure counts as if the server has never responded.
     """
 
 
@@ -246,14 +246,14 @@ class _NoConnection(DataUnavailable):
 class Downloader:
     """Download URLs into a cache; any number of threads may use one downloader.
 
-    A response is a permanent failure, and raises DataError, if its status is neither 200 nor one of a busy server
-    (for example 404, 410, 403), or if its contents are neither an image nor a video. No response, an interrupted
-    response, and responses of a busy or failing server (408, 425, 429, 5xx) raise DataUnavailable after several
-    attempts.
+    A download fails temporarily if there is no response, if the response is interrupted, or if its status shows that
+    the server is busy or failing (408, 425, 429 or 5xx). It is then tried again, and raises DataUnavailable after
+    several attempts. A download fails permanently, and raises DataError, if the status is any other than 200, such as
+    403 or 404, or if the contents are neither an image nor a video.
 
-    If all attempts fail without a response or with 5xx for a few consecutive URLs of a server, this server gets no more
-    requests, so that not every URL waits for a timeout. A server that cannot be connected to gets no requests after its
-    first URL, unless it has responded before; see `allow_reconnecting`.
+    A server gets no more requests if a few consecutive URLs failed in all attempts, without a response or with 5xx.
+    Otherwise every URL of the server would wait for a timeout. If a server that has never responded cannot be connected
+    to, it gets no more requests after its first URL; see `allow_reconnecting`.
     """
 
     def __init__(self, cache: UrlCache, allowed_urls: Sequence[str]) -> None:
@@ -265,11 +265,11 @@ class Downloader:
             check_url_prefix(prefix)
         self.cache, self._allowed = cache, tuple(allowed_urls)
         self.stopped = threading.Event()  # set: running downloads fail as unreachable, without further attempts
-        self._failed = Counter[str]()  # URLs in a row, by server
-        self._responded = set[str]()  # servers
+        self._failed = Counter[str]()  # number of consecutive failed URLs, by server
+        self._responded = set[str]()  # servers that have responded
         self._unconnected = set[str]()  # servers that could not be connected to when their latest URL failed
         self._unfinished = cache.root / "unfinished"
-        for path in self._unfinished.glob("*"):  # of killed downloads; running ones write continuously
+        for path in self._unfinished.glob("*"):  # left by killed downloads; running ones write continuously
             with suppress(OSError):  # the download has completed, or is another user's
                 if time.time() - path.stat().st_mtime > _OLD:
                     path.unlink()
@@ -352,7 +352,8 @@ class Downloader:
                     if response.status_code in _BUSY:
                         raise _RetryableError(f"status {response.status_code}", None, 1)
                     return self._store(response, url, path, place)
-            asked = check_allowed_url(str(response.next_request.url), self._allowed, f"{place}: {url} leads elsewhere")
+            where = f"{place}: {url} redirects to another"
+            asked = check_allowed_url(str(response.next_request.url), self._allowed, where)
         raise DataError(
             place, f"found {str(url)!r} redirected over {MOST_REDIRECTS} times, expected an image or a video"
         )
@@ -399,7 +400,7 @@ def _check_size(found: int, where: str) -> None:
 
 
 def check_url_prefix(prefix: str) -> None:
-    """Raise ValueError if an allowed URL prefix is not a scheme, a host and optionally a path, or is misleading."""
+    """Raise ValueError if a URL prefix is misleading, or is not a scheme, a host and optionally a path."""
     if _is_scheme(prefix):
         return
     url = parse_url(prefix)
@@ -424,8 +425,8 @@ def check_allowed_url(address: str, prefixes: Sequence[str], place: str) -> http
     "https://example.org/a/1.png", but neither "https://example.org/ab" nor "https://example.org.evil.com/a".
 
     Raises:
-        DataError: not a URL.
-        DataUnavailable: a URL that the current prefixes do not allow.
+        DataError: the address is not a URL.
+        DataUnavailable: the URL is valid, but no prefix allows it.
     """
     url = parse_url(address)
     if url is None or not url.host:

@@ -2,7 +2,7 @@
 
 At generation a prompt is tokenized without its answer, so here an answer is tokenized separately from the text before
 it. Otherwise white space at its beginning would be joined with the newline at the end of the prompt, and not be trained
-on. An image has one token until the end, so that samples can be measured from the headers of their images.
+on. Until the last step an image is one placeholder token, so that the headers of images suffice to measure a sample.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class VisionLimits:
             most = reader.size["longest_edge"] if most is None else most
             if least > most:
                 raise ValueError(
-                    f"{kind}s of {least} pixels at least and {most} at most, expected {kind}_min_pixels up to "
-                    f"{kind}_max_pixels"
+                    f"{kind}s would have at least {least} and at most {most} pixels; set {kind}_min_pixels to at most "
+                    f"{kind}_max_pixels, or to None for the processor's own limit"
                 )
             reader.size = type(reader.size)(shortest_edge=least, longest_edge=most)
         reader = processor.video_processor
@@ -112,14 +112,14 @@ def check_processor(processor: Any, place: str) -> None:
     for name in ("image_token", "video_token"):
         token, number = getattr(processor, name), getattr(processor, f"{name}_id")
         if number is None or number == tokenizer.unk_token_id or tokenizer.encode(token) != [number]:
-            raise DataError(place, f"{name} {token!r} has the id {number}, expected one that the tokenizer gives it")
+            raise DataError(place, f"{name} {token!r} has the id {number}, expected the id that the tokenizer gives it")
     if not getattr(processor, "chat_template", None):
         raise DataError(place, "found no chat template, expected the one that the model was trained with")
 
 
 @dataclass(frozen=True)
 class EncodedSample:
-    """One encoded sample with L tokens and N patches. Image or video fields are None if it has no images or videos."""
+    """One encoded sample with L tokens and N patches. The image fields are None without images; likewise for videos."""
 
     input_ids: Tensor  # [L] int64
     labels: Tensor  # [L] int64, the next token; the last label is the token itself, and never trained on
@@ -140,19 +140,19 @@ class EncodedSample:
 
 
 class _Headers(NamedTuple):
-    """Number of tokens of each image and sampled frames of each video, as read from the headers of the files."""
+    """What the headers of the files show: the number of tokens of each image, and the sampled frames of each video."""
 
     image_tokens: tuple[int, ...]
     videos: tuple[SampledFrames, ...]
 
 
 class _Tokens(NamedTuple):
-    """Tokens of a sample in which an image or a frame has a single placeholder token, which stands for `counts`."""
+    """Tokens of a sample. An image or a frame is a single placeholder token, which stands for `counts` tokens."""
 
     ids: Tensor  # [n] int64
-    trained: Tensor  # [n] bool, whether each is trained on
-    counts: Tensor  # [n] int64
-    images: tuple[Span, ...]  # first and last index of each, including its vision start and end tokens
+    trained: Tensor  # [n] bool, whether the token is trained on
+    counts: Tensor  # [n] int64; 1 for a text token
+    images: tuple[Span, ...]  # first and last index of each image, including its vision start and end tokens
     videos: tuple[Span, ...]  # the same, from the first frame's timestamp on
 
     @property
@@ -213,9 +213,9 @@ class Encoder:
         return repr((*sizes, clips.fps, clips.min_frames, clips.max_frames, self._only, *asked, digest))
 
     def size(self, conversation: Conversation, limit: int | None = None) -> Size:
-        """Return the numbers of tokens and patches of a sample, truncated to `limit` tokens, but never in an image.
+        """Return the numbers of tokens and patches of a sample. Only the headers of its images are read.
 
-        Only headers of images are read.
+        With `limit`, the sample is truncated to that number of tokens, but never within an image.
 
         Raises:
             DataError: the conversation cannot be encoded, or has no answer before the limit.
@@ -386,7 +386,7 @@ class Encoder:
             if (found := text.count(token)) != expected:
                 raise DataError(place, f"the chat template made {found} placeholders for {kind}, expected {expected}")
         text, answers, videos = _insert_video_frames(processor, text, answers, headers.videos)
-        # every second piece is an answer; `starts` are first characters of tokens, if there are videos
+        # Every second piece is an answer. If there are videos, `starts` has the first character of each token.
         pieces, starts = [], []
         for first, end in itertools.pairwise([0, *itertools.chain.from_iterable(answers), len(text)]):
             encoding = tokenize(tokenizer, text[first:end], begins=first == 0, offsets=bool(videos))

@@ -40,9 +40,9 @@ class DataError(ValueError):
 
 
 class SampleSizeChanged(DataError):
-    """Error for a sample with another size than its row was planned with. Raised even if `on_bad` is "drop".
+    """Error for a sample whose size differs from the size that its row was planned for.
 
-    Either the data changed, or the rows were planned for other data.
+    Either the data have changed, or the rows were planned for other data. Raised even if `on_bad` is "drop".
     """
 
 
@@ -71,7 +71,7 @@ def describe_lost_worker(error: BaseException, setting: str = "dataset.num_worke
 
 
 def group_errors(errors: Iterable[tuple[str, str, str]], most: int) -> Iterator[str]:
-    """Yield lines of text for errors: one message for each kind, and the names of the other records with the error.
+    """Yield lines of text that group errors by kind: one message, then the names of the other records, for each kind.
 
     Args:
         errors: the name, message and problem of each record (see `DataError.problem`).

@@ -37,8 +37,8 @@ _FILES = re.compile(r"[*?\[]|\.(parquet|jsonl?|arrow)(\.\w+)?$")  # anything els
 class HubName:
     """Name of a data set on the hub.
 
-    `files` is a folder of the repository, a file or a pattern, instead of a configuration. `datasets` treats these as
-    one split, "train", unless the files of a folder are named by split.
+    `files` is a folder of the repository, a file or a pattern, and replaces `configuration`. `datasets` reads such
+    files as one split, "train", unless the files of a folder are named by split.
     """
 
     repository: str
@@ -89,7 +89,7 @@ class HubDataset:
         """Read the rows of a `datasets.Dataset` with at least one row as conversations.
 
         Args:
-            name: its name in messages.
+            name: name of the data set in messages.
             media_root: folder of images and videos; None to allow no paths.
             download_key: name of the data in the download record; None for the fingerprint that `datasets` computes.
         """
@@ -142,7 +142,7 @@ class HubDataset:
     def fingerprint(self) -> str:
         """Return a text that identifies the data, and which of their URLs could not be downloaded.
 
-        It has the fingerprint that `datasets` computes; for a data set on the hub its name, rows and bytes.
+        For a data set on the hub, it contains its name, rows and bytes, else the fingerprint that `datasets` computes.
         """
         return self.media.add_missing_urls(add_schema_name(self._fingerprint, self._schema))
 
@@ -152,14 +152,14 @@ class HubDataset:
         try:
             table = self._rows[range(len(self))[index]]
         except (OSError, pa.ArrowException) as error:
-            raise DataError(place, f"found a row unreadable ({error})") from error
+            raise DataError(place, f"cannot read the row ({error})") from error
         return read_conversation(table, 0, place, self.media, self._schema)
 
 
 def load_hub_dataset(name: str, **how: Any) -> tuple[Any, str]:
     """Load a data set by a name such as "hf://owner/name"; return it, and its full name with the split.
 
-    `how` has further arguments for `datasets.load_dataset`.
+    `how`: further arguments for `datasets.load_dataset`.
 
     Raises:
         DataError: the data set is unknown, or has several configurations or splits and none is chosen.
@@ -183,7 +183,7 @@ logger = logging.getLogger(__name__)
 
 EPOCH_STRIDE = 2**40  # a sample's number is its index in the epoch plus this for each previous epoch
 _BATCH = 64  # rows that are read from the library at once
-_MANY = 10  # files of a part, from which on an uneven division makes no difference
+_MANY = 10  # with this many files per part, an uneven division makes no difference
 
 
 @dataclass
@@ -219,7 +219,7 @@ class StreamedDataset:
         """Read conversations from a `datasets.IterableDataset` that has the same order in every process.
 
         Args:
-            name: its name in messages.
+            name: name of the data set in messages.
             media_root: folder of images and videos; None to allow no paths.
             seed: seed of the order, which differs in each epoch; None for the order of the data set.
             buffer_size: rows in the shuffle buffer of each process, with their files in memory.
@@ -228,7 +228,7 @@ class StreamedDataset:
         if dataset.features is not None:
             # Undo what the library does for data sets of the hub: decoding ahead, in threads.
             dataset = dataset.decode(False).select_columns(columns_to_read(dataset.features.arrow_schema, name, schema))
-        # The key of `HubDataset` for a data set on the hub: `qwen3vl data download` reads it by number.
+        # The same download key as `HubDataset`, which `qwen3vl data download` uses for data sets on the hub.
         self.name, self.media = name, make_media_access(media_root, None).for_data(add_schema_name(name, schema))
         self._dataset, self._seed, self._buffer_size, self._keep = dataset, seed, buffer_size, keep
         self._schema = schema
@@ -278,10 +278,10 @@ class StreamedDataset:
         return one
 
     def _reset(self) -> None:
-        # By process. A worker keeps the state of its parent: closing it would wait for threads that only the
-        # parent has.
+        # By process id. A forked worker keeps the state of its parent: closing that would wait for threads that only
+        # the parent has.
         self._readings: dict[int, _ReadState] = {}
-        self._kept: dict[int, tuple[Any, int]] = {}  # a table and a row of it, by number; the latest last
+        self._kept: dict[int, tuple[Any, int]] = {}  # by sample number, an Arrow table and its row; the latest last
         self._seen: dict[int, int] = {}  # by epoch, the number of rows seen
         self._ended: set[int] = set()
 
@@ -348,10 +348,8 @@ class StreamedDataset:
                 del self._readings[os.getpid()]  # it cannot continue
                 raise DataUnavailable(
                     self.sample_id(epoch * EPOCH_STRIDE + reading.place),
-                    f"the stream was interrupted there or soon after ({type(error).__name__}: {error}), expected "
-                    "rows of one type (pass features=... to load_dataset, or store values of several types as "
-                    "strings of "
-                    "JSON)",
+                    f"the stream was interrupted there or soon after ({type(error).__name__}: {error}). If the values "
+                    "of a column have several types, pass features=... to load_dataset, or store them as JSON strings",
                 ) from error
             if table is None:
                 self._ended.add(epoch)
@@ -367,7 +365,7 @@ class StreamedDataset:
 
     def _open(self, epoch: int, place: int) -> _ReadState:
         if place > self._keep:
-            text = "%s: epoch %d is read from its beginning to reach sample %d; the latest %d are kept"
+            text = "%s: epoch %d is read from its beginning to reach sample %d; the latest %d are cached"
             logger.warning(text, self.name, epoch, place, self._keep)
         dataset = self._dataset
         if self._seed is not None:

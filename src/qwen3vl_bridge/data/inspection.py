@@ -1,4 +1,4 @@
-"""Inspect a file of conversations: samples as tokens and images, lengths, fill of the rows, errors.
+"""Inspect a file of conversations: show samples as tokens and images, and report lengths, row fill and errors.
 
 The report is text for a terminal, JSON, or one HTML file that needs no network. Text of samples is not trusted: control
 characters are escaped, and the page allows neither scripts nor external resources.
@@ -451,7 +451,7 @@ def _data_url(frame: Tensor) -> str:
 def _histogram(of: str, counted: str, values: Sequence[int]) -> str:
     """Return an HTML table with bars: the number of values in each of several ranges of equal width.
 
-    `of` and `counted` are the column headings: the quantity, and the things that have it.
+    `of` and `counted` are the column headings: the quantity that is measured, and the things that are counted.
     """
     if not values:
         return ""

@@ -1,8 +1,8 @@
 """Load the rows of a split: plan, read, encode and assign them to ranks, and yield microbatches for a training loop.
 
-All ranks count the same rows: of each group of dp_size * micro_batch_size rows, a rank takes micro_batch_size. So a
-position is one number for all ranks, and a run may resume with another number of ranks. A stream resumes with any
-number of ranks that reads it in the same number of parts (`StreamedRows`).
+All ranks number the rows in the same way. Of every dp_size * micro_batch_size consecutive rows, each rank takes
+micro_batch_size. So a position is one number for all ranks, and a run may resume with another number of ranks. A
+streamed data set may be resumed with another number of ranks if it is read in as many parts (`StreamedRows`).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class RowSettings:
     seed: int | None = None
     window_size: int = 512  # samples packed together
     packed: PackedRows | None = None  # rows that were packed before training
-    balance: Balance | None = None  # how rows are assigned to ranks; None for in order
+    balance: Balance | None = None  # how rows are assigned to ranks; None to assign them in order
 
 
 def assign_rows(costs: Sequence[float], ranks: int) -> list[int]:
@@ -150,7 +150,7 @@ class RowDataset(Dataset[EncodedRow]):
         self._assigned: tuple[int, list[int]] | None = None
         if settings.balance and settings.balance.over % ranks:
             raise ValueError(
-                f"{settings.balance.over} rows are assigned to {ranks} data-parallel ranks, expected a multiple"
+                f"balance_over is {settings.balance.over}, expected a multiple of the {ranks} data-parallel ranks"
             )
 
     def starting_at(self, begin: Window) -> RowDataset:
@@ -437,7 +437,7 @@ def iterate_one_pass[Row](
 
 
 def check_position(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Raise ValueError if the fingerprint of the data (`found`) differs from the one in a checkpoint (`expected`)."""
+    """Raise ValueError if the fingerprint of the data, `found`, differs from the checkpoint's, `expected`."""
     now, then = found.get("parts"), expected.get("parts")
     if then is not None and now is not None and now != then:
         raise ValueError(
@@ -463,7 +463,8 @@ def check_assignment(row: int, before: tuple[int, int], now: tuple[int, int]) ->
     if before != now and any(row % over for over, _ in (before, now)):
         raise ValueError(
             f"the position, row {row}, is among {before[0]} rows that were assigned to {before[1]} ranks, but this run "
-            f"assigns {now[0]} rows to {now[1]} ranks. Use the same numbers, or a checkpoint between global batches"
+            f"assigns {now[0]} rows to {now[1]} ranks. Use the same dataset.balance_over and number of data-parallel "
+            "ranks, or a checkpoint that was saved between global batches"
         )
 
 

@@ -1,10 +1,13 @@
 """Find, check and load the images of a conversation, in media roots or in the folder of downloaded URLs.
 
-For each URL, the download folder has the file, or a text with the reason why the download failed permanently, or
-nothing. For each data set it has a record of the URLs that failed when the data set was downloaded. A sample with such
-a URL is bad. If a new download would retry many of them (`MOST_RETRYABLE`), training stops instead. The samples must be
-the same in every process, on every machine and in a resumed run, regardless of other downloads into the same folder. So
-the record decides: training stops where the folder differs from the record, or has neither file nor reason.
+For each URL, the download folder contains the file, or a text file with the reason why the download failed
+permanently, or nothing. For each data set it contains a download record, which lists the URLs that failed when the data
+set was downloaded. A sample with such a URL is bad. If a new download would retry many of these URLs
+(`MOST_RETRYABLE`), training stops instead.
+
+The samples must be the same in every process, on every machine and in a resumed run, regardless of other downloads into
+the same folder. So the download record decides: training stops if the folder contains the file of a URL that failed
+according to the record, or lacks the file of another URL.
 """
 
 from __future__ import annotations
@@ -53,18 +56,18 @@ class MediaAccess:
     # may point from one into another. Empty if paths are not allowed.
     roots: tuple[Path, ...] = ()
     url_cache: UrlCache = field(default_factory=lambda: UrlCache())  # downloaded URLs
-    # files of a WebDataset sample by name; if set, the sample can refer only to these
+    # files of a WebDataset sample, by name; if set, the record can refer only to these files
     files: Mapping[str, Any] | None = None
 
     @classmethod
     def from_settings(
         cls, root: str | Path | Sequence[str | Path] | None, url_cache: UrlCache | None = None
     ) -> MediaAccess:
-        """Create from the settings `media_root` (None, a folder or a list of folders) and `url_cache`."""
+        """Create a `MediaAccess` from the settings `media_root` (None, a folder or several folders) and `url_cache`."""
         return cls(_as_roots(root), url_cache or UrlCache())
 
     def for_data(self, data: str) -> MediaAccess:
-        """Return a copy with the download record of the data set that `data` names (a `download_key`)."""
+        """Return a copy that follows the download record of one data set. `data` is the data set's `download_key`."""
         return replace(self, url_cache=self.url_cache.for_data(data))
 
     def add_missing_urls(self, fingerprint: str) -> str:
@@ -127,7 +130,7 @@ def find_media(name: str, root: Path | MediaAccess, place: str) -> Media:
     if "://" in name:
         raise DataError(place, f"found the URL {name[:80]!r}, expected the path of a file")
     if not access.roots:
-        raise DataError(place, f"found the path {name[:80]!r}, and no media_root that it is relative to")
+        raise DataError(place, f"found the path {name[:80]!r}, but media_root is not set: set it to the path's folder")
     return _find_file(name, access.roots, place)
 
 
@@ -153,7 +156,7 @@ def _find_file(name: str, roots: tuple[Path, ...], place: str) -> Path:
 
 
 def describe(media: Media) -> str:
-    """Return a description for messages: the path, with the URL of a downloaded file, or the number of bytes."""
+    """Return text for messages that describes a medium: its path and the URL it is from, or its number of bytes."""
     if not isinstance(media, Path):
         return f"an image or video of {len(media):,} bytes"
     try:
@@ -169,9 +172,10 @@ def address_file(downloaded: Path) -> Path:
 
 @dataclass(frozen=True)
 class DownloadRecord:
-    """Record of the URLs of a data set that could not be downloaded; empty if the data set was not downloaded.
+    """Record of the download of a data set: how many URLs it contains, and which of them failed.
 
-    `failed` has their hashes (see `url_digest`), and `num_retryable` how many the next download requests again.
+    `failed` contains the hashes of the failed URLs (see `url_digest`). The next download requests `num_retryable` of
+    them again. The record is empty if the data set was not downloaded.
     """
 
     total: int = 0
@@ -180,12 +184,12 @@ class DownloadRecord:
 
     @classmethod
     def read(cls, root: Path, data: str) -> Self:
-        """Read the record of the data set that `data` names from a folder of downloads; raise DataError if damaged."""
+        """Read the record of one data set (`data` is its `download_key`) from a folder; raise DataError if damaged."""
         path = cls._path(root, data)
         try:
             found = read_json(path)
             failed = frozenset(map(bytes.fromhex, found["given_up"]))
-            return cls(int(found["total"]), failed, int(found.get("retryable", 0)))  # older records have no such number
+            return cls(int(found["total"]), failed, int(found.get("retryable", 0)))  # missing in older records
         except FileNotFoundError:
             return cls()
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -195,7 +199,7 @@ class DownloadRecord:
             ) from error
 
     def write(self, root: Path, data: str) -> None:
-        """Write the record of the data set that `data` names to a folder of downloads; replace an earlier record."""
+        """Write the record of one data set (`data` is its `download_key`) to a folder; replace an earlier record."""
         path = self._path(root, data)
         path.parent.mkdir(parents=True, exist_ok=True)
         failed = sorted(digest.hex() for digest in self.failed)
@@ -216,9 +220,10 @@ class DownloadRecord:
 
 @dataclass(frozen=True)
 class UrlCache:
-    """A folder of downloaded files; None for the cache folder of the user. Picklable, for data-loading workers.
+    """A folder of downloaded files. Picklable, for data-loading workers.
 
-    With the download `record` of a data set, URLs that failed in that download raise, even if their files exist now.
+    `folder` is None for the cache folder of the user. `record` is the download record of the data set that is read, if
+    any: URLs that failed in that download raise, even if their files exist now.
     """
 
     folder: Path | None = None
@@ -230,7 +235,7 @@ class UrlCache:
         return self.folder or user_cache() / "media"
 
     def for_data(self, data: str) -> UrlCache:
-        """Return a copy with the download record of the data set that `data` names (a `download_key`)."""
+        """Return a copy that follows the download record of one data set. `data` is the data set's `download_key`."""
         return replace(self, record=DownloadRecord.read(self.root, data))
 
     def __call__(self, address: str, place: str) -> Path:
@@ -238,8 +243,8 @@ class UrlCache:
 
         Raises:
             DataError: the download failed.
-            DataUnavailable: no download was tried, its state differs from the record, or too many URLs of the data set
-                failed with errors that may be temporary.
+            DataUnavailable: no download was tried, the folder differs from the download record, or too many URLs of the
+                data set failed with errors that may be temporary.
         """
         path, found = self.path_of(address), f"found the URL {quote_url(address)}"
         record = self.record or DownloadRecord()
@@ -273,7 +278,7 @@ class UrlCache:
         )
 
     def path_of(self, address: str) -> Path:
-        """Return the path of the file that a URL is downloaded to: a hash of the URL, and the URL's last part."""
+        """Return the path that a URL is downloaded to. The file name is a hash of the URL, and the URL's last part."""
         digest, url = url_digest(address).hex(), parse_url(address)
         name = "" if url is None else url.path.rpartition("/")[2]
         ending = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[-60:]
@@ -319,7 +324,7 @@ _SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 _PNG_START = 8  # bytes before the first chunk
 _PNG_TEXTS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")  # chunks that may have the orientation
 _MOST_CHUNKS = 2**16  # an image of 64 megapixels has some thousands
-# By Pillow's name of a PNG's samples: the factor by which it converts pixels to 8 bits, but not the transparent value.
+# Factors by which Pillow converts a PNG's pixels to 8 bits, by pixel format. It does not convert the transparent value.
 _TO_8_BITS = {"L;2": 255 / 3, "L;4": 255 / 15, "RGB;16B": 1 / 256}
 
 
@@ -339,7 +344,7 @@ def image_size(image: Media, place: str) -> tuple[int, int]:
     with _open_checked(image, place) as opened:
         width, height = opened.size
         try:
-            # For metadata after the pixels, Pillow would decode the full PNG, even if there are none.
+            # Pillow would decode the full PNG to look for metadata after the pixels, even if there are none.
             is_read = isinstance(opened, PngImageFile) and _has_no_late_orientation(opened)
             exif = Image.Image.getexif(opened) if is_read else opened.getexif()
             sideways = exif.get(ExifTags.Base.Orientation) in _SIDEWAYS
@@ -372,7 +377,7 @@ def _has_no_late_orientation(opened: PngImageFile) -> bool:
 
 
 def load_image(image: Media, place: str) -> Image.Image:
-    """Return an image in RGB, rotated by its EXIF orientation, on a white background; the first one of an animation.
+    """Return an image in RGB, rotated upright, on a white background. Of an animation, return the first frame.
 
     Raises:
         DataError: the file does not decode, or has too many pixels.
@@ -388,7 +393,7 @@ def load_image(image: Media, place: str) -> Image.Image:
                     opened.info["transparency"] = scaled
             upright = ImageOps.exif_transpose(opened)
             if not upright.has_transparency_data:
-                return upright.convert("RGB")  # opaque pixels are those of Pillow's own conversion, to the bit
+                return upright.convert("RGB")  # exactly as Pillow converts opaque pixels
             upright, white = upright.convert("RGBA"), Image.new("RGB", upright.size, "white")
             white.paste(upright, mask=upright.getchannel("A"))
             return white

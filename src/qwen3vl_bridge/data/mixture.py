@@ -77,11 +77,11 @@ def read_mixture(
     sets = tuple(_read_set(f"{where}[{place}]", one, default) for place, one in enumerate(found))
     names = [one.name for one in sets]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"{where} has {names.count(twice)} data sets named {twice!r}; give each a `name`")
+        raise ValueError(f"{where} has {names.count(twice)} data sets with the name {twice!r}; set a `name` for each")
     if any(one.weight is not None for one in sets) and any(one.weight is None for one in sets):
         without = next(one.name for one in sets if one.weight is None)
         raise ValueError(
-            f"{where} has weights, but none for {without}; expected `weight` for all data sets, or for none"
+            f"{where} sets `weight` for some data sets, but not for {without}; set it for all data sets, or for none"
         )
     return sets
 
@@ -101,8 +101,8 @@ def _read_set(where: str, given: Any, default: Mapping[str, Any]) -> MixedSet:
             raise ValueError(f"{where}.{name} is {given[name]!r}, expected a number above 0")
     if given.get("weight") is not None and given.get("epochs") is not None:
         raise ValueError(
-            f"{where} has weight {given['weight']} and epochs {given['epochs']}, expected one of them: a share of "
-            "the samples, or how often each sample is seen"
+            f"{where} sets both weight {given['weight']} and epochs {given['epochs']}; set only `weight`, a share of "
+            "the samples, or only `epochs`, how often each sample is seen"
         )
     MediaAccess.from_settings(given.get("media_root"))
     # A data set's own format replaces the default, whichever of the two settings it uses.
@@ -116,7 +116,7 @@ def _read_set(where: str, given: Any, default: Mapping[str, Any]) -> MixedSet:
 
 
 def _default_name(path: str) -> str:
-    """Return the last component of a path that is not generic, such as "train" or "data"."""
+    """Return the last component of a path, but skip generic names such as "train" and "data"."""
     if path.startswith(HUB):
         return path.removeprefix(HUB)
     place = Path(path)
@@ -189,7 +189,7 @@ class Mixture:
         return f"{self.names[number]}/{self.sources[number].sample_id(range(len(self))[index] - self._firsts[number])}"
 
     def fingerprint(self) -> str:
-        """Return a text with the fingerprint of each data set and its samples per epoch, without names and paths."""
+        """Return a text that identifies the data by fingerprints and samples per epoch, without names and paths."""
         sets = zip(self.sources, self._taken, strict=True)
         return " + ".join(f"{source.fingerprint()} ({taken} an epoch)" for source, taken in sets)
 

@@ -53,7 +53,7 @@ def pack(
     """Measure all samples, pack them into rows, and write the rows to a folder, which appears only when complete.
 
     Args:
-        rows: the samples and the settings of rows, not packed yet.
+        rows: the samples and the settings of the rows, which must not be packed already.
         workers: number of processes that measure; 0 for this process.
         overwrite: replace earlier packed rows.
         progress: wraps the iterator over the numbers of samples measured in each step.
@@ -61,15 +61,15 @@ def pack(
 
     Raises:
         ValueError: packing is off, the rows are packed already, or the data set is streamed.
-        DataError: a sample cannot be trained on, and that is an error; or there are no valid samples.
+        DataError: a sample cannot be trained on and the settings do not drop it, or no sample is valid.
         CheckpointError: the destination cannot be written to.
     """
     if not rows.settings.pack or rows.settings.packed is not None:
-        raise ValueError("the rows are packed already, or packing is off")
+        raise ValueError("the rows are packed already, or packing is off: set pack to True, and remove train_packing")
     check_target(folder, overwrite=overwrite, check_replaceable=_check_packing)
     rules = rows.rules()  # first, because it fails if the data are incomplete
     if rows.samples.total is None:
-        raise ValueError("found a stream, expected samples by number: a stream is packed while it is read")
+        raise ValueError("the data set is streamed, so its rows cannot be packed before training: turn streaming off")
     samples, total = rows.samples, rows.samples.total
     if workers:  # each sample is measured by one worker; their drop counts are logged together
         counts = open_shared_sizes(0, {"packing": secrets.token_hex(8)})

@@ -5,9 +5,9 @@ samples of the emptiest row are carried over to the next window; the last window
 every sample is in exactly one row per epoch. A `Window` is all that a plan needs to resume.
 
 Rows packed before training are a folder of numpy arrays. They are memory-mapped, so that all processes of a machine
-share them. `sizes` [samples, 3] has the fields of `Size`, `rows` the concatenated samples of all rows, and `starts`
-[rows + 1] the offset of each row in `rows`. `packing.json` has the packing rules. The folder contains no text, images
-or tokens.
+share them. `sizes` [samples, 3] contains the fields of `Size`, `rows` the concatenated sample numbers of all rows, and
+`starts` [rows + 1] the offset of each row in `rows`. `packing.json` contains the packing rules. The folder contains no
+text, images or tokens.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Size(NamedTuple):
 NOTHING = Size(0, 0, 0)
 
 
-# By index of the data set; trailing zeros may be missing.
+# Numbers of samples, by the index of their data set; trailing zeros may be missing.
 SetCounts = tuple[int, ...]
 
 
@@ -253,17 +253,17 @@ Row = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Window:
-    """State of a row plan before a window (samples that are packed together), from which the plan can resume."""
+    """Position in a row plan, just before a window (samples that are packed together). A plan can resume from it."""
 
     epoch: int = 0
-    start: int = 0  # position in the epoch's order of its first new sample
+    start: int = 0  # position, in the order of the epoch, of its first sample that is not in `carried`
     carried: Row = ()  # samples from the previous window
     first_row: int = 0  # number of rows before it, over all epochs
     dropped: SetCounts = ()  # samples before it that were dropped (bad or too long), each counted once
 
 
 class RowPlan:
-    """Plan of which samples share a row. Random access packs all earlier rows; sequential access is cheap."""
+    """Plan of which samples share a row. Access to a row packs all earlier rows first, so read rows in order."""
 
     def __init__(
         self,
@@ -287,7 +287,7 @@ class RowPlan:
             window_size: number of samples that are packed together.
             begin: window to start at; None for the first.
             most_patches: maximum patches of a row; None for no limit.
-            measure: called with the samples to measure next.
+            measure: called with the numbers of the samples to measure next.
             set_of: returns the index of the data set of a sample, for counts of dropped samples.
         """
         if window_size < 1:
@@ -295,10 +295,10 @@ class RowPlan:
         self._size, self._order, self._capacity, self._most_patches = size, order, capacity, most_patches
         self._pack, self._window_size, self._measure, self._set_of = pack, window_size, measure, set_of
         self._windows = [begin or Window()]
-        self._latest: tuple[Window, list[Row], Window] | None = None  # that was packed, its rows, and the one after it
+        self._latest: tuple[Window, list[Row], Window] | None = None  # last packed, its rows, the next
 
     def row(self, number: int) -> Row:
-        """Return the samples of a row; raise IndexError for rows before the plan, DataError if an epoch has no rows."""
+        """Return the sample numbers of a row; raise IndexError before the plan begins, DataError for an empty epoch."""
         window = self.window(number)
         return self._pack_window(window)[0][number - window.first_row]
 
@@ -414,14 +414,13 @@ class PackedRows:
         return tuple(self._rows[self._starts[row] : self._starts[row + 1]].tolist())
 
     def check(self, rules: Mapping[str, Any]) -> None:
-        """Raise ValueError if the packing rules of a run (`RowDataset.rules`) differ from the rules of these rows."""
+        """Raise ValueError if the packing rules of a run (`RowDataset.rules`) are not those that made these rows."""
         found, needed = self.rules.get("multiple"), rules.get("multiple")
         if found != needed:
             or_pad = f", or set dataset.pad_to_multiple_of={found}" if found and not found % needed else ""
             raise ValueError(
                 f"{self.folder} was packed for another run: this run pads samples to a multiple of {needed} (packed "
-                f"with "
-                f"{found}). Pack again with --pad-to-multiple-of {needed}{or_pad}"
+                f"with {found}). Pack again with --pad-to-multiple-of {needed}{or_pad}"
             )
         # Packing under "error" succeeded, so no sample was left out or cut: "drop" and "truncate" give the same rows.
         strict = {name for name in ("on_long", "on_bad") if self.rules.get(name) == "error"}

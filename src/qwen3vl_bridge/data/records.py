@@ -31,7 +31,7 @@ Placeholders = Literal["media", "text"]
 KEYS_OF_KIND = {"image": ("image", "images"), "video": ("video", "videos")}
 MEDIA_KEYS = tuple(key for keys in KEYS_OF_KIND.values() for key in keys)
 FPS_KEY = "sample_fps"  # frames per second of a video that is a list of frames, as Qwen's message format calls it
-PIXEL_LIMIT_KEYS = ("min_pixels", "max_pixels")  # of an image, in its part of a content
+PIXEL_LIMIT_KEYS = ("min_pixels", "max_pixels")  # of one image, in its content part
 _OWN_PLACEHOLDERS = ("<image>", "<video>")
 _PLACEHOLDER = re.compile(
     r"<img>(?P<path>[^<>\n]{0,4096})</img>"
@@ -139,9 +139,8 @@ def pop_media(record: dict[str, Any], place: str) -> dict[str, list[dict[str, An
         raise DataError(
             place,
             f"found {short_repr(rates)} under {FPS_KEY!r} next to {sum(are_frames)} videos that are lists of frames, "
-            f"expected "
-            f"a number for every list of frames, or a list of {len(videos)}, one for each video, with null for "
-            f"one that is not a list of frames; to ignore it, set columns.ignore=[{FPS_KEY}]",
+            f"expected one number, or a list with a value for each of the {len(videos)} videos: a number for a list of "
+            f"frames, null for another video; to ignore the key, set columns.ignore=[{FPS_KEY}]",
         )
     for video, rate in zip(videos, each, strict=True):
         if rate is not None:
@@ -192,8 +191,8 @@ def check_object_tags(record: Mapping[str, Any], messages: list[Any], place: str
     if found and "objects" in record:
         raise DataError(
             place,
-            f"found {' and '.join(found)} in a text next to 'objects', expected texts without: they are not replaced "
-            "here. Write each name, and each box in coordinates from 0 to 1000 of the image's width and height, into "
+            f"found {' and '.join(found)} in a text next to 'objects', but these placeholders are not filled here. "
+            "Write each name, and each box in coordinates from 0 to 1000 of the image's width and height, into "
             "the text, as ms-swift does for Qwen3-VL",
         )
 
@@ -297,7 +296,7 @@ def insert_media(
         count = len(given) if given and numbers else sum(one.path is None for one in found)
         if count != len(given):
             placeholder = short_repr(found[0].text if found else f"<{kind}>")
-            words = f"{placeholder} in a text, or a part without its own"
+            words = f"{placeholder} in a text, or a part without its own {kind}"
             hint = "" if given else f". If one of them holds {kind}s, name it (columns.{kind}=KEY); {_AS_TEXT}"
             raise DataError(
                 place,
@@ -398,7 +397,7 @@ _SIMILAR_KEYS = {_normalize_key(key): key for key in (*KEYS, *_MESSAGE_KEYS)} | 
 EXPECTED_KEYS = (
     "'messages' or 'conversations', 'texts', a question with its answer ("
     + ", ".join(f"{question!r} and {answer!r}" for question, answer in PROMPT_KEYS.items())
-    + "), or the setting columns with the names that they have here"
+    + "), or the setting columns with the names of these keys in the data"
 )
 
 
@@ -455,13 +454,13 @@ def convert_record(record: Any, place: str, *, placeholders: Placeholders = "med
     messages = [{"role": "system", "content": system}, *messages] if system else messages
     messages = [_convert_message(message, f"{place}: message {i}") for i, message in enumerate(messages, start=1)]
     if system and any(isinstance(message, dict) and message.get("role") == "system" for message in messages[1:]):
-        raise DataError(place, "found both 'system' and a turn of it, expected one of them")
+        raise DataError(place, "found the key 'system' and a system message, expected only one of them")
     check_object_tags(record, messages, place)
     in_front = format_key not in ("messages", "conversations")
     media = pop_media(own, place)
     messages = insert_media(messages, media, place, keys=keys, placeholders=placeholders, in_front=in_front)
     check_unread_keys(record, KEYS, messages, place)
-    # If these were ignored, the training data would differ from what the record means.
+    # If misspelled keys were ignored, the training data would differ from what the record means.
     for key in keys:
         if key not in KEYS and (meant := _SIMILAR_KEYS.get(_normalize_key(key))):
             expected = f"{meant!r} in a message or its content" if meant in _MESSAGE_KEYS else repr(meant)
@@ -477,7 +476,7 @@ def convert_record(record: Any, place: str, *, placeholders: Placeholders = "med
 
 
 def find_format_key(keys: Collection[str], place: str) -> str | None:
-    """Return the key that has the turns or the question of a record, such as "messages"; None if it has none.
+    """Return the key of a record that contains its turns or its question, such as "messages"; None if there is none.
 
     Raises:
         DataError: the record has several such keys.
@@ -491,8 +490,7 @@ def find_format_key(keys: Collection[str], place: str) -> str | None:
         raise DataError(
             place,
             f"found both {words[0]} and {words[1]}, which each give the turns, expected one of them: ignore the "
-            f"others, "
-            f"such as columns.ignore=[{','.join(found[1:])}]",
+            f"others, such as columns.ignore=[{','.join(found[1:])}]",
         )
     return found[0] if found else None
 
@@ -521,8 +519,7 @@ def _pop_messages(own: dict[str, Any], format_key: str, place: str) -> Any:
             raise DataError(
                 place,
                 f"found {short_repr(turns)} under 'prompt' and {short_repr(completion)} under 'completion', expected "
-                f"two texts, "
-                "or two lists of messages with role and content, the first with a question",
+                "two texts, or two lists of messages with role and content, the first with a question",
             )
         earlier = zip(turns, roles, strict=True)
         return [*({"loss": False} | one if role == "assistant" else one for one, role in earlier), *completion]

@@ -1,11 +1,11 @@
 """Samples of a source: decide which conversations become samples, measure them, and encode them when their row is due.
 
 When rows are packed during training, every process that plans rows needs the size of every sample: all ranks and all
-their data-loading processes. The processes of a machine share their measurements in one temporary file per job. It has
-a record for each sample, after one record with the numbers of dropped and truncated samples. A process locks a sample
-while it measures it; the kernel releases the lock if the process dies. The others measure other samples of the window,
-and wait at the end for samples that are still being measured. The file is removed after the job, so each job logs what
-it drops.
+their data-loading processes. The processes of a machine share their measurements in one temporary file per job. Its
+first record contains the numbers of dropped and truncated samples, each other record the size of a sample. A process
+locks a sample while it measures it; the kernel releases the lock if the process dies. The other processes measure other
+samples of the window, and wait at the end for samples that are still being measured. The file is removed after the job,
+so each job logs what it drops.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ logger = logging.getLogger(__name__)
 # Why a sample is left out: dropped, truncated ("cut"), or unreadable when its row was due.
 DropReason = Literal["dropped", "cut", "unreadable"]
 
-# The fields of a size, and a checksum: records are read while others write them. A record that was not written is all
-# zeros, which have another checksum.
+# A record of the shared file: the fields of a `Size`, and a checksum, because records are read while other processes
+# write them. A record that was not written is all zeros, which have another checksum.
 _RECORD, _FIELDS = struct.Struct("<4q"), struct.Struct("<3q")
 _PREFIX = "qwen3vl_sizes_"
 # A byte after all samples that every process locks while it has the file open; and the age in seconds from which on
 # a file of no running process is removed.
 _IN_USE, _OLD = 1 << 62, 3600
-_NOTES = _IN_USE + 1  # locked while the first record, of the counts, is changed
+_NOTES = _IN_USE + 1  # locked while the first record, which contains the counts, is changed
 _files: dict[Path, int] = {}  # opened by this process, and never closed: that would release all its locks on a file
 
 
@@ -93,7 +93,7 @@ class Sizes:
 def open_shared_sizes(total: int, rules: Mapping[str, Any]) -> Sizes:
     """Return a cache of sample sizes that all processes of this job on this machine share, in a temporary file.
 
-    If no file can be shared, the cache is of this process alone. `rules` has all that the size of a sample depends on.
+    If the file cannot be opened, this process measures every sample. Sample sizes may depend only on `rules`.
     """
     digest = hashlib.sha256(repr(sorted(rules.items())).encode()).hexdigest()[:16]
     path = Path(tempfile.gettempdir(), f"{_PREFIX}{os.getuid()}_{_job()}_{digest}")
@@ -108,9 +108,9 @@ def open_shared_sizes(total: int, rules: Mapping[str, Any]) -> Sizes:
 def make_drop_counter(rules: Mapping[str, Any], groups: Any = None) -> Callable[[DropReason], int]:
     """Return a function that counts dropped samples over all processes of this job on this machine.
 
-    It is for data that are divided over data-parallel ranks. Tensor-, context- and pipeline-parallel ranks read the
-    same share, so only the first of them counts; for the others the function returns 0. `rules` must be equal in
-    processes that count together. `groups` is None for a process without process groups.
+    Use it for data that are divided over data-parallel ranks. Tensor-, context- and pipeline-parallel ranks read the
+    same data, so only the first of them counts; on the others the function returns 0. Processes with equal `rules`
+    count together. `groups` are Megatron's process groups, or None if there are none.
     """
     first = groups is None or groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0
     return open_shared_sizes(0, rules).count_drop if first else _count_nothing
@@ -341,7 +341,7 @@ class SampleFilter:
         patches = sum(len(pixels) for pixels in (sample.pixel_values, sample.pixel_values_videos) if pixels is not None)
         if (len(sample), patches) != (size.tokens, size.patches):
             found = f"found {len(sample)} tokens and {patches} patches"
-            planned = f"but its row was planned for {size.tokens} and {size.patches}: the data have changed since then"
+            planned = f"but its row was planned for {size.tokens} tokens and {size.patches} patches: the data changed"
             raise SampleSizeChanged(sample.sample_id, f"{found}, {planned}")
         return sample
 
@@ -396,7 +396,7 @@ class Samples:
         self.sample_filter = sample_filter.with_counter(counter or self._sizes.count_drop)
 
     def set_index(self, index: int) -> int:
-        """Return the index of the data set of a sample in a mixture; 0 for other sources."""
+        """Return the index of the data set that contains a sample, if the source is a mixture; otherwise 0."""
         return self.file.set_index(index) if isinstance(self.file, Mixture) else 0
 
     def size(self, index: int) -> Size:

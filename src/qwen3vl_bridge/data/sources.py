@@ -53,9 +53,9 @@ class Conversations(Protocol):
 
 
 class ConversationSource(Conversations, Protocol):
-    """A known number of conversations, unlike a stream.
+    """A data set with a known number of conversations, unlike a stream.
 
-    `download_key` is the name of the data in the download record.
+    `download_key` is the name by which the data set's download record is found.
     """
 
     download_key: str
@@ -213,6 +213,7 @@ def open_source(
         media_root: as for `MediaAccess.from_settings`; by default the folder of the file, and none for the hub.
         url_cache: the folder of downloaded URLs; None for the default folder.
         schema_adapter: name of the schema of the records (`find_schema`), or None.
+        columns: column names that differ from the default names; None if there are none.
     """
     schema = find_schema(schema_adapter, columns or DEFAULT_COLUMNS)
     media = MediaAccess.from_settings(media_root, url_cache)
@@ -233,9 +234,7 @@ def open_source(
 
         return Parquet(path, media, schema)
     if path.suffix not in (".json", ".jsonl"):
-        raise DataError(
-            str(path), "found no folder and none of the endings .jsonl, .json and .parquet, expected one of them"
-        )
+        raise DataError(str(path), "expected a folder, or a file that ends with .jsonl, .json or .parquet")
     listed = path.suffix == ".json" and path.is_file() and _starts_with_list(path)
     return JsonList(path, media, schema) if listed else JsonLines(path, media, schema)
 

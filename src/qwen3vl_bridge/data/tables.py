@@ -1,7 +1,8 @@
 """Read conversations from Arrow tables and Parquet files.
 
-A row becomes the record that a line of JSON would contain, and the schema checks the same keys. All columns are read,
-except times and lists of numbers that no check needs. A column of bytes that is not read raises before any row is read.
+A table row becomes the record that a line of JSON would contain, and the schema checks the same keys. All columns are
+read, except times and lists of numbers that no check needs. If a column that would not be read contains bytes, an error
+is raised before any row is read.
 
 Values may be JSON if the type of the column says so. `datasets` (5.2) writes a string to such a column as JSON, unless
 the string is JSON by itself: the answer "7" is stored as a number, and must be read as the original string. A string
@@ -52,7 +53,7 @@ _TAIL = 8  # after a Parquet file's footer: its length and the format's name
 def read_conversation(
     table: Any, row: int, place: str, media: MediaAccess, schema: Schema = DEFAULT_COLUMNS
 ) -> Conversation:
-    """Return the conversation in row `row` of an Arrow table that has the columns of `columns_to_read`.
+    """Return the conversation in row `row` of an Arrow table. The table contains the columns of `columns_to_read`.
 
     `place` is the location of the row, for messages.
     """
@@ -120,7 +121,7 @@ def columns_to_read(table: Any, place: str, schema: Schema = DEFAULT_COLUMNS) ->
     """Return the names of the columns to read, in the order of the Arrow schema `table`.
 
     Raises:
-        DataError: a required column is missing, or a column that is not read contains bytes.
+        DataError: a required column is missing, or a column that would not be read contains bytes.
     """
     read = schema.columns_to_read(table.names, place)
     if isinstance(schema, NamedSchema):
@@ -184,7 +185,7 @@ class Parquet:
             groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
             arrow = metadata.schema.to_arrow_schema()
             self._columns.append(columns_to_read(arrow, str(file), schema))
-            # Numbers that no sample depends on may change without a change of the data's name.
+            # Numbers that no sample depends on may change without a change of the fingerprint.
             read = schema.columns_to_read(arrow.names, str(file))
             hashed = {name for name in self._columns[number] if not _is_unchecked(arrow.field(name), read)}
             self._first_rows.append(self._len)
@@ -214,7 +215,7 @@ class Parquet:
                 for block in _sample_blocks(self._files, chunks, most):
                     digest.update(block)
         except OSError as error:
-            raise DataError(str(self.path), f"found a file unreadable ({error})") from error
+            raise DataError(str(self.path), f"cannot read a file ({error})") from error
         self.download_key = add_schema_name(f"{self._len} rows, {digest.hexdigest()[:16]}", schema)
         self.media = media.for_data(self.download_key)
         self._cache: dict[int, Any] = {}
@@ -238,7 +239,7 @@ class Parquet:
     def __getitem__(self, index: int) -> Conversation:
         """Read one conversation."""
         place, row = self.sample_id(index), range(len(self))[index]
-        number = bisect_right(self._starts, row) - 1  # the last of those that start here: the others are empty
+        number = bisect_right(self._starts, row) - 1  # the last group that starts there: earlier ones are empty
         table = self._cache.pop(number, None)
         if table is None:
             file = bisect_right(self._first_groups, number) - 1
@@ -248,7 +249,7 @@ class Parquet:
                 with pq.ParquetFile(self._files[file]) as opened:
                     table = opened.read_row_group(group, columns=self._columns[file], use_threads=False)
             except (OSError, pa.ArrowException) as error:
-                raise DataError(place, f"found row group {group} unreadable ({error})") from error
+                raise DataError(place, f"cannot read row group {group} ({error})") from error
         self._cache[number] = table  # the most recently used is last
         while len(self._cache) > 1 and (
             len(self._cache) > CACHE_GROUPS or sum(kept.nbytes for kept in self._cache.values()) > CACHE_BYTES
@@ -263,11 +264,11 @@ def _parquet_files(path: Path) -> list[Path]:
     else:
         files = sorted(path.parent.glob(path.name)) if "*" in path.name else [path]
     if not files or not all(file.is_file() for file in files):
-        raise DataError(str(path), "there is no such Parquet file, expected one, or a folder with some")
+        raise DataError(str(path), "there is no such Parquet file, and no folder with Parquet files")
     splits = {match[1] for file in files if (match := _SPLIT.match(file.name))}
     if len(splits) > 1:
         names = ", ".join(sorted(splits))
-        raise DataError(str(path), f"found files of the splits {names}, expected one, as '{path}/NAME-*.parquet'")
+        raise DataError(str(path), f"found files of the splits {names}; choose one with '{path}/NAME-*.parquet'")
     return files
 
 

@@ -52,7 +52,7 @@ class SampledFrames:
 def sample_frames(video: Video, processor: Any, place: str) -> SampledFrames:
     """Return which frames a Qwen3VLVideoProcessor samples from a video, without decoding them.
 
-    For a video that is given as a list of frames, these are all frames.
+    If the video is given as a list of frames, all frames are sampled.
 
     Raises:
         DataError: the file is not a video, has no frames, or frames that are too small or too large.
@@ -116,7 +116,7 @@ def _open_container(video: Media, place: str) -> Iterator[Any]:
         import av
     except ImportError:
         raise DataError(
-            place, "found a video, expected PyAV to decode it with: install qwen3vl-bridge[video]"
+            place, "found a video, but PyAV, which decodes videos, is missing: install qwen3vl-bridge[video]"
         ) from None
     try:
         name = str(video) if isinstance(video, Path) else io.BytesIO(video)

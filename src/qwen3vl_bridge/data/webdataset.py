@@ -1,8 +1,8 @@
 """WebDatasets as a Megatron-Bridge dataset, read by energon: samples, task encoders, the provider and its streams.
 
-Energon gives each data-parallel rank its own share of the samples, with its own position. Folders are crude
-(`CrudeWebdataset`, or a JSONL file): a sample has a record in the file "json", in which an image or a video is the name
-of another file of the same sample.
+Energon gives each data-parallel rank its own share of the samples, with its own position. The data must be a
+`CrudeWebdataset`, or a JSONL file with energon's index. The file "json" of a sample contains its record, which names
+other files of the same sample as images and videos.
 
 Samples that wait to be packed contain their files as stored, and are measured by the headers of the files. Pixels are
 computed when a row is needed. Errors stop the run, unless `on_bad` or `on_long` is set to drop such samples.
@@ -232,7 +232,7 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             if not issubclass(kind, CrudeSample):
                 found = f"found a {type(dataset).__name__} of {kind.__name__}"
                 raise DataError(_dataset_paths([loaded]), f"{found}, expected a CrudeWebdataset")
-        # Of all ranks, in the subsets that a metadataset uses.
+        # Samples of all ranks. A metadataset may use only a subset of each dataset.
         every = [(loaded.dataset.subset, len(loaded.dataset)) for loaded in datasets]
         ranges = [subset.compute_subset(length) if subset else (0, length) for subset, length in every]
         self._num_samples = sum(end - start for start, end in ranges)
@@ -320,22 +320,22 @@ logger = logging.getLogger(__name__)
 
 _PACKED_TOGETHER = 128
 _ENERGON_SPLITS = {"train": "train", "valid": "val", "test": "test"}  # energon's names of splits
-# Arguments of energon's that other settings stand for, or that would decode media or end the data.
+# Arguments of energon that our own settings replace, or that would decode media or end the data.
 _RESERVED = {
     *("batch_size", "max_samples_per_sequence", "packing_buffer_size", "shuffle_buffer_size"),
     *("split_part", "task_encoder", "worker_config", "repeat", "handler", "decoder"),
     *("auto_decode", "image_decode", "av_decode", "video_decode_audio"),
 }
 _TRAINING_ARGUMENTS = ("virtual_epoch_length", "shuffle_over_epochs_multiplier", "batch_drop_last")
-_RANK_ENTRIES = {"worker_config", "slice_offsets", "len"}  # entries of energon's descriptions that differ between ranks
+_RANK_ENTRIES = {"worker_config", "slice_offsets", "len"}  # keys of energon's description that differ between ranks
 
 
 @dataclass(kw_only=True)
 class Qwen3VLEnergonProvider(ConversationRows):
     """Dataset of conversations from WebDatasets prepared by energon. `ConversationRows` has the other settings.
 
-    A "sample" of Megatron-Bridge's counters is a row. The class does not derive from `EnergonDatasetConfig`, because
-    Megatron-Bridge creates the task encoder of such classes itself, and supports only three kinds.
+    Where Megatron-Bridge counts samples, it counts rows of this dataset. The class does not derive from
+    `EnergonDatasetConfig`, because Megatron-Bridge creates task encoders for such classes, and knows only three kinds.
 
     Attributes:
         path: a folder with ".nv-meta", a JSONL file with energon's index, or a metadataset's YAML.
@@ -393,8 +393,8 @@ class Qwen3VLEnergonProvider(ConversationRows):
         validate_declarative_mapping(self.dataset_kwargs, field_name="dataset_kwargs")
         if taken := _RESERVED & self.dataset_kwargs.keys():
             raise ValueError(
-                f"dataset_kwargs has {', '.join(sorted(taken))}, expected none of them: use the settings of "
-                "the dataset for sizes; media are not decoded by energon"
+                f"dataset_kwargs sets {', '.join(sorted(taken))}: remove these keys, and use the settings of the "
+                "dataset instead; energon does not decode media here"
             )
 
     def build_datasets(
@@ -434,7 +434,7 @@ class Qwen3VLEnergonProvider(ConversationRows):
         """
         check_dp_rank(dp_rank, dp_size)
         if split not in ("train", "valid"):
-            raise ValueError(f"found the split {split!r}, expected 'train' or 'valid': others have no stream")
+            raise ValueError(f"found the split {split!r}, expected 'train' or 'valid': other splits have no stream")
         return EnergonStream(self, split, dp_rank, dp_size)
 
     def evaluation(self, split: str, *, dp_rank: int = 0, dp_size: int = 1) -> Iterator[TokenBatch]:
@@ -537,7 +537,7 @@ def _add_path_to_error(path: str) -> Iterator[None]:
 
 
 def _config_digest(config: Any) -> str:
-    """Return a short hash of energon's description of a dataset, without paths and other entries that may change."""
+    """Return a short hash of energon's description of a dataset, without paths and other values that may change."""
 
     def steady(value: Any) -> Any:
         if isinstance(value, dict):
@@ -549,7 +549,7 @@ def _config_digest(config: Any) -> str:
 
 
 class WebDatasetLoader(EnergonDataloader):
-    """Megatron-Bridge's wrapper of energon's data loader, which is the attribute `source`."""
+    """Megatron-Bridge's wrapper of energon's data loader. The attribute `source` is energon's loader."""
 
     def __init__(self, source: Any) -> None:
         super().__init__(source)

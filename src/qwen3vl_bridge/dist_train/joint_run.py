@@ -52,7 +52,7 @@ class JoinModules(Callback):
         join_modules(get_model_config(context.model[0]), context.optimizer, sharded=sharded)
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """Check the images received in this step, and correct the number of consumed samples to a global batch.
+        """Check the images received in this step, and count one global batch as the samples consumed in it.
 
         Raises:
             ValueError: the vision ranks sent other images or videos than expected in this step.
@@ -200,7 +200,7 @@ def evaluation_arguments(state: GlobalState) -> dict[str, Any]:
 
 
 def merge_split_model[Context: (CheckpointSaveContext, CheckpointLoadContext)](ctx: Context) -> Context:
-    """Return a copy of a save or load context with which both modules save or load one complete checkpoint.
+    """Change a save or load context so that both modules save or load one complete checkpoint; return the new context.
 
     Names of tensors are unique over both modules, so a run can continue with another number of ranks, or without
     separate vision ranks. State other than tensors is saved by the first rank, with two exceptions:
@@ -217,9 +217,9 @@ def merge_split_model[Context: (CheckpointSaveContext, CheckpointLoadContext)](c
 
 
 class _JointOptimizer:
-    """The optimizer of one module, with state dicts of those optimizers in its chain that have parameters.
+    """Wrap the optimizer of one module. Its state dicts contain only chained optimizers that have parameters.
 
-    State other than tensors, such as steps, is merged from both modules. All ranks create this at the same time.
+    State other than tensors, such as steps, is merged from both modules. All ranks must create this object together.
     """
 
     is_stub_optimizer = False  # Megatron-Bridge skips an optimizer without any parameters

@@ -183,7 +183,7 @@ class Header(NamedTuple):
 
 
 class Headers(deque[Header]):
-    """Headers of the payloads of a step, which are checked as they arrive, and at the end of the step.
+    """Queue of the payload headers of a step. They are checked as they arrive, and at the end of the step.
 
     The forward pass does not wait for them. At the end of the step weights have changed, but nothing has been saved.
     """

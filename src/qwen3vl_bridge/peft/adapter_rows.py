@@ -1,8 +1,8 @@
-"""Select the layers that get adapters (`AdapterSettings`), and describe adapters by entries like the weight table's.
+"""Select the layers that get adapters (`AdapterSettings`), and describe adapters by rows as in the weight table.
 
 A layer in Megatron may be several layers in Hugging Face (q, k and v; gate and up; the four of linear attention's
-`in_proj`). Its adapter has one `linear_in`, which equals the `lora_A` of each Hugging Face layer, and one `linear_out`,
-with rows in the order of the layer's weight.
+`in_proj`). Its adapter has one `linear_in`, which equals the `lora_A` of each Hugging Face layer, and one `linear_out`.
+The rows of `linear_out` have the order of the rows of the layer's weight.
 
 Experts that share a tensor in Hugging Face have separate adapters in Megatron, and two matrices for all of them in
 `peft` (source: peft 0.21, `ParamWrapper`; vLLM reads the same). `lora_A` is [experts * dim, in], expert by expert.
@@ -83,37 +83,37 @@ class AdapterSettings:
 
 
 def _is_named(layer: str, entries: Iterable[str]) -> bool:
-    """Return whether any entry is the last part of a layer's name, or a pattern (`*` is any text) of its full name."""
+    """Return whether an entry is the last part of a layer's name, or a pattern (`*` is any text) for its full name."""
     return any(entry == _last_part(layer) or re.fullmatch(entry.replace("*", ".*"), layer) for entry in entries)
 
 
 def suggest_names(entries: Iterable[str]) -> str:
     """Return text to append to an error about names that match no layer: the names that were probably meant."""
     if any(entry in ALL_LINEAR for entry in entries):
-        return f"; all are [{','.join(LINEAR_LAYERS)}], and {','.join(OF_LINEAR_ATTENTION)} of linear attention"
+        return f"; all layers are [{','.join(LINEAR_LAYERS)}], and {','.join(OF_LINEAR_ATTENTION)} of linear attention"
     meant = dict.fromkeys(ours for entry in entries if (ours := _MEGATRON_NAMES.get(_last_part(entry))))
     return f"; did you mean {', '.join(meant)}?" if meant else ""
 
 
 def layer_name(row: WeightRow) -> str:
-    """Return the Megatron name of the linear layer whose weight an entry describes. Each expert is its own layer."""
+    """Return the Megatron name of the linear layer of a weight-table row. Each expert is a layer of its own."""
     return local_name(row.megatron).removesuffix(".weight")
 
 
 def adaptable_rows(rows: Iterable[WeightRow]) -> Iterator[WeightRow]:
-    """Yield the weight mapping entries of linear layers that can have adapters."""
+    """Yield the weight-table rows of linear layers that can have adapters."""
     return (row for row in rows if _LINEAR.search(row.megatron) and not is_mtp(row.megatron))
 
 
 def adapter_row(weight: WeightRow, kind: str, dim: int, *, fused: bool = False) -> WeightRow:
-    """Return the weight mapping entry of one parameter of an adapter.
+    """Return the weight-table row of one parameter of an adapter.
 
     Args:
-        weight: the expanded entry of the adapted weight.
-        kind: LINEAR_IN, LINEAR_OUT or MAGNITUDE. The entry of LINEAR_IN has only the first Hugging Face tensor;
-            `adapter_names` returns the names of all, which are equal.
+        weight: the expanded weight-table row of the adapted weight.
+        kind: LINEAR_IN, LINEAR_OUT or MAGNITUDE. The row of LINEAR_IN names only the first of several equal Hugging
+            Face tensors; `adapter_names` returns the names of all.
         dim: rank of the adapter.
-        fused: whether one tensor holds gate and up, or all sections. Megatron-FSDP stores adapters like this.
+        fused: whether Megatron stores gate and up, or all sections of the layer, as one tensor, as Megatron-FSDP does.
     """
     hf = adapter_names(weight, kind)
     where = {

@@ -75,7 +75,7 @@ def export_adapters(
         trust_remote_code: whether the base model may contain code. It is never run here.
 
     Raises:
-        CheckpointError: the source, the target or an option is invalid. The target is unchanged.
+        CheckpointError: the checkpoint, the target or an option is invalid. The target is unchanged.
     """
 
     def planned() -> Conversion:
@@ -142,12 +142,12 @@ def merge_adapters(
         base_model: folder or hub id of a Hugging Face model, or a Megatron checkpoint: the run's initial weights. None
             for the weights that the run names.
         torch_dtype: "float32", "float16" or "bfloat16" to cast the weights; None for the dtypes of `base_model`.
-        drop_vocab_padding: whether to drop rows beyond the vocabulary that are not zero, as after training with a
-            padded vocabulary; otherwise they are an error.
+        drop_vocab_padding: whether to drop embedding rows beyond the vocabulary that are not zero, as after training
+            with a padded vocabulary; otherwise they are an error.
         trust_remote_code: whether `base_model` may contain code. It is never run here.
 
     Raises:
-        CheckpointError: the source, the target or an option is invalid. The target is unchanged.
+        CheckpointError: a checkpoint, the target or an option is invalid. The target is unchanged.
     """
 
     def planned() -> Conversion:
@@ -177,7 +177,7 @@ def _open_base(run: StoredAdapters, base_model: str | Path | None, *, trust_remo
     name = str(base_model or run.base)
     if not name:
         raise CheckpointError(
-            f"{run.folder}: its run_config.yaml names no initial weights; name them with --base-model"
+            f"{run.folder}: its run_config.yaml does not name the initial weights; set --base-model to them"
         )
     path = expanded(name)
     try:
@@ -187,7 +187,7 @@ def _open_base(run: StoredAdapters, base_model: str | Path | None, *, trust_remo
             base = open_model(name, trust_remote_code=trust_remote_code)
     except CheckpointError as error:
         if base_model is None:
-            raise CheckpointError(f"the run's initial weights: {error}; give --base-model to name others") from error
+            raise CheckpointError(f"the run's initial weights: {error}; set --base-model to use others") from error
         raise
     check_same_model(base.config, run.config)
     return base
@@ -205,7 +205,7 @@ def _padding(run: StoredAdapters, base: StoredModel, *, drop: bool) -> list[str]
 
 
 def _plan(run: StoredAdapters, base: StoredModel, dtype: str | None) -> tuple[Plan, TensorSource]:
-    """Return the conversion plan of the merged model, and the source of the tensors that the plan reads."""
+    """Return the conversion plan of the merged model, and the `TensorSource` that the plan reads from."""
     target, rows = HuggingFace(base.config.dimensions), base.rows
     dtypes = dict(dtype=dtype, float32_as=base.float32_in_export(dtype))
     plan = make_plan(rows, base.layout, target, base.tensors.specs, where=str(base.folder), **dtypes)
@@ -267,16 +267,16 @@ class MergedWeight:
 
     @property
     def name(self) -> str:
-        """Return the name of the merged weight in the conversion plan, which differs for other scales."""
+        """Return the name of the merged weight in the conversion plan. It contains the scale."""
         return f"{self.weight.target.name}, merged with {self.scale!r}"
 
 
 class MergedTensorSource:
-    """A source of tensors that combines several sources with merged weights.
+    """A `TensorSource` that combines the tensors of several sources with merged weights.
 
-    If sources have a tensor of the same name, the last source is read. A merged weight is computed when it is read, and
-    stored in an unnamed file until the next merged weight is read. Reading two of them alternately computes them
-    repeatedly.
+    If several sources contain a tensor of the same name, the last source is read. A merged weight is computed when it
+    is read, and stored in an unnamed file until the next merged weight is read. Reading two merged weights in turn
+    computes them repeatedly.
     """
 
     def __init__(self, sources: Sequence[TensorSource], merges: Iterable[MergedWeight]) -> None:

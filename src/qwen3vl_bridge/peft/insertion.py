@@ -1,6 +1,6 @@
-"""Insert adapters into a model chunk: ours, or Megatron-Bridge's LoRA, VLMLoRA, DoRA and CanonicalLoRA.
+"""Insert adapters into a model chunk: of our classes, or of Megatron-Bridge's LoRA, VLMLoRA, DoRA and CanonicalLoRA.
 
-Megatron-Bridge inserts adapters by a walk over modules, and delegates it to a module with a method `map`
+Megatron-Bridge walks over modules to insert adapters, and calls the method `map` of a module that has one
 (`megatron.bridge.peft.walk_utils.map`). `VisionLanguageModel.map` is `map_modules`, so all callers use this module. The
 `transform` of a class decides which layers get adapters; ours uses `adapter_rows.AdapterSettings.adapts`.
 
@@ -192,7 +192,7 @@ def require_grad_on_recompute_inputs(chunk: MegatronModule) -> None:
     """Make the inputs of blocks with recomputation require gradients if the block has trained parameters.
 
     A recomputed function and its parameters get no gradient if none of its inputs requires a gradient. Megatron-Bridge
-    handles this only if the text model recomputes and no base weight is trained, and then for both towers.
+    prevents this only if the text model recomputes and no base weight is trained, and then in the vision tower too.
     """
     for block in chunk.modules():
         if isinstance(block, TransformerBlock) and block.config.recompute_granularity is not None:
@@ -251,7 +251,7 @@ def _check_adapters(chunk: MegatronModule, peft: PEFT) -> None:
     if OUTPUT_LAYER in adapted and chunk.share_embeddings_and_output_weights:
         raise ValueError(
             f"{kind} adapts {OUTPUT_LAYER}, whose weight is tied to the embedding here, so that nothing can be merged "
-            "into it; expected it in exclude_modules, or target_modules without it"
+            "into it; add it to exclude_modules, or remove it from target_modules"
         )
     for local, module in adapted.items():
         name, component = _full_name(local, chunk), component_of(local)
@@ -262,21 +262,21 @@ def _check_adapters(chunk: MegatronModule, peft: PEFT) -> None:
         ):
             raise ValueError(
                 f"{kind} adapts queries, keys and values of {name} separately, but its weight also holds the rows of "
-                "gates: expected another kind, such as qwen3vl_bridge.Qwen3VLLoRA, or target_modules without linear_q, "
-                "linear_k, linear_v"
+                "gates: use another class, such as qwen3vl_bridge.Qwen3VLLoRA, or remove linear_q, linear_k and "
+                "linear_v from target_modules"
             )
         if isinstance(module, LoRALinearSplitQKV | LoRALinearSplitFC1UpGate):
             missing = [key.removeprefix("adapter_") for key, adapter in module.adapter.items() if adapter is None]
             targets = (f"{name.rpartition('.')[2]}_{key}".replace("linear_qkv_", "linear_") for key in missing)
             if missing:
                 raise ValueError(
-                    f"{kind} adapts a part of {name}, whose forward needs adapters on all of them; expected "
-                    f"target_modules with {', '.join(targets)} too, or without any of them"
+                    f"{kind} adapts only a part of {name}, but its forward pass needs adapters on all parts: add "
+                    f"{', '.join(targets)} to target_modules, or remove the other parts"
                 )
         if is_expert_layer(name):
             if isinstance(peft, DoRA):
                 raise ValueError(
-                    f"{kind} adapts {name}, and Hugging Face's peft does not support DoRA on experts; expected "
+                    f"{kind} adapts {name}, and Hugging Face's peft does not support DoRA on experts; use "
                     "target_modules that match no layer of experts, or qwen3vl_bridge.Qwen3VLDoRA, which skips them"
                 )
             check_expert_tensor_parallelism(config)
@@ -289,6 +289,6 @@ def _check_adapters(chunk: MegatronModule, peft: PEFT) -> None:
             flag = f"freeze_{component.value}"
             raise ValueError(
                 f"{flag} is False, and {name} has an adapter: its base weight would be trained but not saved in "
-                f"Megatron-Bridge's checkpoints; expected {flag}=True, target_modules of other components (such as "
-                "'*language_model*.linear_qkv'), or qwen3vl_bridge.Qwen3VLLoRA, which saves both"
+                f"Megatron-Bridge's checkpoints; set {flag}=True, select target_modules of other components (such as "
+                "'*language_model*.linear_qkv'), or use qwen3vl_bridge.Qwen3VLLoRA, which saves both"
             )

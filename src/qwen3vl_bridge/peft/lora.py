@@ -110,7 +110,7 @@ class Qwen3VLAdapters:
         return model
 
     def match(self, m: nn.Module, name: str | None = None, prefix: str | None = None) -> tuple[str, str] | None:
-        """Return the full name of a layer that gets an adapter, twice: Megatron-Bridge expects (entry, name)."""
+        """Return (name, name) with the full name of a layer that gets an adapter. Megatron-Bridge expects two names."""
         layer = f"{prefix}.{name}" if prefix else name or ""
         return (layer, layer) if self.settings.adapts(layer) else None
 
@@ -120,7 +120,7 @@ class Qwen3VLAdapters:
             chunk.freeze(**{flag: getattr(self, flag) or not training for flag in _FREEZE})
 
     def set_params_to_save(self, model: Any) -> None:
-        """Record the names of trained parameters, with the wrapper `to_wrap` and as in checkpoints without it."""
+        """Record the names of trained parameters, both with the wrapper `to_wrap` and without it, as in checkpoints."""
         super().set_params_to_save(model)
         self.params_to_save |= {name.replace(".to_wrap.", ".") for name in self.params_to_save}
 
@@ -146,7 +146,7 @@ class Qwen3VLAdapters:
 
     @property
     def layers_differ(self) -> bool:
-        """Return whether some layers of a tower may have adapters and others not."""
+        """Return whether some layers of the vision tower or the text model may have adapters while others have none."""
         return any("." in entry or "*" in entry for entry in (*self.target_modules, *self.exclude_modules))
 
     def to_cfg_dict(self) -> dict[str, Any]:
@@ -185,23 +185,23 @@ class Qwen3VLAdapters:
         if self.adapt_experts and not experts:
             raise ValueError(
                 f"adapt_experts is True, and none of the {len(adapted)} adapted layers belongs to experts: expected "
-                "adapt_language_model=True, a model with experts, and target_modules that match theirs"
+                "adapt_language_model=True, a model with experts, and target_modules that match their layers"
             )
         adapted_fields = [field for field in _ADAPT if getattr(self, field)]
         asked_for = [] if self.target_modules == list(LINEAR_LAYERS) else self.target_modules or []  # not the default
         separate = {entry: replace(self.settings, target_modules=(entry,)) for entry in asked_for}
         if idle := [entry for entry, settings in separate.items() if not any(map(settings.adapts, layers))]:
-            hint = "" if self.adapt_experts else " (experts' need adapt_experts=True)"
+            hint = "" if self.adapt_experts else " (layers of experts need adapt_experts=True)"
             raise ValueError(
                 f"target_modules {idle} match no linear layer of the adapted components, "
                 f"{adapted_fields}{hint}{suggest_names(idle)}"
             )
         if idle := [f for f in adapted_fields if not any(component_of(layer) is _ADAPT[f] for layer in adapted)]:
             raise ValueError(
-                f"{', '.join(idle)} is True, but target_modules {self.target_modules} match no layer there"
+                f"{', '.join(idle)} is True, but target_modules {self.target_modules} match no layer of that component"
             )
         if not adapted:
-            raise ValueError(f"nothing would be adapted; expected one of {', '.join(_ADAPT)} to be True")
+            raise ValueError(f"nothing would be adapted; set one of {', '.join(_ADAPT)} to True")
 
 
 @dataclass
@@ -219,7 +219,7 @@ class Qwen3VLLoRA(Qwen3VLAdapters, VLMLoRA):
             if getattr(self, name):
                 raise ValueError(f"{name} is True, expected False: each expert has its own adapters, or none")
         if not self.share_expert_adapters and not self.adapt_experts:
-            raise ValueError("share_expert_adapters is False, expected adapt_experts=True with it")
+            raise ValueError("share_expert_adapters is False, which requires adapt_experts=True")
         super().check(provider)
 
 

@@ -1,7 +1,7 @@
 """Export the adapters of a running model as Hugging Face tensors, alone or merged into weights.
 
-Megatron-Bridge gathers the parameters of each adapter from the ranks. They are converted by the same weight-table
-entries as adapters in checkpoints (`adapter_rows.py`).
+Megatron-Bridge gathers the parameters of each adapter from the ranks. They are converted with the same weight-table
+rows (`adapter_rows.py`) as the adapters in checkpoints.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class AdapterConversion(OpenPeftBridge):
     - supports one adapter for q, k, v, where CanonicalLoRA has three,
     - drops DoRA's magnitudes, in adapters and in merged weights,
     - numbers experts that are separate modules from 0 on each rank,
-    - merges adapters of experts transposed into input-major tensors, and its own into the experts of other ranks,
+    - merges adapters of experts into input-major tensors untransposed, and also into the experts of other ranks,
     - packs adapters of experts in another order than `peft` reads.
     """
 
@@ -113,8 +113,8 @@ class AdapterConversion(OpenPeftBridge):
         `experts.base_layer` for gate and up, and `experts` for the down projection.
 
         Raises:
-            ValueError: the adapters are DoRA's, because callers expect two matrices; or `expand_shared_outer` is set,
-                an argument of megatron-bridge since 0.7.
+            ValueError: the model has DoRA adapters, but callers expect two matrices per adapter; or
+                `expand_shared_outer` (an argument since megatron-bridge 0.7) is set.
         """
         _check_expert_names(expand_shared_outer)
         chunks = megatron_model if isinstance(megatron_model, list) else [megatron_model]
@@ -127,7 +127,7 @@ class AdapterConversion(OpenPeftBridge):
         return (HFWeightTuple(name, weight.cpu() if cpu else weight) for name, weight in weights.items())
 
     def _row(self, layer: str, experts: ExpertLayout | None = None) -> WeightRow:
-        """Return the expanded weight mapping entry of the weight of the layer named `layer`."""
+        """Return the expanded weight-table row of the layer named `layer`."""
         for row in family(self.family).rows(experts):
             if match := re.fullmatch(re.escape(layer_name(row)).replace(r"\*", r"(\d+)"), layer):
                 return row.with_indices(*map(int, match.groups()))
@@ -350,7 +350,7 @@ def _fuse_adapters(adapters: list[AdapterWeight]) -> Factors:
 
 
 def _split_rows(row: WeightRow, whole: Factors, dims: Dimensions) -> dict[str, Factors]:
-    """Split the adapter of a fused layer into adapters of its Hugging Face weights, which differ in the rows of `b`."""
+    """Split the adapter of a fused layer into one for each Hugging Face weight: the same `a`, and its rows of `b`."""
     b, size = whole.b, parallel_state.get_tensor_model_parallel_world_size()
     if size > 1 and len(row.stored_names) > 1 and not is_expert_layer(row.megatron):
         # Tensor-parallel ranks are concatenated, each with its rows of every section.
@@ -389,6 +389,6 @@ def _common_scale(tasks: dict[str, list[AdapterWeightConversionTask]]) -> float 
 
 
 def _dora_layers(megatron_model: list[MegatronModule]) -> dict[str, DoRALinear]:
-    """Return layers under DoRA by name. DoRA requires one pipeline stage, so these are names in the full model."""
+    """Return the layers under DoRA, by name. DoRA requires one pipeline stage, so the names are of the full model."""
     named = (each for chunk in unwrap_model(megatron_model) for each in chunk.named_modules())
     return {name: module for name, module in named if isinstance(module, DoRALinear)}

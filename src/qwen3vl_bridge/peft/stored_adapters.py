@@ -1,4 +1,4 @@
-"""Read the adapters in a run's checkpoint: their settings, from its run_config.yaml, and their tensors."""
+"""Read the adapters in a run's checkpoint: the settings in its run_config.yaml, and the tensors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def adapter_settings(config: dict[str, Any], folder: Path) -> AdapterSettings:
     """
     peft, methods = config.get("peft"), _OURS | _BRIDGES
     if not isinstance(peft, dict):
-        raise CheckpointError(f"{folder} was saved by a run without adapters: its {RUN_CONFIG} has peft {peft!r}")
+        raise CheckpointError(f"{folder} was saved by a run without adapters: peft is {peft!r} in its {RUN_CONFIG}")
     method = peft.get("_target_")
     if not isinstance(method, str) or method not in methods:
         raise CheckpointError(f"{folder / RUN_CONFIG}: peft is {method!r}, expected one of {', '.join(methods)}")
@@ -71,12 +71,12 @@ def adapter_settings(config: dict[str, Any], folder: Path) -> AdapterSettings:
         targets, excluded = (fields[name] or [] for name in ("target_modules", "exclude_modules"))
         components = frozenset(each.value for each in Component if fields[f"adapt_{each.value}"] is True)
     except KeyError as error:
-        raise CheckpointError(f"{folder / RUN_CONFIG}: peft lacks {error}") from error
+        raise CheckpointError(f"{folder / RUN_CONFIG}: the section peft lacks the field {error}") from error
     are_names = all(isinstance(x, list) and all(isinstance(name, str) for name in x) for x in (targets, excluded))
     if type(dim) is not int or dim < 1 or type(alpha) not in (int, float) or not are_names:
         raise CheckpointError(
             f"{folder / RUN_CONFIG}: peft has dim {dim!r}, alpha {alpha!r}, target_modules {targets!r} and "
-            f"exclude_modules {excluded!r}; expected a whole number of at least 1, a number, and lists of names"
+            f"exclude_modules {excluded!r}; expected a whole number above 0, a number, and two lists of names"
         )
     return AdapterSettings(dim, alpha, methods[method], components, tuple(targets), tuple(excluded), experts is True)
 
@@ -85,8 +85,8 @@ def check_complete_model(folder: Path) -> None:
     """Raise CheckpointError if a checkpoint contains only adapters instead of a complete model."""
     if (folder / RUN_CONFIG).is_file() and read_run_config(folder).get("peft") is not None:
         raise CheckpointError(
-            f"{folder} holds only the adapters and other parameters that a run trained, expected a complete model; "
-            "`qwen3vl adapters merge` makes one of it"
+            f"{folder} holds only the adapters and other parameters that a run trained, expected a complete model: "
+            "use `qwen3vl adapters merge` to write one"
         )
 
 
@@ -101,13 +101,13 @@ def check_same_adapters(folder: Path, peft: Any, *, compare: bool = True) -> Non
     theirs = read_run_config(folder).get("peft") or {}
     if peft is not None and not theirs:
         raise CheckpointError(
-            f"{folder} was saved by a run without adapters, and peft is a {type(peft).__name__}: expected another "
-            f"folder as checkpoint.save and checkpoint.load; checkpoint.pretrained_checkpoint={folder.parent} begins "
-            "with that run's weights"
+            f"{folder} was saved by a run without adapters, and peft is a {type(peft).__name__}: set another "
+            "folder as checkpoint.save and checkpoint.load. To begin with that run's weights, set "
+            f"checkpoint.pretrained_checkpoint={folder.parent}"
         )
     if peft is None and theirs:
         raise CheckpointError(
-            f"{folder} was saved by a run with {theirs.get('_target_')}, this run has no adapters: expected the same "
+            f"{folder} was saved by a run with {theirs.get('_target_')}, this run has no adapters: set the same "
             "peft, or another folder as checkpoint.save and checkpoint.load"
         )
     ours = peft.to_cfg_dict() if compare and peft is not None else theirs
@@ -130,7 +130,7 @@ class StoredAdapters:
     hf_model: str  # name or folder of the Hugging Face model; empty if unknown
 
     def layers(self, experts: ExpertLayout = ExpertLayout.INPUT_MAJOR) -> list[WeightRow]:
-        """Return the weight mapping entries of all layers with adapters. Their order does not depend on `experts`."""
+        """Return the weight-table rows of all layers with adapters. Their order does not depend on `experts`."""
         return [row for row in adaptable_rows(self.config.rows(experts)) if self.settings.adapts(layer_name(row))]
 
     @property
@@ -140,7 +140,7 @@ class StoredAdapters:
         layouts = [TorchDist(dimensions, named, local) for named in (frozenset(), _NAMED) for local in both]
 
         def possible_names(row: WeightRow) -> set[str]:
-            """Return the names that the tensors of an entry may have, in all checkpoint formats and layer specs."""
+            """Return the names that the tensors of a row may have, in all checkpoint formats and layer specs."""
             return {*row.stored_names, *map(local_name, row.stored_names), *(layout.name(row)[0] for layout in layouts)}
 
         return {row.megatron for row in self.config.rows() if possible_names(row) & self.tensors.specs.keys()}
@@ -151,14 +151,14 @@ class StoredAdapters:
         return {name: spec for name, spec in self.tensors.specs.items() if ADAPTER_MARK not in name}
 
     def rows(self, experts: ExpertLayout = ExpertLayout.INPUT_MAJOR) -> list[WeightRow]:
-        """Return the weight mapping entries of the parameters of all adapters that the settings require."""
+        """Return the weight-table rows of the parameters of all adapters that the settings require."""
         # In checkpoints of Megatron-FSDP, gate and up of an adapter, or its sections, are one tensor.
         dim, names = self.settings.dim, self.tensors.specs
         return [adapter_row(layer, kind, dim, fused=f"{layer_name(layer)}{ADAPTER_MARK}{kind}" in names)
                 for layer in self.layers(experts) for kind in self.settings.kinds]  # fmt: skip
 
     def layout(self, rows: Collection[WeightRow]) -> TensorLayout:
-        """Return the layout in which the checkpoint stores the parameters of `rows` (weight mapping entries)."""
+        """Return the tensor layout in which the checkpoint stores the parameters of `rows`, weight-table rows."""
         return find_layout(self.ckpt_format, rows, self.config.dimensions, self.tensors.specs)
 
     def plan(self, dtype: str | None = None, experts: ExpertLayout = ExpertLayout.INPUT_MAJOR) -> Plan:
@@ -167,7 +167,7 @@ class StoredAdapters:
         `peft` has one copy of `linear_in` for each Hugging Face layer. The plan contains only the first copy.
 
         Raises:
-            CheckpointError: tensors are missing, unexpected or misshapen; it lists them.
+            CheckpointError: tensors are missing, unexpected or misshapen. The message lists them.
         """
         rows, adapters = self.rows(experts), {n: spec for n, spec in self.tensors.specs.items() if ADAPTER_MARK in n}
         target = HuggingFace(self.config.dimensions)
@@ -212,8 +212,8 @@ def open_adapters(
             raise CheckpointError(
                 f"{folder} was saved by {ranks} tensor-parallel ranks, and stores {mixed[0]} as one tensor in which "
                 "each rank's rows of gate and up (or of the sections of linear attention) follow those of the rank "
-                "before, so they cannot be separated. Expected one tensor-parallel rank, or "
-                f"checkpoint.ckpt_format={megatron.TORCH_DIST}"
+                "before, so they cannot be separated. Train with one tensor-parallel rank, or "
+                f"with checkpoint.ckpt_format={megatron.TORCH_DIST}"
             )
     return stored
 
@@ -225,8 +225,8 @@ def _config(folder: Path, base_model: str | Path | None, base: str, *, trust_rem
         return own
     if not (name := base_model or base):
         raise CheckpointError(
-            f"{folder} has no {megatron.HF_FILES}/config.json, and its run names no initial weights; name the base "
-            "model with --base-model"
+            f"{folder} has no {megatron.HF_FILES}/config.json, and its run names no initial weights; set "
+            "--base-model to the base model"
         )
     if megatron.is_megatron_checkpoint(path := expanded(name)):
         config = ModelConfig(megatron.find_iteration(path) / megatron.HF_FILES)

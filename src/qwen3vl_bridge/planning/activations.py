@@ -38,7 +38,7 @@ from qwen3vl_bridge.weights.rows import Component, Dimensions
 
 # Bytes of a norm's statistic, of attention's log-sum-exp, of an index, and of a float32 element.
 _STATISTIC, _LOGSUMEXP, _INDEX, _FLOAT = 4, 4, 8, 4
-_PAIRS_OF_PIECE = 2048  # of sparse attention: `PIECE` in `models/qwen4_exp/sparse_kernels.py`
+_PAIRS_OF_PIECE = 2048  # `PIECE` of sparse attention, in `models/qwen4_exp/sparse_kernels.py`
 _SORTED_PAIR = 32  # bytes that torch.sort needs for each int32 on a GPU; measured on the fake GPU
 # Saved tensors that each of `recompute_modules` frees, by the beginnings of their names.
 _FREED_BY_RECOMPUTATION = {
@@ -169,8 +169,8 @@ def saved_by_attention(local: LocalSizes) -> SavedTensors:
         saved |= {"gate: input": local.q * e, "gate": local.q * (e if local.kernels else _FLOAT)}
         saved["linear_proj: input"] *= local.saves_input("linear_proj")
     if local.is_sparse:
-        # In int32 the selected blocks, with kernels also each query's own block and the number of blocks. The token of
-        # each query. The first token of each block of the batch.
+        # Saved for each query: the selected blocks in int32 (with kernels also its own block and the number of blocks),
+        # and the index of its token. Kernels also save the first token of each block in the batch.
         saved["selected blocks"] = (dims["index_budget"] // dims["index_block"] + 2 * local.kernels) * 4 + _INDEX
         saved["first tokens of blocks"] = _INDEX / dims["index_block"] * layout.cp * local.kernels
         if not local.kernels:
@@ -595,8 +595,8 @@ def _text_layer(local: LocalSizes, *, moe: bool, slots: float | None = None) -> 
     if slots is None:
         before, attention_gradients = saved_by_attention(local), 0.0
         if local.is_sparse and kernels:
-            # Gradients of outputs and queries, and either the sort of pairs of queries and blocks, or sorted queries
-            # and the gradients of keys and values: of pieces in float32, and their sums.
+            # Gradients of outputs and queries are in memory together with the larger of these: buffers to sort pairs of
+            # queries and blocks; or sorted queries, gradients of keys and values in float32 by piece, and their sums.
             # Source: `models/qwen4_exp/sparse_kernels.py`.
             blocks, pieces = 1 + dims["index_budget"] // dims["index_block"], layout.cp / dims["index_block"]
             pieces += blocks / _PAIRS_OF_PIECE
@@ -620,7 +620,7 @@ def _text_layer(local: LocalSizes, *, moe: bool, slots: float | None = None) -> 
     # What the MLP saved is freed before attention's backward pass.
     largest = max(_expert_buffers(local) if moe else mlp_gradients, attention_gradients - sum(mlp.values()) / local.e)
     if local.streams:
-        # A gated residual computes normalized streams and gates again, and their gradients.
+        # The backward pass of a gated residual recomputes normalized streams and gates, and computes their gradients.
         largest = max(largest, 5 * local.residual - sum(mlp.values()) / local.e)
     return LayerActivations(before | mlp, local.residual * local.e, (largest + 2 * local.residual) * local.e)
 
@@ -676,13 +676,13 @@ def _multi_token_prediction(local: LocalSizes, chunk: PipelineChunk, *, loss_in_
     applies the output layer a second time.
     """
     received = local.h * local.e * (not chunk.pre_process)
-    if local.streams:  # next tokens are behind the streams of each token, and both are copied from there
+    if local.streams:  # received as one tensor: next tokens after the streams of each token; both are copied from it
         received += local.residual * local.e * (not chunk.pre_process) + received
     if not chunk.post_process:
         return received, 0.0
     layer = _text_layer(local, moe=bool(local.dims["mtp_experts"]))
     around = saved_around_mtp_layer(local, received=not chunk.pre_process)
-    if local.streams:  # full recomputation is of the layer alone
+    if local.streams:  # full recomputation covers only the layer
         stored, temporary = _apply_recomputation([layer], local.training.recompute)
         stored += sum(around.values())
     else:

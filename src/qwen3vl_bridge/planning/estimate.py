@@ -32,7 +32,7 @@ class StageEstimate:
     layers: int  # number of text layers
     states: ModelStates
     activations: Mapping[str, float]  # stored by the microbatches in flight, by module
-    in_flight: tuple[int, ...]  # number of microbatches in flight of each chunk
+    in_flight: tuple[int, ...]  # number of microbatches in flight, for each chunk
     temporary: float  # while a layer or the loss is computed
 
     @property
@@ -95,8 +95,8 @@ def check_trainable(
     if vision_layout is not None:
         if not family(dims.family).dist_train:
             raise ValueError(
-                f"{dims.family} does not support separate vision ranks, expected the vision tower on the language "
-                "model's ranks"
+                f"{dims.family} does not support separate vision ranks; keep the vision tower on the ranks of the "
+                "language model"
             )
         if layout.cp > 1 or (layout.vpp or 1) > 1:
             raise ValueError(
@@ -132,7 +132,7 @@ def check_trainable(
     if training.sharding.is_fsdp and dims.sizes.get("ple") and layout.ep * layout.expert_tp > 1:
         raise ValueError(
             f"ep * etp is {layout.ep * layout.expert_tp} with {training.sharding.value}, expected 1: Megatron-FSDP "
-            "does not support n-gram tables that ranks share"
+            "does not support an n-gram table that is divided over ranks"
         )
     if dims.sizes.get("streams"):
         if training.overlaps_experts:
@@ -141,8 +141,8 @@ def check_trainable(
             )
         if "layernorm" in training.recompute.modules:
             raise ValueError(
-                "recompute_modules has 'layernorm', expected none: gated residuals are in the place of norms, and are "
-                "always recomputed"
+                "recompute_modules has 'layernorm', remove it: this model has gated residuals in the place of norms, "
+                "and always recomputes them"
             )
     if training.lora is not None:
         known = {name for layers in group_layers_by_kind(dims) for name in adapter_sizes(dims, layers[0])}
@@ -155,7 +155,7 @@ def check_trainable(
         raise ValueError("this model has no multi-token prediction to train; omit --mtp")
     moe = {"moe", "moe_act"} & training.recompute.modules
     if moe and not dims.indices["moe_layers"]:
-        raise ValueError(f"recompute_modules has {sorted(moe)}, expected neither: this model has no experts")
+        raise ValueError(f"recompute_modules has {sorted(moe)}, remove them: this model has no experts")
     if "mlp" in training.recompute.modules and not dims.indices["dense_layers"]:
         raise ValueError("recompute_modules has 'mlp', expected 'moe': every layer of this model has experts")
 
@@ -235,7 +235,7 @@ def _estimate_stage(
 
 
 def add_next_microbatch(activations: Activations) -> Activations:
-    """Return `activations` plus the memory of the next microbatch, which overlaps with this one on a single stage.
+    """Add the memory of the next microbatch, which overlaps with this one if there is a single pipeline stage.
 
     megatron-core's combined schedule has already run the vision tower of the next microbatch, and allocates its text
     layers while those of this microbatch are freed.
@@ -248,9 +248,9 @@ def add_next_microbatch(activations: Activations) -> Activations:
 def microbatches_in_flight(
     layout: ParallelLayout, stage: int, microbatches: int, chunk_bytes: Sequence[float], *, one_ahead: bool = False
 ) -> tuple[int, ...]:
-    """Return the number of microbatches of each chunk that a pipeline stage holds at its peak.
+    """Return how many microbatches each chunk of a pipeline stage has in flight at the memory peak of the stage.
 
-    The order is that of megatron-core's schedules: 1F1B (Narayanan et al., arXiv 2006.09503) and interleaved 1F1B
+    Passes run in the order of megatron-core's schedules: 1F1B (Narayanan et al., arXiv 2006.09503) and interleaved 1F1B
     (arXiv 2104.04473).
 
     Args:

@@ -1,7 +1,7 @@
 """Estimate the memory of a run from its Megatron-Bridge `ConfigContainer`.
 
-Settings that change memory and are not modeled raise ValueError. The configuration is read through attributes only:
-importing its classes would import Megatron.
+Settings with an effect on memory that the planner does not know raise ValueError. The configuration is read through
+attributes only: importing its classes would import Megatron.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from qwen3vl_bridge.planning.training_settings import (
 )
 from qwen3vl_bridge.weights.rows import Component
 
-# Settings that the planner does not model, by section, with the values that do not change memory.
+# Settings with an effect on memory that the planner does not know, by section, with the values that have no effect.
 _NOT_MODELED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "model": {
         "fp16": (False,), "fp4": (None, False), "fp32_residual_connection": (False,),
@@ -52,15 +52,15 @@ def estimate_run(cfg: Any, world_size: int) -> MemoryEstimate:
     """Estimate the memory of each rank of a run. The configuration need not be finalized, and is not changed.
 
     Raises:
-        ValueError: A setting changes memory and is not modeled, or a setting is invalid.
+        ValueError: A setting has an effect on memory that the planner does not know, or a setting is invalid.
     """
     for section, settings in _NOT_MODELED.items():
         for name, modeled in settings.items():
             value = getattr(getattr(cfg, section, None), name, modeled[0])
             if value not in modeled:
                 raise ValueError(
-                    f"{section}.{name} is {value!r}, expected {modeled[0]!r}: the planner does not model the memory of "
-                    "other values"
+                    f"{section}.{name} is {value!r}, expected {modeled[0]!r}: the planner does not know the effect of "
+                    "other values on memory"
                 )
     dims, training = cfg.model.dimensions().with_vocab(cfg.model.padded_vocab_size), _training_settings(cfg)
     layout, vision_layout = read_layouts(cfg, world_size)
@@ -108,7 +108,7 @@ def checkpoint_bytes(cfg: Any) -> int:
 
 
 def propose_for_run(cfg: Any, plan: MemoryEstimate, gpu: Gpu) -> list[MemoryEstimate]:
-    """Return estimates of parallel layouts that fit, for the rows, number of GPUs and sharding of an estimated run.
+    """Return estimates of parallel layouts that fit into `gpu`, with the rows, number of GPUs and sharding of `plan`.
 
     Raises:
         ValueError: No layout is possible.
@@ -220,7 +220,9 @@ def _fp8(cfg: Any) -> Fp8Settings | None:
         return None
     recipe = getattr(source.fp8_recipe, "value", source.fp8_recipe)
     if recipe not in _FP8_RECIPES:
-        raise ValueError(f"fp8_recipe is {recipe!r}, expected one of {', '.join(_FP8_RECIPES)}: no other is modeled")
+        raise ValueError(
+            f"fp8_recipe is {recipe!r}, expected one of {', '.join(_FP8_RECIPES)}, which the planner supports"
+        )
     bf16_ends = bool(source.first_last_layers_bf16)
     return Fp8Settings(
         multiple=32 if recipe == "mxfp8" else 16,
@@ -251,14 +253,18 @@ def _lora(peft: Any) -> LoraSettings | None:
         return None
     kinds = {base.__name__ for base in type(peft).__mro__}
     if not kinds & {"Qwen3VLLoRA", "Qwen3VLDoRA"}:
-        raise ValueError(f"peft is a {type(peft).__name__}, expected Qwen3VLLoRA or Qwen3VLDoRA: no other is modeled")
+        raise ValueError(
+            f"peft is a {type(peft).__name__}, expected Qwen3VLLoRA or Qwen3VLDoRA, which the planner supports"
+        )
     expected = {f"freeze_{part.value}": True for part in Component} | {"dropout": 0.0, "exclude_modules": []}
     expected |= {f"adapt_{part.value}": part is Component.LANGUAGE_MODEL for part in Component} | {
         "adapt_experts": False
     }
     for name, value in expected.items():
         if (actual := getattr(peft, name)) != value:
-            raise ValueError(f"peft.{name} is {actual!r}, expected {value!r}: the planner models no other value")
+            raise ValueError(
+                f"peft.{name} is {actual!r}, expected {value!r}: the planner does not support other values"
+            )
     if unknown := set(peft.target_modules) - set(LINEAR_LAYERS):
         raise ValueError(f"peft.target_modules has {sorted(unknown)}, expected some of {list(LINEAR_LAYERS)}")
     targets = tuple(name for name in LINEAR_LAYERS if name in peft.target_modules)

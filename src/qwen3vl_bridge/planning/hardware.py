@@ -28,7 +28,7 @@ class Gpu:
     memory_bytes: int  # available to a process, including the CUDA context
     bf16_flops: float  # peak for dense bfloat16 matrices, FLOP/s
     gpus_per_node: int
-    major: int = 9  # of its compute capability
+    major: int = 9  # major version of the compute capability
 
 
 GPUS: Mapping[str, Gpu] = {
@@ -50,7 +50,7 @@ def find_gpu(name: str) -> Gpu:
     gpu = {known.lower(): gpu for known, gpu in GPUS.items()}.get(name.lower())
     if gpu is None:
         raise ValueError(
-            f"unknown GPU {name!r}, expected one of {', '.join(GPUS)}; for another, `qwen3vl plan` has --gpu-memory"
+            f"unknown GPU {name!r}, expected one of {', '.join(GPUS)}; for another use --gpu-memory of `qwen3vl plan`"
         )
     return gpu
 

@@ -26,7 +26,7 @@ _EMBEDDING = "language_model.embedding.word_embeddings.weight"
 _REPLICATED = ("norm.", "_norm_", "mlp.router.", "linear_proj.bias", "linear_fc2.bias")
 # Indices of the weight table that count text layers.
 _LAYERS = ("text_layers", "dense_layers", "moe_layers", "linear_layers", "full_layers", "ple_layers")
-# Kinds of parameters that EP * ETP ranks share. They belong to the language model, and are frozen with it.
+# Kinds of parameters that are divided over EP * ETP ranks. They belong to the language model, and are frozen with it.
 _SHARED_BY_EXPERT_RANKS = ("experts", NGRAM_TABLE)
 # Under ZeRO-3: elements of unsharded gradients that wait to be reduced. Half as many weights are gathered in advance.
 # Source: megatron-core 0.19, Megatron-FSDP's `suggested_communication_unit_size`.
@@ -37,7 +37,7 @@ STORED_BYTES = 12
 
 @functools.cache
 def _counted_rows(family_name: str) -> tuple[tuple[WeightRow, str, bool], ...]:
-    """Return (entry, kind, replicated) for each weight mapping entry (`WeightRow`) of a family.
+    """Return (weight-table row, kind, replicated) for each row of the weight table of a family.
 
     The kind is a value of `Component`, "experts" or "ngram_table". Replicated parameters are not sharded by tensor
     parallelism.
@@ -55,8 +55,8 @@ def count_parameters(
 ) -> Counter[str]:
     """Return the number of parameters of a pipeline chunk on one rank, by component.
 
-    Experts and n-gram tables are counted separately. Hash heads have slightly different numbers of rows; a rank is
-    assumed to have an equal share of all.
+    Experts and n-gram tables are counted separately. The hash heads of an n-gram table have slightly different numbers
+    of rows; a rank is assumed to have an equal share of the table.
 
     Args:
         counted: returns True for the Megatron names of parameters to count; None for all.
@@ -88,7 +88,7 @@ def count_parameters(
 
 
 def _table_parameters(dims: Dimensions, chunk: PipelineChunk) -> int:
-    """Return the number of parameters of the n-gram tables of the layers of a pipeline chunk."""
+    """Return the number of parameters of all n-gram tables in a pipeline chunk."""
     return sum(
         dims["ngram_dim"] * sum(ngram_head_sizes(dims, index))
         for index, layer in enumerate(dims.indices["ple_layers"])
@@ -187,7 +187,7 @@ def estimate_states(
 
     # Ranks with the same weights (for experts: with the same experts) share gradients and optimizer state.
     copies, expert_copies = layout.dp * layout.cp, layout.world // (layout.pp * layout.ep * layout.expert_tp)
-    # An n-gram table that no ranks share is an ordinary parameter.
+    # An n-gram table that is not divided over ranks is an ordinary parameter.
     like_experts = _SHARED_BY_EXPERT_RANKS if layout.ep * layout.expert_tp > 1 else ("experts",)
 
     def number_like_experts(count: Counter[str]) -> int:

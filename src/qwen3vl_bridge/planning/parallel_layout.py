@@ -117,9 +117,9 @@ class ParallelLayout:
         per_stage, rest = divmod(remaining, free) if free else (0, remaining)
         if rest or per_stage < 0:
             raise ValueError(
-                f"{remaining} layers for {free} pipeline stages, expected a multiple of the stages; or uneven stages: "
-                "num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage, "
-                "account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split"
+                f"{remaining} layers cannot be divided evenly over {free} pipeline stages: change the number of "
+                "stages, or set num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage, "
+                "account_for_embedding_in_pipeline_split or account_for_loss_in_pipeline_split"
             )
         stages = [fixed.get(stage, per_stage) for stage in range(pp)]
         for stage, count in enumerate(stages):

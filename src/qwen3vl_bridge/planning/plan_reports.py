@@ -129,7 +129,7 @@ def print_no_fit(least: MemoryEstimate, memory: int) -> None:
 
 
 def describe_first(proposals: Sequence[MemoryEstimate], memory: int, run: MemoryEstimate) -> str:
-    """Return one line of text with the first proposal for a run, or a line that no parallel layout fits."""
+    """Return a line of text that names the first proposal for a run, or that says that no parallel layout fits."""
     if not proposals:
         return f"no parallel layout fits into {_describe_limit(memory)}"
     first = proposals[0]

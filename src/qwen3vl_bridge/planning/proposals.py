@@ -1,8 +1,9 @@
 """Propose parallel layouts over a number of GPUs that fit into memory.
 
-Order: fewest model-parallel ranks (TP * PP * CP) first, because more ranks are then data-parallel. Among equals least
-recomputation, then fewest pipeline and tensor-parallel ranks. Of several EP sizes the one with least recomputation is
-proposed, and of these the smallest. EP across nodes comes last.
+Layouts with the fewest model-parallel ranks (TP * PP * CP) come first, because more ranks are then data-parallel. Among
+equals, layouts with the least recomputation come first, then those with the fewest pipeline and tensor-parallel ranks.
+For given TP, PP and CP only one EP size is proposed: the smallest of those that need the least recomputation. Layouts
+with EP across nodes come last.
 
 Interleaved stages and expert tensor parallelism are not tried; `estimate` supports both.
 """
@@ -43,7 +44,7 @@ def propose(
         vision_layout: layout of separate vision ranks; None if there are none.
 
     Raises:
-        ValueError: No layout is possible; the message has the reason for the simplest one.
+        ValueError: No layout is possible; the message gives the reason for the first layout that was tried.
     """
     limit = (1 - MARGIN) * gpu.memory_bytes
     layouts = _possible_layouts(dims, world, gpu, training, fixed or {}, vision_layout)

@@ -56,7 +56,7 @@ class Fp8Settings:
     Other tensors keep their precision. The forward and the backward GEMM each have their own FP8 copy of a weight.
     """
 
-    multiple: int = 16  # the number of tokens on a rank must be a multiple
+    multiple: int = 16  # the number of tokens on a rank must be a multiple of this
     fp8_param: bool = True  # weights exist only in FP8; otherwise in `Precision.weight` too
     first_bf16_layers: int = 0  # `num_layers_at_start_in_bf16`
     last_bf16_layers: int = 0  # `num_layers_at_end_in_bf16`
@@ -173,15 +173,15 @@ class TrainingSettings:
             raise ValueError(f"expert_load is {self.expert_load}, expected 1 (all ranks get equal loads) or more")
         if self.fp8 and (self.sharding.is_fsdp or not self.transformer_engine):
             raise ValueError(
-                "FP8 is estimated only with Transformer Engine and without Megatron-FSDP, expected transformer_impl "
-                "'transformer_engine' and another sharding"
+                "the planner supports FP8 only with Transformer Engine and without Megatron-FSDP: set transformer_impl "
+                "to 'transformer_engine', and use another sharding"
             )
         if self.loss_fusion == "te" and not self.transformer_engine:
-            raise ValueError("loss_fusion is 'te' without Transformer Engine, which implements it; expected another")
+            raise ValueError("loss_fusion is 'te', which needs Transformer Engine; use 'native' or None without it")
         if self.trains_mtp and self.recompute.granularity == "full" and self.recompute != FULL:
             raise ValueError(
                 f"recompute_method is {self.recompute.method!r} and recompute_num_layers {self.recompute.num_layers}, "
-                "expected 'uniform' and 1: megatron-core supports no other with multi-token prediction"
+                "expected 'uniform' and 1: megatron-core supports no other values with multi-token prediction"
             )
         needs_te = {"layernorm", "moe_act"} & (self.recompute.modules | self.vision_recompute.modules)
         if needs_te and not self.transformer_engine:

@@ -164,15 +164,15 @@ def _events(path: Path) -> Iterator[Event]:
 
 
 def mark(text: str) -> None:
-    """Write a marker to the fake GPU's log; `between` reads the calls between two markers."""
+    """Write a marker to the fake GPU's log. `between` returns the events between two markers."""
     ctypes.CDLL(None).fake_gpu_mark(text.encode())
 
 
 @contextmanager
 def on_sync(function: Callable[[bytes], None]) -> Iterator[None]:
-    """Call a function at each host-device synchronization inside the `with` block, from the line that synchronizes.
+    """Call a function at each host-device synchronization inside the `with` block.
 
-    The process must run on the fake GPU.
+    It is called while the line that synchronizes is on the stack. The process must run on the fake GPU.
 
     Args:
         function: takes the name of the CUDA function that synchronizes.

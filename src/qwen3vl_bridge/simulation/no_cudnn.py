@@ -33,7 +33,7 @@ def _heads(arguments: tuple[Any, ...]) -> list[Tensor]:
 
 
 def _forward(*arguments: Any, **_: Any) -> tuple[Tensor, list[Tensor]]:
-    """Return an uninitialized output of attention, and a log-sum-exp and a random state for the backward pass."""
+    """Return uninitialized tensors: the output, and the log-sum-exp and random state for the backward pass."""
     query, _key, _value = _heads(arguments)
     # Packed rows [t, heads, d] have a log-sum-exp [t, heads, 1], padded rows [b, s, heads, d] one of [b, heads, s, 1].
     shape = (*query.shape[:-1], 1) if query.dim() == 3 else (query.size(0), query.size(2), query.size(1), 1)

@@ -53,13 +53,13 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 STEPS, _LAST_RECORDED, _COUNTED = 3, 1, 2
 _IMAGES = 8  # in a row without data
 _GROUPED_GEMM, _GROUPED_GEMM_END = "grouped GEMM, FLOP:", "end of a grouped GEMM"
-# Packages whose lines are reported.
+# A report names the innermost line of code that is in one of these packages.
 _PACKAGES = ("qwen3vl_bridge", "megatron.core", "megatron.bridge", "transformer_engine", "fla")
 
 
 @dataclass(frozen=True)
 class Phase:
-    """GPU memory in bytes at the end of a phase of the run, and the peak in it."""
+    """GPU memory in bytes at the end of a phase of the run, and the peak during the phase."""
 
     name: str
     allocated: int
@@ -103,7 +103,7 @@ class Simulation:
     def reserved(self) -> int:
         """Return the peak bytes reserved by torch's allocator.
 
-        They include memory for compilation in the first step, which the allocator keeps.
+        The value includes memory for compilation in the first step, which the allocator keeps.
         """
         return max((phase.reserved for phase in self.phases), default=0)
 
@@ -164,7 +164,7 @@ def simulate_rank(cfg: ConfigContainer, *, rank: int, world: int, log: Path) -> 
 def _assume_lengths(model: VisionLanguageProvider) -> None:
     """Assume rows of `seq_length` tokens, instead of exchanging lengths with other ranks.
 
-    The host waits for these exchanges in a run, and a simulation does not count this.
+    In a real run the host waits for these exchanges. The simulation does not count these synchronizations.
     """
     divided_by = model.context_parallel_size * (model.tensor_model_parallel_size if model.sequence_parallel else 1)
     length, width = model.seq_length // divided_by, model.hidden_size
@@ -266,7 +266,7 @@ def largest_row(cfg: ConfigContainer) -> TokenBatch:
 def full_row(cfg: ConfigContainer) -> TokenBatch:
     """Return a packed row of `seq_length` tokens with images of equal size, and four other tokens per image.
 
-    Each image is a segment, or all are one if segments of one image would not exceed the budget of sparse attention.
+    Each image is a segment. If one image does not exceed the budget of sparse attention, all images are one segment.
     Images are as large as the row and the dataset's `max_patches` allow.
     """
     model, length = cfg.model, cfg.dataset.seq_length
@@ -306,7 +306,7 @@ class _Recorder(Callback):
     def __init__(self, report: Simulation) -> None:
         self.report, self.start, self.step = report, time.monotonic(), 0
         self.allocated_before = 0  # bytes when the recorded step began
-        self.counting = False  # while collectives are counted
+        self.counting = False  # True while collectives are counted
         self.syncs: Counter[tuple[str, str]] = Counter()
         self.sync_callback = ExitStack()
 
@@ -386,7 +386,7 @@ class _Recorder(Callback):
 def _held_at_peak(trace: list[dict[str, Any]]) -> list[tuple[int, int, str]]:
     """Return (bytes, number of tensors, line of code) of memory held at the peak of a trace, largest first.
 
-    Tensors are grouped by the innermost line of `_PACKAGES` that allocated them.
+    Tensors are grouped by the line of code that allocated them: the innermost stack frame in one of `_PACKAGES`.
     """
     allocated, peak, end = 0, 0, 0
     for number, event in enumerate(trace):

@@ -1,4 +1,4 @@
-"""Scanned handwritten digits as chat conversations on disk: images, `train.jsonl` and `test.jsonl`."""
+"""Write scanned handwritten digits as a data set of conversations: images, `train.jsonl` and `test.jsonl`."""
 
 from __future__ import annotations
 

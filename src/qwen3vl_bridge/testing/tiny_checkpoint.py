@@ -25,7 +25,7 @@ FAMILIES = ("qwen3_vl", "qwen3_5", "qwen4_exp")
 VOCAB_SIZE = 512  # more rows than the tokenizer has tokens, as in the released checkpoints
 
 
-# One dense layer among the MoE layers. All widths differ, also that of the gate and up projections together.
+# One layer is dense, the others have experts. All widths differ, also from the fused width of gate and up.
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": [1]}
 
 
@@ -207,7 +207,7 @@ def make_checkpoint(
         seed: Seed of the weights.
         tied: Share the input embedding with the output layer.
         moe: Give the layers experts.
-        family: "qwen3_vl", "qwen3_5" or "qwen4_exp". The second is dense and untied here, the last has experts.
+        family: "qwen3_vl", "qwen3_5" (dense and untied here) or "qwen4_exp" (with experts).
 
     Returns:
         The folder.

@@ -36,8 +36,8 @@ def training_callbacks(cfg: ConfigContainer) -> list[Callback]:
     """Validate a configuration and return the callbacks of its run, for `finetune(..., callbacks=...)`.
 
     Raises:
-        RuntimeError: Asynchronous saving has started this process, which runs the training script again.
-        ValueError: An attribute is not a setting, data do not exist, or the processor cannot be loaded.
+        RuntimeError: This process was started for asynchronous saves, and runs the training script again.
+        ValueError: `cfg` contains an unknown setting, data do not exist, or the processor cannot be loaded.
     """
     check_script()
     run_checks(run_validation.BEFORE_RUN, cfg)
@@ -45,7 +45,7 @@ def training_callbacks(cfg: ConfigContainer) -> list[Callback]:
 
 
 def build_callbacks(cfg: ConfigContainer) -> list[Callback]:
-    """Return the callbacks of a run without validating data, processor and script, for dry runs and simulations."""
+    """Return the callbacks of a run. For dry runs and simulations: data, processor and script are not checked."""
     if isinstance(cfg, Qwen3VLConfigContainer):
         vars(cfg)["has_callbacks"] = True
     callbacks: list[Callback] = [StepGuard()]  # first: the others use its gradient norms
@@ -55,7 +55,7 @@ def build_callbacks(cfg: ConfigContainer) -> list[Callback]:
         callbacks.append(Metrics())
     if isinstance(cfg, Qwen3VLConfigContainer) and cfg.accuracy.path is not None:
         callbacks.append(Accuracy(cfg))
-    # With its own datasets and num_epochs, Megatron-Bridge rejects callbacks for `on_data_init_start`.
+    # If num_epochs is set for one of its own datasets, Megatron-Bridge rejects callbacks with `on_data_init_start`.
     if cfg.train.num_epochs is None or isinstance(cfg.dataset, ConversationRows):
         callbacks += [SkipFinishedRun(), KeepRngState()]
     if torch.cuda.is_available():
@@ -64,9 +64,9 @@ def build_callbacks(cfg: ConfigContainer) -> list[Callback]:
 
 
 class SkipFinishedRun(Callback):
-    """Callback that ends a run which is started again after its last step, such as a requeued job.
+    """Callback that ends a run at once if it is started again after its last step, such as a requeued job.
 
-    Otherwise Megatron-Bridge's samplers raise an error, or its loop validates and saves once more.
+    Without it, Megatron-Bridge's samplers raise an error, or its loop validates and saves once more.
     """
 
     def on_data_init_start(self, context: CallbackContext) -> None:
@@ -101,10 +101,10 @@ class KeepRngState(Callback):
 
 
 class CollectGarbageAfterFirstStep(Callback):
-    """Callback that collects garbage after the first step, in which compiling kernels leaves reference cycles.
+    """Callback that collects garbage after the first step.
 
-    The cycles hold GPU memory: 1.5 GiB for Qwen3.5-9B, measured on the fake GPU. Recipes collect garbage only every
-    `train.manual_gc_interval` steps.
+    Compiling kernels in this step leaves reference cycles, which hold GPU memory: 1.5 GiB for Qwen3.5-9B, measured on
+    the fake GPU. Recipes collect garbage only every `train.manual_gc_interval` steps.
     """
 
     _done = False
@@ -119,8 +119,8 @@ class CollectGarbageAfterFirstStep(Callback):
 class Accuracy(Callback):
     """Callback that generates answers at each evaluation and logs the fraction of correct answers as `accuracy`.
 
-    Data-parallel ranks have different prompts. But with expert parallelism or Megatron-FSDP ranks must run forward
-    passes together, so every rank generates all answers.
+    Prompts are divided over data-parallel ranks. But with expert parallelism or Megatron-FSDP, ranks must run their
+    forward passes together, so every rank generates all answers.
     """
 
     def __init__(self, cfg: ConfigContainer) -> None:
@@ -140,7 +140,7 @@ class Accuracy(Callback):
         publish_metrics(context, {"accuracy": right / max(asked, 1)})
 
     def read_questions(self) -> list[Prompt]:
-        """Return the questions of all ranks, read with the settings of the training data."""
+        """Read the questions of all ranks, with the settings of the training data."""
         source = open_source(
             self.settings.path,
             getattr(self.rows, "media_root", None),

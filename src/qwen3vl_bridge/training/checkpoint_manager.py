@@ -1,9 +1,10 @@
 """Save and load the checkpoints of a run; a save is complete or leaves nothing.
 
-Megatron-Bridge writes a checkpoint directly to its final folder, and overwrites an existing one of the same step. If a
-process dies in the middle, the folder looks like a checkpoint. Our manager saves into a hidden folder and renames it at
-the end. During a save `checkpoint.save` is the hidden folder, so whatever would record its name happens afterwards:
-the saved configuration, experiment trackers, callbacks. Positions in WebDatasets are saved to the final folder.
+Megatron-Bridge writes a checkpoint directly to its final folder, and overwrites an existing checkpoint of the same
+step. If a process dies in the middle, an incomplete folder looks like a checkpoint. This package's manager saves into a
+hidden folder and renames it at the end. During a save, `checkpoint.save` is the hidden folder. So what records this
+path happens after the save: writing the configuration, and calling experiment trackers and callbacks. Positions in
+WebDatasets are saved to the final folder directly.
 """
 
 from __future__ import annotations
@@ -80,10 +81,10 @@ _NOT_ABOUT_ORDER = {
 
 
 class Qwen3VLCheckpointManager(DefaultCheckpointManager):
-    """Checkpoint manager with transactional saves.
+    """Checkpoint manager whose saves are complete or leave nothing.
 
-    It does not load initial weights (`weight_loading.InitialWeights` does), and saves modules on separate ranks as one
-    model.
+    It saves a vision tower and a language model on separate ranks as one model. It does not load initial weights;
+    `weight_loading.InitialWeights` does.
 
     Raises:
         CheckpointError: The run's folder cannot be written or is in use by another run, or the format of the initial
@@ -92,12 +93,12 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
 
     def __init__(self, checkpoint_config: CheckpointConfig) -> None:
         super().__init__(checkpoint_config)
-        # Released with this object, after the loop has returned or raised; it still validates and logs after training.
+        # Held until this object is deleted, after the loop has returned or raised: it still logs after the last step.
         self._lock: RunLock | None = None
-        with raise_on_all_ranks():  # before the model is built
+        with raise_on_all_ranks():  # fails before the model is built
             if is_rank_zero():
                 self._lock = _lock_run_folder(checkpoint_config)
-        # Hugging Face files for the run's checkpoints, from its initial weights or the checkpoint that it resumes from.
+        # Hugging Face files to copy into checkpoints: those of the initial weights or of the checkpoint to resume from.
         self._export: ExportFiles | None = None
         first = checkpoint_config.pretrained_checkpoint
         if checkpoint_config.save is not None and first is not None and Path(first).is_dir():
@@ -106,7 +107,7 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
                     self._export = Pretrained.find(first).export_files()
 
     def save(self, ctx: CheckpointSaveContext, callback_manager: Any) -> None:
-        """Save a checkpoint. Unless it is asynchronous, the save is complete or leaves nothing. A collective call.
+        """Save a checkpoint. A collective call. Unless the save is asynchronous, it is complete or leaves nothing.
 
         Raises:
             CheckpointError: A rank could not write; existing checkpoints are unchanged.
@@ -127,7 +128,7 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
                 with raise_on_all_ranks():
                     if is_rank_zero():
                         written = Path(get_checkpoint_name(str(scratch_folder(staged)), step))
-                        state.cfg.to_yaml(str(written / RUN_CONFIG))  # Megatron-Bridge's contains the hidden folder
+                        state.cfg.to_yaml(str(written / RUN_CONFIG))  # Megatron-Bridge's names the hidden folder
                         for path in written.iterdir():
                             path.rename(staged / path.name)
                         shutil.rmtree(scratch_folder(staged))
@@ -141,14 +142,14 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
             _notify_saved(ctx, final, callback_manager)
 
     def _write_side_files(self, folder: Path, cfg: ConfigContainer) -> None:
-        """Write a description of the run's data, and the files for a Hugging Face export, to a checkpoint's folder."""
+        """Write files besides tensors to a checkpoint's folder: a description of the data, and Hugging Face files."""
         _write_json(folder / RUN_DATA, _describe_data(cfg))
         if self._export is None or cfg.checkpoint.also_save_hf_checkpoint:
             return
         for name, path in self._export.files.items():
             (folder / HF_FILES / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, folder / HF_FILES / name)
-        if (rope := getattr(cfg.model, "rope_parameters", None)) is not None:  # which a run may have set
+        if (rope := getattr(cfg.model, "rope_parameters", None)) is not None:  # a run may change RoPE scaling
             path = folder / HF_FILES / "config.json"
             config = read_object(path)
             if (scaled := with_scaled_rope(config, rope)) != config:
@@ -157,7 +158,7 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
         _write_json(folder / MANIFEST, self._export.manifest | padding)
 
     def _remove_older(self, folder: Path, step: int, most: int | None) -> None:
-        """Remove checkpoints up to `step`, except the newest `most` and the checkpoint that the run started from."""
+        """Remove checkpoints up to `step`. Keep the newest `most`, and the checkpoint that the run started from."""
         if most is None or most < 0:
             return
         keep = None if self._export is None else self._export.source
@@ -170,7 +171,7 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
                 # Rename first, so that a partly removed folder does not look like a checkpoint.
                 path.rename(path.with_name(f".{path.name}{_REMOVED}"))
                 logger.info("removed %s, older than the newest %d", path, most)
-        for path in folder.glob(f".iter_*{_REMOVED}"):  # also remains of a killed process
+        for path in folder.glob(f".iter_*{_REMOVED}"):  # also folders that a killed process has left
             shutil.rmtree(path)
 
     def load(self, ctx: CheckpointLoadContext) -> tuple[int, int]:
@@ -180,14 +181,14 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
             The step to resume from, and the number of FLOPs so far.
 
         Raises:
-            CheckpointError: The schedule, the optimizer or the adapters differ from the checkpoint's.
-            ValueError: The data differ from the checkpoint's.
+            CheckpointError: The learning-rate schedule, the optimizer or the adapters differ from the checkpoint's.
+            ValueError: The data settings differ from the checkpoint's.
         """
         settings, is_local = self.checkpoint_config, "local_checkpoint_manager" in self.checkpointing_context
         if not has_checkpoint(settings) and not is_local:
             return 0, 0
-        # Megatron-Bridge caches these files by name and modifies the cached values. If this process has resumed the run
-        # before, it would load the older checkpoint again.
+        # Megatron-Bridge caches the contents of these files by name, and modifies them. Without this, a process that
+        # resumes a run twice would load the older checkpoint again.
         for cached in (read_run_config, read_train_state):
             cached.cache_clear()
         folder, cfg = None if is_local else folder_to_load(settings), ctx.state.cfg
@@ -225,8 +226,8 @@ def _lock_run_folder(settings: CheckpointConfig) -> RunLock | None:
     if not settings.save or settings.save_interval == 0:
         name = "save_interval" if settings.save else "save"
         logger.warning(
-            "checkpoint.%s is %r: the run saves nothing. Set checkpoint.save to a folder that only this run uses, and "
-            "checkpoint.save_interval to a number of steps, or None to save only at the end",
+            "checkpoint.%s is %r: the run saves nothing. Set checkpoint.save to a folder that only this run uses. Set "
+            "checkpoint.save_interval to a number of steps, or to None to save only at the end",
             *(name, getattr(settings, name)),
         )
     if not settings.save or "://" in str(settings.save):  # remote paths are not folders
@@ -238,7 +239,7 @@ def _lock_run_folder(settings: CheckpointConfig) -> RunLock | None:
             file.write(bytes(1 << 12))
     except OSError as error:
         raise CheckpointError(
-            f"checkpoint.save is {settings.save}, which cannot be written: {error.strerror or error}; expected a "
+            f"checkpoint.save is {settings.save}, which cannot be written: {error.strerror or error}. Use a "
             "folder with write permission and free disk space"
         ) from error
     return lock
@@ -249,10 +250,10 @@ MANAGER = f"{Qwen3VLCheckpointManager.__module__}.{Qwen3VLCheckpointManager.__na
 
 @contextlib.contextmanager
 def _stage_on_all_ranks(target: Path) -> Iterator[Path]:
-    """Yield a hidden folder next to the target for all ranks to write, and rename it to the target at the end.
+    """Yield a hidden folder next to `target` to which all ranks write, and rename it to `target` at the end.
 
-    The block contains collectives of other packages. A rank that fails between them raises at once, while the others
-    wait in a collective until the launcher ends them. The target is unchanged then.
+    The `with` block runs collectives of other packages. If a rank fails between two collectives, it raises at once, and
+    the other ranks wait until the launcher ends them. `target` is unchanged then.
     """
     with contextlib.ExitStack() as stack:
         staged = None
@@ -263,7 +264,7 @@ def _stage_on_all_ranks(target: Path) -> Iterator[Path]:
         with raise_on_all_ranks():
             if not staged.is_dir():
                 raise CheckpointError(
-                    f"{staged} is not visible on this rank, expected a file system that all ranks share"
+                    f"{staged} is not visible on this rank: set checkpoint.save to a file system that all ranks share"
                 )
         try:
             yield staged
@@ -275,9 +276,10 @@ def _stage_on_all_ranks(target: Path) -> Iterator[Path]:
 
 
 def _save_error_message(target: Path, error: BaseException) -> str:
-    """Return the message of a failed save: the cause, the free disk space, the latest checkpoint, and what to do.
+    """Return a message about a failed save: its cause, the free disk space, the latest checkpoint, and what to do.
 
-    Errors of writers say little: for a full disk "enforce fail at inline_container.cc" or "Worker failure".
+    torch's own errors do not explain the cause. For a full disk, they say "enforce fail at inline_container.cc" or
+    "Worker failure".
     """
     cause = error_of_all_ranks(error) if isinstance(error, CheckpointException) else error
     tracker, resumes = target.parent / TRACKER, "it begins at the first step, because no checkpoint is complete"
@@ -290,9 +292,9 @@ def _save_error_message(target: Path, error: BaseException) -> str:
 
 
 def _with_folder(ctx: CheckpointSaveContext, folder: Path) -> CheckpointSaveContext:
-    """Return a copy of a save context that saves to another folder.
+    """Return a copy of a save context with `folder` as the folder of the run.
 
-    The copy removes no older checkpoints and calls no experiment trackers.
+    A save with this copy removes no older checkpoints and calls no experiment trackers.
     """
     cfg = copy.copy(ctx.state.cfg)
     cfg.checkpoint, cfg.logger, cfg.dataset = copy.copy(cfg.checkpoint), copy.copy(cfg.logger), copy.copy(cfg.dataset)
@@ -304,7 +306,7 @@ def _with_folder(ctx: CheckpointSaveContext, folder: Path) -> CheckpointSaveCont
 
 
 def _notify_saved(ctx: CheckpointSaveContext, final: Path, callback_manager: Any) -> None:
-    """Notify experiment trackers and callbacks of a saved checkpoint, as Megatron-Bridge does."""
+    """Call experiment trackers and callbacks after a save, as Megatron-Bridge does."""
     state, cfg, name = ctx.state, ctx.state.cfg, str(final)
     save, step = cfg.checkpoint.save, state.train_state.step
     wandb_utils.on_save_checkpoint_success(name, save, step, wandb_writer=state.wandb_logger)
@@ -331,29 +333,30 @@ def _describe_data(cfg: ConfigContainer) -> dict[str, Any]:
         return dict(cfg.dataset.position or {})
     fields = {f.name: repr(getattr(cfg.dataset, f.name)) for f in dataclasses.fields(cfg.dataset)}
     identity = {"type": type(cfg.dataset).__name__, **{k: v for k, v in fields.items() if k not in _NOT_ABOUT_ORDER}}
-    if cfg.dataset.dataloader_type == "single":  # in order, so a run can be extended
+    if cfg.dataset.dataloader_type == "single":  # reads samples in order, independent of the length of the run
         return identity
-    # The other types shuffle the indices of all samples of the run, in shards of ranks or in global batches.
+    # The other types shuffle all samples of the run, within the shard of each rank or over global batches.
     share = dict(dp_size=cfg.data_parallel_size, micro_batch_size=cfg.train.micro_batch_size)
     return identity | share | dict(global_batch_size=cfg.train.global_batch_size, seed=cfg.rng.seed)
 
 
 def _check_data(folder: Path, cfg: ConfigContainer, row: int) -> None:
-    """Raise ValueError if a run's data are not those of its checkpoint.
+    """Raise ValueError if the data settings of a run differ from those of its checkpoint.
 
-    This package's datasets are not built yet at this time: they store `row` here, and check it when they are built.
+    This package's datasets are not built yet. `expect_position` stores the arguments, and a dataset checks them when it
+    is built.
 
     Args:
         row: number of rows that had been read when the checkpoint was saved.
     """
     if row and isinstance(cfg.dataset, EnergonDatasetConfig):
-        # Megatron-Bridge 0.6.2 saves no state of its own energon loader, and reports nothing if it finds none.
+        # Megatron-Bridge 0.6.2 saves no state of its own energon loader, and a missing state is no error when loading.
         states = Path(getattr(cfg.dataset, "dataloader_load", None) or folder.parent / DATALOADER_STATE_SUBDIR)
         if not (states / folder.name).is_dir():
             raise ValueError(
-                f"dataset is an EnergonDatasetConfig, and {states} has no state of its loader for {folder.name}: the "
-                "run would read its data from the beginning again. Expected a dataset that saves its position in "
-                "checkpoints, such as Qwen3VLEnergonProvider; or checkpoint.finetune=True, to start a new run from "
+                f"dataset is an EnergonDatasetConfig, and {states} contains no state of its loader for {folder.name}: "
+                "the run would read its data from the beginning again. Use a dataset that saves its position in "
+                "checkpoints, such as Qwen3VLEnergonProvider; or set checkpoint.finetune=True to start a new run from "
                 "these weights"
             )
     if not (folder / RUN_DATA).is_file():
@@ -366,9 +369,9 @@ def _check_data(folder: Path, cfg: ConfigContainer, row: int) -> None:
 
 
 def check_script() -> None:
-    """Raise RuntimeError if this process was started for asynchronous saves and runs the user's script again."""
+    """Raise RuntimeError if this process was started for asynchronous saves, but imports the training script again."""
     if is_importing_main_script():
         raise RuntimeError(
-            "this process was started to save checkpoints, but runs the training script again: put the script's code "
+            "this process was started to save checkpoints, but imports the training script again: put its code "
             'under `if __name__ == "__main__":`'
         )

@@ -1,6 +1,6 @@
-"""The configuration of a run: Megatron-Bridge's container with sections for the guard, accuracy and learning rates.
+"""The configuration of a run: Megatron-Bridge's `ConfigContainer` with settings for guard, accuracy and learning rates.
 
-`training/run_validation.py` checks it.
+`training/run_validation.py` checks the configuration.
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ Action = Literal["stop", "skip"]
 
 @dataclass(kw_only=True)
 class GuardConfig:
-    """Reaction to a step with a bad loss or gradient, before the weights change. The message names its samples.
+    """What to do in a step with a bad loss or gradient, before the weights change. The message names the samples.
 
     Attributes:
-        on_nan: "stop" the run or "skip" the step if a loss or gradient is not finite.
-        on_spike: "stop" the run or "skip" the step if the loss is far above recent losses; None to ignore spikes.
-        spike_factor: a loss above this many times the median of recent losses is a spike.
-        spike_window: number of recent losses. Spikes are detected once half as many losses are known.
+        on_nan: "stop" the run or "skip" the step if the loss or the gradient norm is not finite.
+        on_spike: "stop" the run or "skip" the step if the loss is a spike, far above recent losses; None to ignore
+            spikes.
+        spike_factor: a loss is a spike if it exceeds the median of recent losses times this factor.
+        spike_window: number of recent losses in the median. Spikes are detected as soon as half of this number of
+            steps has been trained.
     """
 
     on_nan: Action = "stop"
@@ -57,8 +59,8 @@ class GuardConfig:
 class AccuracyConfig:
     """Accuracy on held-out conversations at each evaluation.
 
-    The model's greedy answer is compared with the last answer of each conversation. Reasoning, everything before the
-    last "</think>", is ignored in both.
+    The model's greedy answer is compared with the last answer of each conversation. Everything before the last
+    "</think>" is reasoning, which is ignored in both answers.
 
     Attributes:
         path: conversations, in the same format as `dataset.valid_path`; None to measure no accuracy.
@@ -78,8 +80,8 @@ class AccuracyConfig:
 class Qwen3VLLearningRates(OptimizerConfigOverrideProvider):
     """Learning rates of the model's components, set as `cfg.optimizer_config_override_provider`.
 
-    The rates follow the schedule of the run: `scheduler` warms up to them, and decays them by the ratio of
-    `optimizer.min_lr` to `optimizer.lr`. Weight decay does not change.
+    The rates follow the schedule of the run. The warm-up ends at these rates, and they decay by the ratio of
+    `optimizer.min_lr` to `optimizer.lr`. Weight decay is the same for all components.
 
     Attributes:
         language_model_lr, vision_model_lr, vision_projection_lr: learning rate after warm-up; None for `optimizer.lr`.
@@ -90,18 +92,18 @@ class Qwen3VLLearningRates(OptimizerConfigOverrideProvider):
     vision_projection_lr: float | None = None
 
     def rates(self) -> dict[Component, float]:
-        """Return the learning rate of each component that has its own."""
+        """Return the learning rates that are not None, by component."""
         rates = {component: getattr(self, f"{component.value}_lr") for component in Component}
         return {component: rate for component, rate in rates.items() if rate is not None}
 
     def build_config_overrides(
         self, context: OptimizerConfigOverrideProviderContext
     ) -> dict[ParamKey, ParamGroupOverride] | None:
-        """Return Megatron-Bridge's overrides of parameter groups, and one for each component with its own rate."""
+        """Return Megatron-Bridge's overrides of parameter groups, and an override for each component with a rate."""
         overrides = dict(super().build_config_overrides(context) or {})
         config = context.optimizer_config
         for component, rate in self.rates().items():
-            if rate == config.lr:  # Megatron-Bridge logs the rate of the default groups
+            if rate == config.lr:  # no override: Megatron-Bridge logs the rate of the default groups
                 continue
             predicate = ParamWithNamePredicate(
                 component.value, lambda _, name, component=component: component_of(name) is component
@@ -121,20 +123,21 @@ def rows_per_evaluation(cfg: ConfigContainer) -> int:
 class Qwen3VLConfigContainer(ConfigContainer):
     """Megatron-Bridge's `ConfigContainer` with the sections `guard` and `accuracy`.
 
-    The callbacks of `training_callbacks` implement them. Megatron-Bridge's own check for losses that are not finite is
-    off, because the guard checks them and names samples. Initial weights (`checkpoint.pretrained_checkpoint`) may have
-    any format that this package reads.
+    The callbacks of `training_callbacks` implement these sections. Megatron-Bridge's own check for losses that are not
+    finite is off, because the guard checks losses and names the samples. Initial weights
+    (`checkpoint.pretrained_checkpoint`) may have any format that this package reads.
 
     Attributes:
-        optimizer_config_override_provider: learning rates of the model's components; Megatron-Bridge's field.
-        rerun_state_machine: Megatron-Bridge's field.
-        guard: reaction to steps with a bad loss or gradient; None for no checks.
+        optimizer_config_override_provider: Megatron-Bridge's field, here with the learning rates of the model's
+            components.
+        rerun_state_machine: Megatron-Bridge's field, with its check for losses that are not finite turned off.
+        guard: what to do in steps with a bad loss or gradient; None for no checks.
         accuracy: accuracy on held-out conversations.
     """
 
     # Attributes, not settings.
-    has_callbacks: ClassVar[bool] = False  # `training_callbacks` has made callbacks for this configuration
-    has_recipes_warmup: ClassVar[bool] = False  # the warm-up is the recipe's and may be shortened with the run
+    has_callbacks: ClassVar[bool] = False  # `training_callbacks` has created callbacks for this configuration
+    has_recipes_warmup: ClassVar[bool] = False  # the warm-up is the recipe's default; a shorter run may shorten it
 
     optimizer_config_override_provider: OptimizerConfigOverrideProvider = field(default_factory=Qwen3VLLearningRates)
     rerun_state_machine: RerunStateMachineConfig = field(
@@ -144,13 +147,13 @@ class Qwen3VLConfigContainer(ConfigContainer):
     accuracy: AccuracyConfig = field(default_factory=AccuracyConfig)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Qwen3VLConfigContainer:
-        """Return a deep copy of the fields and of `has_recipes_warmup`. `has_callbacks` of the copy is False."""
+        """Return a deep copy, with the same `has_recipes_warmup`. `has_callbacks` of the copy is False."""
         copied = super().__deepcopy__(memo)
         vars(copied)["has_recipes_warmup"] = self.has_recipes_warmup
         return copied
 
     def get_data_parallel_size(self, world_size: int) -> int:
-        """Return the number of data-parallel ranks. Megatron-Bridge calls this before it checks parallel sizes.
+        """Return the number of data-parallel ranks. Megatron-Bridge calls this method before it checks parallel sizes.
 
         Raises:
             ValueError: the number of processes does not match the parallel sizes.
@@ -159,11 +162,11 @@ class Qwen3VLConfigContainer(ConfigContainer):
         return super().get_data_parallel_size(world_size)
 
     def set_data_parallel_size(self) -> None:
-        """Set `data_parallel_size`. Megatron-Bridge calls this just before it applies `comm_overlap`.
+        """Set `data_parallel_size`. Megatron-Bridge calls this method just before it applies `comm_overlap`.
 
         Raises:
-            ValueError: the number of processes does not match the parallel sizes, or `comm_overlap` would turn off a
-                setting of the model.
+            ValueError: the number of processes does not match the parallel sizes, or `comm_overlap` would turn off an
+                option that the model's settings turn on.
         """
         run_checks(run_validation.BEFORE_OVERLAP, self)
         super().set_data_parallel_size()
@@ -188,13 +191,13 @@ class Qwen3VLConfigContainer(ConfigContainer):
     def log_non_default_values(self) -> None:
         """Print the settings that differ from their defaults, unless Megatron's log messages are hidden.
 
-        Each checkpoint has all settings in `run_config.yaml`.
+        The file `run_config.yaml` in each checkpoint lists all settings.
         """
         if logging.getLogger("megatron").isEnabledFor(logging.WARNING):
             super().log_non_default_values()
 
     def _count_steps(self) -> None:
-        """Replace `train.num_epochs` by the same number of steps in `train.train_iters`, for this package's data sets.
+        """Convert `train.num_epochs` to a number of steps in `train.train_iters`, for this package's data sets.
 
         An epoch may end in the middle of a step; the last step then continues in the next epoch.
         """
@@ -210,8 +213,8 @@ class Qwen3VLConfigContainer(ConfigContainer):
             )
         if not isinstance(rows, Qwen3VLConversationProvider):
             raise ValueError(
-                f"train.num_epochs is {epochs} with a {type(rows).__name__}, expected None: the rows of an epoch are "
-                "not known before they are read. Set train.train_iters"
+                f"train.num_epochs is {epochs} with a {type(rows).__name__}, expected None: the number of rows in an "
+                "epoch is not known before they are read. Set train.train_iters instead"
             )
         count = int(rows.count_epoch(self.model.context_parallel_size).rows)
         train.num_epochs, train.train_iters = None, ceil(Fraction(str(epochs)) * count / train.global_batch_size)
@@ -219,9 +222,9 @@ class Qwen3VLConfigContainer(ConfigContainer):
             logger.info("train.num_epochs %s of %d rows: train.train_iters is %d", epochs, count, train.train_iters)
 
     def _complete_dataset(self) -> None:
-        """Set the fields of the dataset that follow from other sections of the configuration.
+        """Set the fields of the dataset that depend on other sections of the configuration.
 
-        Warn if `train.exit_signal` would kill data-loading workers, so that the run fails before it can save.
+        Warn if `train.exit_signal` would kill data-loading workers, because the run would then fail before it can save.
         """
         dataset, train = self.dataset, self.train
         exit_signal = int(train.exit_signal) if train.exit_signal_handler_for_dataloader else None
@@ -241,7 +244,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
         # Megatron-Bridge's energon loaders never handle the signal.
         if exit_signal is None or isinstance(dataset, EnergonDatasetConfig):
             logger.warning(
-                "train.exit_signal_handler is on, but not for the %d processes that read ahead: launchers send them "
-                "the signal too, it ends them, and the run fails before it can save; %s, or dataset.num_workers=0",
+                "train.exit_signal_handler is on, but the %d data-loading workers do not handle the signal. Launchers "
+                "send it to them too, they end, and the run fails before it can save: %s, or set dataset.num_workers=0",
                 *(dataset.num_workers, advice),
             )

@@ -1,10 +1,10 @@
 """Check losses and gradient norms of all ranks before the optimizer steps, and skip the step or stop the run.
 
-Megatron-Bridge's loop has no callback between backward pass and optimizer step. megatron-core's optimizers prepare
-gradients, compute their norm, and step in a method that can report a skipped step. `StepGuard` wraps the first and the
-last of these methods. It starts a sum over ranks in the first and reads it in the last. megatron-core has synchronized
-then to read its norm; with Transformer Engine it has not, and the guard synchronizes once per step. Without a guard the
-sums are read after the step.
+Megatron-Bridge's loop calls no callback between backward pass and optimizer step. So `StepGuard` wraps two methods of
+megatron-core's optimizer. `prepare_grads` starts a sum of losses and squared norms over all ranks.
+`step_with_ready_grads` reads the sum, and steps or reports a skipped step. Between both, megatron-core synchronizes to
+read its own norm. With Transformer Engine it does not, so that the guard adds one synchronization per step. Without a
+guard the sums are read after the step.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _MAX_NAMES = 10  # samples in a message
 class StepGuard(Callback):
     """Callback that implements `cfg.guard` and computes the gradient norm of each component of the model.
 
-    Norms are computed before clipping. They are logged as `grad_norm_language_model` and so on. A step needs one small
-    all-reduce over all ranks.
+    Norms are computed before clipping, and logged as `grad_norm_language_model`, `grad_norm_vision_model` and
+    `grad_norm_vision_projection`. Each step adds one small all-reduce over all ranks.
     """
 
     def on_train_start(self, context: CallbackContext) -> None:
@@ -99,8 +99,8 @@ class StepGuard(Callback):
         delattr(context.state, _RECORDED)
 
     def _prepare_and_sum(self) -> bool:
-        """Prepare gradients and start one sum of losses and norms over all ranks. Replaces `prepare_grads`."""
-        overflow = self._prepare()  # with loss scaling; megatron-core skips the step by itself
+        """Prepare gradients and start to sum losses and norms over all ranks. Replaces `prepare_grads`."""
+        overflow = self._prepare()  # True only with loss scaling; megatron-core skips the step by itself
         squares, sums = self._grad_norms.local_squares(), torch.zeros(2, dtype=torch.float64, device=self._device)
         if self._microbatches and not self._groups.tp.rank():  # tensor-parallel ranks have the same losses
             sums = torch.stack([microbatch.sums for microbatch in self._microbatches]).double().sum(0)
@@ -118,8 +118,8 @@ class StepGuard(Callback):
         """Return True if the guard accepts the step.
 
         Raises:
-            BadStepError: The guard rejects the step, and the setting that applies is "stop".
-            ValueError: No losses were recorded.
+            BadStepError: The guard rejects the step, and `on_nan` or `on_spike` is "stop" for this problem.
+            ValueError: The guard is on, but the forward step recorded no losses.
         """
         if self._guard is None:
             return True
@@ -143,9 +143,10 @@ class StepGuard(Callback):
         return False
 
     def _read(self) -> float:
-        """Read the sums of losses and squared norms of this step, and return the number of recorded microbatches.
+        """Read the sums of losses and squared norms of this step.
 
-        The number is over all ranks. It is 0 if the sums have been read already.
+        Returns:
+            The number of microbatches that all ranks have recorded; 0 if the sums have been read already.
         """
         if self._sums_of_step is None:
             return 0
@@ -160,10 +161,10 @@ def _check_anything_trained(context: CallbackContext) -> None:
     if any(gather_objects(any(p.requires_grad for chunk in context.model for p in chunk.parameters()))):
         return
     if (peft := context.state.cfg.peft) is None:
-        expected = "one of model.freeze_language_model, freeze_vision_model and freeze_vision_projection False"
+        advice = "set model.freeze_language_model, freeze_vision_model or freeze_vision_projection to False"
     else:
-        expected = f"a peft that matches some layer; it is {peft}"
-    raise ValueError(f"nothing would be trained: no parameter of the model requires a gradient; expected {expected}")
+        advice = f"change peft so that it matches a layer of the model; found {peft}"
+    raise ValueError(f"nothing would be trained: no parameter of the model requires a gradient; {advice}")
 
 
 class BadStepError(ValueError):
@@ -171,9 +172,9 @@ class BadStepError(ValueError):
 
 
 class Guard:
-    """Check of the loss and the gradient norm of each step, with the same result on all ranks.
+    """Checks the loss and the gradient norm of each step, with the same result on all ranks.
 
-    `latest` has the losses of previous steps, oldest first.
+    `latest` contains the losses of previous steps, oldest first.
     """
 
     def __init__(self, settings: GuardConfig, latest: Sequence[float] = ()) -> None:
@@ -184,7 +185,7 @@ class Guard:
         """Return the problem of a step, or None if loss and gradient norm are good.
 
         Args:
-            loss: mean loss of the step; None without tokens.
+            loss: mean loss of the step; None if the step has no trained tokens.
         """
         settings, known, limit = self.settings, len(self.latest), math.inf
         if 2 * known >= settings.spike_window:
@@ -207,12 +208,12 @@ class Guard:
 
 
 class Finding(NamedTuple):
-    """A problem of a step, and the action that `GuardConfig` sets for it."""
+    """A problem of a step, and the action that `GuardConfig` prescribes for it."""
 
     action: Action
     problem: str
     setting: str
-    # Returns True for the mean loss of a responsible sample; None if losses do not identify samples.
+    # Returns True for the mean loss of a sample that causes the problem; None if losses do not identify such samples.
     is_responsible: Callable[[float], bool] | None = None
 
     def message(self, step: int, samples: Iterable[SampleLoss]) -> str:
@@ -230,9 +231,9 @@ class Finding(NamedTuple):
 
 
 def _mean_losses(samples: Iterable[SampleLoss]) -> list[tuple[str, float]]:
-    """Return (name, mean loss) of each sample: values that are not finite first, then in descending order."""
+    """Return (name, mean loss) of each sample: losses that are not finite first, then from high to low."""
     names, sums = {}, {}
-    for sample in samples:  # context-parallel ranks have tokens of the same samples
+    for sample in samples:  # several context-parallel ranks may have tokens of one sample
         loss, tokens = sums.get(sample.segment, (0.0, 0.0))
         names[sample.segment], sums[sample.segment] = sample.name, (loss + sample.loss, tokens + sample.tokens)
     means = [(names[segment], loss / max(tokens, 1.0)) for segment, (loss, tokens) in sorted(sums.items())]
@@ -240,7 +241,7 @@ def _mean_losses(samples: Iterable[SampleLoss]) -> list[tuple[str, float]]:
 
 
 def latest_losses(entries: Iterable[Mapping[str, Any]], step: int, window: int) -> list[float]:
-    """Return the losses of the last `window` steps up to a step, from the entries of the run's log."""
+    """Return the losses of the last `window` steps up to `step`; `entries` are the entries of the run's log."""
     losses = [
         entry["loss"]
         for entry in entries
@@ -291,7 +292,7 @@ class Microbatch:
 
 
 def record_losses(count: Callable, state: GlobalState, batch: TokenBatch, mask: Tensor) -> Callable:
-    """Return the loss function of a training microbatch, extended to record the losses for `StepGuard`.
+    """Return a loss function that calls `count` and also records the losses of a training microbatch for `StepGuard`.
 
     If no `StepGuard` has started, `count` is returned unchanged.
 
@@ -300,7 +301,7 @@ def record_losses(count: Callable, state: GlobalState, batch: TokenBatch, mask: 
         mask: this rank's part of the loss mask [rows, tokens], on the device.
 
     Raises:
-        ValueError: The configuration has settings that callbacks implement, and no callback has started.
+        ValueError: No callback has started, but callbacks implement some settings of the configuration.
     """
     microbatches: list[Microbatch] | None = getattr(state, _RECORDED, None)
     if microbatches is None:
@@ -310,15 +311,15 @@ def record_losses(count: Callable, state: GlobalState, batch: TokenBatch, mask: 
         }
         if ignored := [name for name, is_set in settings.items() if is_set]:
             raise ValueError(
-                f"{' and '.join(ignored)} would be ignored, because no callbacks have started; expected "
+                f"{' and '.join(ignored)} would be ignored, because no callbacks have started: call "
                 "finetune(cfg, qwen3vl_bridge.forward_step, callbacks=qwen3vl_bridge.training_callbacks(cfg))"
             )
         return count
 
     def count_and_record(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         counted = count(losses)
-        sums = counted[2].get("total loss", counted[2]["lm loss"])  # "total loss" with a teacher
-        # A copy: on CUDA megatron-core's combined schedule frees the losses after the backward pass.
+        sums = counted[2].get("total loss", counted[2]["lm loss"])  # distillation reports a "total loss"
+        # Store a copy: on CUDA megatron-core's combined schedule frees the losses after the backward pass.
         microbatches.append(Microbatch(losses.detach().clone(), mask, sums, batch.layout, batch.sample_ids))
         return counted
 
@@ -326,22 +327,22 @@ def record_losses(count: Callable, state: GlobalState, batch: TokenBatch, mask: 
 
 
 class GradNormsByComponent:
-    """Gradient norm of each component of the model.
+    """Computes the gradient norm of each component of the model.
 
-    The norm is over all tensors that the optimizer updates: parameters, their float32 copies, or, if the optimizer is
-    distributed, this rank's shards of either. Replicas on other ranks count once.
+    The norm is taken over the tensors that the optimizer updates: parameters or their float32 copies. A distributed
+    optimizer updates only this rank's shards. A gradient that several ranks store counts once.
 
     Args:
         model: this rank's chunks, as given to the optimizer.
 
     Raises:
-        ValueError: The optimizer steps a tensor that belongs to no parameter of the model.
+        ValueError: The optimizer updates a tensor that belongs to no parameter of the model.
     """
 
     def __init__(
         self, model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, groups: ProcessGroupCollection
     ) -> None:
-        ranks = groups.tp_dp_cp.size() * groups.pp.size()  # all ranks, or those of one module
+        ranks = groups.tp_dp_cp.size() * groups.pp.size()  # all ranks, or those of this rank's module
         named = [(component_of(name), p) for chunk in model for name, p in chunk.named_parameters()]
         self._sums = []
         for member in optimizers_of(optimizer):
@@ -353,7 +354,8 @@ class GradNormsByComponent:
                     f"expected none: found shapes {sorted({tuple(tensor.shape) for tensor in missing})[:8]}"
                 )
             group = member.get_grad_stats_parallel_group()
-            # Every such group computes the same sum, and the sum over all ranks adds it once for each group.
+            # Each rank of the group has a part of the squared norm, and every such group computes the same sum. The sum
+            # over all ranks would count it once per group.
             share = 1.0 if group is None else group.size() / ranks
             self._sums.append(
                 (member, share, [[p for p in stepped if parts[p] is component] for component in Component])
@@ -380,13 +382,13 @@ class GradNormsByComponent:
 
 
 def optimizers_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Return the chained optimizers that have parameters; for an optimizer that is not chained, itself in a list."""
+    """Return a chained optimizer's members that have parameters, or a list of only `optimizer` if it is not chained."""
     chain = getattr(optimizer, "chained_optimizers", [optimizer])
     return [member for member in chain if not getattr(member, "is_stub_optimizer", False)]
 
 
 def _stepped_tensors(optimizer: MegatronOptimizer, parameter: Tensor) -> Iterator[Tensor]:
-    """Yield a parameter and the copies or shards of it that an optimizer may update in its place."""
+    """Yield a parameter, and its float32 copy or shard if the optimizer may update that instead."""
     yield parameter
     if getattr(parameter, "main_param", None) is not None:
         yield parameter.main_param

@@ -28,7 +28,7 @@ _USED_KEYS = {
     *("input_ids", "tokens", "labels", "loss_mask", "position_ids", "attention_mask"),
     *("visual_inputs", *OFFSETS),
 }
-# Derived from other keys, or for logging only.
+# Keys that repeat what other keys say, or that are only for logging.
 _IGNORED_KEYS = {"max_seqlen_q", "max_seqlen_kv", "total_tokens", "metadata", "token_count", "mm_token_type_ids"}
 _PACK_IN_STEP = ("enable_in_batch_packing", "defer_in_batch_packing_to_step")  # fields of a dataset
 _OUR_DATASET = "qwen3vl_bridge.Qwen3VLConversationProvider"
@@ -47,7 +47,7 @@ def from_collator(batch: Mapping[str, Any], config: VisionLanguageProvider, data
     """Convert a batch of a Megatron-Bridge collator to a `TokenBatch`.
 
     Padded rows stay padded, and a packed row stays packed. If `dataset` requests packing in the step, padded rows are
-    packed here, without their padding.
+    packed without their padding.
 
     Args:
         batch: on the host: input_ids (or tokens), labels (already shifted) and loss_mask, all [rows, tokens];
@@ -82,8 +82,8 @@ def from_collator(batch: Mapping[str, Any], config: VisionLanguageProvider, data
             ids,
             labels=given["labels"],
             loss_mask=given["loss_mask"],
-            # Text positions [B, S] are also given for rows with images, and count through them. M-RoPE positions are
-            # computed instead.
+            # Text positions [B, S] ignore images. Only M-RoPE positions [3, B, S] are used; without them, positions are
+            # computed.
             position_ids=positions if positions is not None and positions.dim() == 3 else None,
             attention_mask=mask,
             packed_seq_params=packed,
@@ -93,8 +93,8 @@ def from_collator(batch: Mapping[str, Any], config: VisionLanguageProvider, data
         if images:
             error.add_note(
                 "Megatron-Bridge's collators cut rows at dataset.seq_length, even within images: increase it to the "
-                "length of the longest sample. Its loop passes the images of all microbatches to each microbatch if "
-                "dataset.dataloader_type is 'batch': expected 'single' or 'cyclic' for data with images"
+                "length of the longest sample. If dataset.dataloader_type is 'batch', its loop passes all images to "
+                "each microbatch: use 'single' or 'cyclic' for data with images"
             )
         raise
     if positions is not None and positions.dim() != 3:
@@ -104,9 +104,9 @@ def from_collator(batch: Mapping[str, Any], config: VisionLanguageProvider, data
 
 
 def _check_keys(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a batch that are used, with `tokens` renamed to `input_ids`.
+    """Return the tensors of a batch that are used, by key, with the key `tokens` renamed to `input_ids`.
 
-    Raises ValueError for unknown, missing or contradictory entries.
+    Raises ValueError for unknown, missing or contradictory keys.
     """
     # Energon's metadata keys start with an underscore.
     unknown = sorted(
@@ -117,11 +117,11 @@ def _check_keys(batch: Mapping[str, Any]) -> dict[str, Any]:
     given = {key: batch[key] for key in _USED_KEYS if batch.get(key) is not None}
     tokens = given.pop("tokens", None)
     if tokens is not None and not torch.equal(given.setdefault("input_ids", tokens), tokens):
-        raise ValueError("the batch has tokens that differ from input_ids, expected only one of them, or equal ones")
+        raise ValueError("the batch contains tokens that differ from input_ids: pass only one of both")
     if missing := sorted({"input_ids", "labels", "loss_mask"} - given.keys()):
         raise ValueError(f"the batch does not have {missing}; found {sorted(batch)}")
     if "cu_seqlens_q" not in given and (stray := sorted(given.keys() & set(OFFSETS))):
-        raise ValueError(f"the batch has {stray} without cu_seqlens_q, expected the offsets without padding too")
+        raise ValueError(f"the batch has {stray} without cu_seqlens_q: add cu_seqlens_q, the offsets without padding")
     shape = given["input_ids"].shape
     for name in ("labels", "loss_mask"):
         if given[name].shape != shape:
@@ -135,7 +135,7 @@ def _read_images(visual: Any) -> dict[str, Tensor]:
         return {}
     given = visual.normalized_for_model()
     if unknown := sorted(given.keys() - _IMAGE_KEYS - {"mm_token_type_ids"}):
-        raise ValueError(f"visual_inputs has {unknown}, which Qwen3-VL does not use: expected {sorted(_IMAGE_KEYS)}")
+        raise ValueError(f"visual_inputs has the keys {unknown}, expected only {sorted(_IMAGE_KEYS)}")
     for name in sorted(given.keys() & _WARNINGS.keys()):
         _warn(name)
     return {name: value for name, value in given.items() if name in _IMAGE_KEYS}
@@ -161,7 +161,7 @@ def _check_positions(given: Tensor, batch: TokenBatch, arranged: CallerLayout) -
         first = int(wrong.nonzero()[0])
         raise ValueError(
             f"position_ids has {int(arranged.arrange(given.cpu()).flatten()[first])} for token {int(expected[first])} "
-            "of a segment, expected positions that count up from 0; packed documents need cu_seqlens_q"
+            "of a segment, expected positions that count up from 0; for packed documents, add cu_seqlens_q"
         )
 
 
@@ -179,6 +179,6 @@ def _check_labels(batch: TokenBatch) -> None:
     if len(wrong):
         token = int(wrong[0])
         raise ValueError(
-            f"labels has {int(labels[token])} at token {token} of the batch, whose next token is "
-            f"{int(ids[token + 1])}: expected shifted labels, and a shifted loss_mask"
+            f"labels has {int(labels[token])} at token {token} of the batch, but the next token is "
+            f"{int(ids[token + 1])}: shift labels and loss_mask by one token"
         )

@@ -1,7 +1,7 @@
 """Compute speed, utilization, gradient norms and expert load of a run for its log.
 
-The forward step counts the contents of microbatches on the host (`count_microbatch`). `Metrics` sums the counts over
-ranks when a step is logged. Expert load is counted only in steps that are logged.
+The forward step counts tokens, images and patches of each microbatch on the host (`count_microbatch`). `Metrics` sums
+the counts over ranks when a step is logged. Expert load is counted only in steps that are logged.
 """
 
 from __future__ import annotations
@@ -42,17 +42,18 @@ from torch import Tensor, nn
 logger = logging.getLogger(__name__)
 
 _METER = "qwen3vl_meter"
-# Words in the names of GPUs that are slower than the table's entry: other boards, and MIG slices.
+# GPUs with these words in their names are slower than `GPUS` says: other boards, and MIG slices.
 _SLOWER = {"PCIE", "NVL", "MIG"}
-# megatron-core's log names of balancing losses, by type.
+# Type of a balancing loss -> megatron-core's name of the loss in logs.
 _BALANCING_LOSSES = {"aux_loss": "load_balancing_loss", "global_aux_loss": "global_load_balancing_loss"}
 
 
 class Metrics(Callback):
     """Callback that computes metrics every `logger.log_interval` steps.
 
-    Rates are means over these steps, without the time of evaluations and checkpoints. Other metrics describe the last
-    step, so that a resumed run logs the same. Tokens and FLOPs exclude padding; FLOPs also exclude recomputation.
+    Rates, such as tokens per second, are means over these steps, without the time of evaluations and checkpoints. Other
+    metrics describe only the last of these steps, so that a resumed run logs the same values. Tokens and FLOPs exclude
+    padding; FLOPs also exclude recomputation.
     """
 
     def __init__(self) -> None:
@@ -69,7 +70,7 @@ class Metrics(Callback):
         self._excluded = ExcludedSamples(self.cfg.dataset)
 
     def on_train_step_start(self, context: CallbackContext) -> None:
-        """Start the clock. If this step is logged, count the tokens of experts."""
+        """Start the clock. If this step will be logged, count the tokens that are routed to each expert."""
         if self._since is None:
             self._since = time.perf_counter()
         is_logged = (context.state.train_state.step + 1) % self.cfg.logger.log_interval == 0
@@ -136,7 +137,7 @@ class Metrics(Callback):
 
 
 class BatchCounts(NamedTuple):
-    """Numbers of tokens, patches, images and rows in microbatches. Instances can be added."""
+    """Numbers of tokens, patches, images and rows in one or more microbatches. Instances can be added."""
 
     tokens: int = 0  # without padding
     trained_tokens: int = 0  # tokens in the loss
@@ -145,14 +146,14 @@ class BatchCounts(NamedTuple):
     patches: int = 0  # of all images and videos
     patch_pairs: int = 0  # sum over frames of the squared number of patches
     images: int = 0  # without frames of videos
-    video_frames: int = 0  # of the vision tower, each from two frames of a video
+    video_frames: int = 0  # frames in the vision tower; each combines two frames of a video
     rows: int = 0
 
     @classmethod
     def from_batch(cls, batch: TokenBatch, config: VisionLanguageProvider) -> Self:
-        """Return the counts for a single microbatch. The batch must be on the host."""
+        """Return the counts of a single microbatch, which must be on the host."""
         frames, images = batch.vision.lengths if batch.vision is not None else (), 0
-        if frames:  # frames of images come first; image tokens say how many
+        if frames:  # images come first; the number of image tokens tells their number of patches
             of_images = (batch.input_ids.flatten() == config.image_token_id) & (batch.vision_slot >= 0)
             patches = int(of_images.sum()) * config.vision_config.spatial_merge_size**2
             images = sum(end <= patches for end in accumulate(frames))
@@ -176,13 +177,13 @@ class BatchCounts(NamedTuple):
 class Meter:
     """Counts of this rank's microbatches since the last reset, and numbers of excluded samples.
 
-    `dropped`, `newly_dropped` and `unreadable` mean the same as in `TokenBatch`.
+    `dropped`, `newly_dropped` and `unreadable` are defined in `TokenBatch`.
     """
 
     amounts: BatchCounts = field(default_factory=BatchCounts)
-    dropped: SetCounts = ()  # of the latest rows
-    newly_dropped: SetCounts = ()  # of all rows
-    unreadable: SetCounts = ()
+    dropped: SetCounts = ()  # maximum over microbatches
+    newly_dropped: SetCounts = ()  # sum over microbatches
+    unreadable: SetCounts = ()  # sum over microbatches
 
     def add(self, amounts: BatchCounts, batch: TokenBatch) -> None:
         """Add the counts of a microbatch and its numbers of excluded samples."""
@@ -205,7 +206,7 @@ def get_meter(state: GlobalState) -> Meter:
 
 
 def count_microbatch(state: GlobalState, batch: TokenBatch, config: VisionLanguageProvider) -> None:
-    """Add a training microbatch, on the host, to the counts of `Metrics` and to the FLOPs of Megatron-Bridge."""
+    """Add a training microbatch on the host to the counts for `Metrics`, and to Megatron-Bridge's FLOP counters."""
     amounts = BatchCounts.from_batch(batch, config)
     get_meter(state).add(amounts, batch)
     count_flops(state, amounts)
@@ -218,14 +219,14 @@ def count_flops(state: GlobalState, amounts: BatchCounts) -> None:
         tokens=amounts.tokens,
         token_pairs=amounts.token_pairs,
         patches=amounts.patches,
-        # See flops.operations_of_a_step.
+        # `flops.operations_of_a_step` reads patches from the counters of cross attention.
         cross_tokens=amounts.patches,
         cross_pairs=amounts.patch_pairs,
     )
 
 
 def step_costs(cfg: ConfigContainer) -> TowerCosts | None:
-    """Return the FLOPs per token and patch of a training step; None if adapters of another package are trained."""
+    """Return the FLOPs of a training step per token and per patch; None for adapters of another package."""
     trained, peft = trained_parts(cfg.model), getattr(cfg, "peft", None)
     if peft is None:
         return model_costs(cfg.model.dimensions(), trained)
@@ -247,13 +248,13 @@ def peak_flops(device: str) -> float | None:
 
 
 class ExcludedSamples:
-    """Metrics about samples that training excludes: their numbers in total and by dataset.
+    """Computes metrics about samples that training excludes: their number in total and for each dataset.
 
-    - Samples dropped when rows are planned: every process makes the same plan, and each batch has the total so far. The
-      metric is the maximum over ranks.
-    - Samples dropped while a stream or WebDataset is read: each process reads its own share, and each batch has the
-      number of newly dropped samples. The metric is the sum over data-parallel ranks.
-    - Unreadable samples: only ranks that read the row know them. The metric is the sum over data-parallel ranks.
+    - Samples dropped when rows are planned: every process plans the same rows, and each batch contains the total number
+      so far. The metric is the maximum over ranks.
+    - Samples dropped while a stream or WebDataset is read: each process reads its own share, and each batch contains
+      the number of newly dropped samples. The metric is the sum over data-parallel ranks.
+    - Unreadable samples: only the rank that reads a row finds them. The metric is the sum over data-parallel ranks.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -263,11 +264,11 @@ class ExcludedSamples:
         self._last_warned = 0
 
     def pad_counts(self, counts: SetCounts) -> list[int]:
-        """Return `counts` extended by zeros to one number per dataset, so that its length is the same on every rank."""
+        """Append zeros to `counts` up to one number per dataset, so that the length is the same on every rank."""
         return [*counts, *[0] * (max(len(self._names), 1) - len(counts))]
 
     def to_metrics(self, dropped: Sequence[float], unreadable: Sequence[int]) -> dict[str, float]:
-        """Return the numbers of dropped and unreadable samples, in total and per dataset of a mixture, by metric name.
+        """Return the numbers of dropped and unreadable samples by metric name, in total and for each dataset.
 
         Zeros are omitted.
         """
@@ -287,10 +288,10 @@ class ExcludedSamples:
 
 
 class ExpertLoad:
-    """Numbers of tokens routed to each expert, counted by forward hooks of the routers.
+    """Counts the tokens routed to each expert, in forward hooks of the routers.
 
-    Counting starts when this object is created, and ends when metrics are computed. It does not synchronize with the
-    device.
+    Counting starts when this object is created, and ends when metrics are computed. Counting does not synchronize with
+    the device.
     """
 
     def __init__(self, model: Sequence[nn.Module]) -> None:
@@ -316,8 +317,9 @@ class ExpertLoad:
         """Stop counting and return metrics over the tokens of all ranks.
 
         Returns:
-            `expert_load_max` and `expert_load_mean`: maximum and mean over layers of the load, which is the number of
-            tokens of a layer's busiest expert divided by the mean over its experts. Also the balancing losses.
+            `expert_load_max` and `expert_load_mean`: maximum and mean of the load over layers. The load of a layer is
+            the number of tokens of its busiest expert divided by the mean number over its experts. Also the balancing
+            losses.
         """
         counts = self.count_tokens(cfg.model)
         loads = counts.amax(1) / counts.sum(1).clamp(min=1) * counts.size(1)
@@ -325,7 +327,7 @@ class ExpertLoad:
         return metrics | _balancing_losses(cfg)
 
     def count_tokens(self, config: VisionLanguageProvider) -> Tensor:
-        """Stop counting, and return the number of tokens of each expert over all ranks, without padding.
+        """Stop counting, and return the number of tokens that all ranks have routed to each expert, without padding.
 
         Returns:
             An int64 tensor [layers with experts, experts].
@@ -351,17 +353,17 @@ def _balancing_losses(cfg: ConfigContainer) -> dict[str, float]:
         if not coefficient or kind not in _BALANCING_LOSSES:
             continue
         name = _BALANCING_LOSSES[kind]
-        tracker.ensure_initialized(name, metrics_size(config))  # a stage without experts has no entry
+        tracker.ensure_initialized(name, metrics_size(config))  # a stage without experts has not recorded this loss
         total = sum_over_ranks(tracker.metrics[name].values).sum().item()
-        # Each data-parallel rank adds the loss of its own microbatches, or all ranks together add one loss.
+        # "aux_loss": each data-parallel rank adds the loss of its microbatches. Otherwise all ranks add up to one loss.
         times = replicas if kind == "aux_loss" else 1
         losses[name] = total / (times * microbatches * len(_layers_with_experts(config)))
     return losses
 
 
 def _layers_with_experts(config: VisionLanguageProvider) -> list[int]:
-    """Return the indices of layers with experts in megatron-core's tracker of MoE metrics.
+    """Return the indices that layers with experts have in megatron-core's tracker of MoE metrics.
 
-    Multi-token prediction is included if it is trained.
+    The layer of multi-token prediction is included if it is trained.
     """
     return [*config.moe_layers, *([config.num_layers] if config.trains_mtp else [])]

@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 def initialize(provider: VisionLanguageProvider, seed: int) -> ProcessGroupCollection:
     """Initialize torch.distributed, create the provider's parallel groups, and seed random generators.
 
-    Without torchrun this process is the only rank. The groups are stored in the provider too.
+    Without torchrun this process is the only rank. The groups are returned, and stored in the provider.
     """
     if provider.dist_train.use_dist_train:
         init_distributed()
@@ -46,7 +46,7 @@ def initialize(provider: VisionLanguageProvider, seed: int) -> ProcessGroupColle
 
 
 def _groups_match(provider: VisionLanguageProvider) -> bool:
-    """Return True if megatron-core has process groups with the provider's parallel sizes already."""
+    """Return True if megatron-core has already created process groups with the provider's parallel sizes."""
     if not parallel_state.model_parallel_is_initialized():
         return False
     tensor = provider.tensor_model_parallel_size

@@ -56,7 +56,7 @@ _SCHEDULE_SETTINGS = {
 
 
 def has_checkpoint(settings: CheckpointConfig) -> bool:
-    """Return True if the run has its own checkpoint to resume from. All ranks must call this together."""
+    """Return True if a checkpoint of this run exists, to resume from. All ranks must call this together."""
     exists = False
     with raise_on_all_ranks():
         if is_rank_zero():
@@ -73,28 +73,28 @@ def _checkpoint_exists(settings: CheckpointConfig) -> bool:
 
 
 def _non_persistent_folders(settings: CheckpointConfig) -> tuple[str, ...]:
-    """Return the folders that may have non-persistent checkpoints of the type "global"; empty for other types."""
+    """Return the folders that may contain non-persistent checkpoints. Only those of the type "global" have any."""
     return non_persistent_folders(settings) if settings.non_persistent_ckpt_type == "global" else ()
 
 
 def check_checkpoint_exists(settings: CheckpointConfig) -> None:
     """Raise CheckpointError if `exit_on_missing_checkpoint` is set and there is no checkpoint.
 
-    Megatron-Bridge checks the setting only if it has found a checkpoint. Each rank checks by itself, because process
+    Megatron-Bridge reads the setting only if it has found a checkpoint. Each rank checks by itself, because process
     groups do not exist yet.
     """
-    local = settings.non_persistent_ckpt_type == "local"  # ranks have these in other folders
+    local = settings.non_persistent_ckpt_type == "local"  # each rank stores local checkpoints in a folder of its own
     if settings.exit_on_missing_checkpoint and settings.load and not local and not _checkpoint_exists(settings):
         raise CheckpointError(
-            f"checkpoint.load is {settings.load}, which has no checkpoint; expected a folder with one, or "
-            "checkpoint.exit_on_missing_checkpoint=false"
+            f"checkpoint.load is {settings.load}, which contains no checkpoint. Set it to a folder with a "
+            "checkpoint, or set checkpoint.exit_on_missing_checkpoint=false"
         )
 
 
 def folder_to_load(settings: CheckpointConfig) -> Path | None:
     """Return the folder of the checkpoint that Megatron-Bridge loads, or None for a remote checkpoint.
 
-    This is the newest checkpoint. If two checkpoints are of the same step, it is the non-persistent one.
+    This is the newest checkpoint. A non-persistent checkpoint is preferred to a persistent one of the same step.
     """
     load = settings.load
     non_persistent = () if load and Path(load, METADATA).is_file() else _non_persistent_folders(settings)
@@ -105,14 +105,15 @@ def folder_to_load(settings: CheckpointConfig) -> Path | None:
 
 
 def check_optimizer_state(folder: Path, cfg: ConfigContainer) -> None:
-    """Check that a checkpoint has the optimizer state that a run needs, before anything is loaded.
+    """Check that a checkpoint contains the optimizer state that a run needs, before anything is loaded.
 
-    megatron-core loads the state of every trained parameter. If one is missing it fails while loading, and lists all
-    names in the checkpoint. State of parameters that are no longer trained is ignored. But a distributed optimizer's
-    state that was saved by index (`dist_ckpt_optim_fully_reshardable` false) fits only the same parameters.
+    megatron-core loads the state of every trained parameter. If a state is missing, it fails while loading, with a list
+    of all names in the checkpoint. The state of a parameter that is no longer trained is ignored. But if a distributed
+    optimizer has saved states by index (`dist_ckpt_optim_fully_reshardable` false), the trained parameters must be the
+    same.
 
     Raises:
-        CheckpointError: The state does not fit; the message says what to set.
+        CheckpointError: The state does not fit the run; the message says what to set.
     """
     if cfg.checkpoint.finetune or not cfg.checkpoint.load_optim or not (folder / RUN_CONFIG).is_file():
         return
@@ -120,7 +121,7 @@ def check_optimizer_state(folder: Path, cfg: ConfigContainer) -> None:
     checkpoint, theirs, ours = saved.get("checkpoint") or {}, saved.get("model") or {}, vars(cfg.model)
     if not checkpoint.get("save_optim", True):
         raise CheckpointError(
-            f"{folder} was saved without the optimizer (checkpoint.save_optim=false): expected {_NEW_OPTIMIZER}"
+            f"{folder} was saved without optimizer state (checkpoint.save_optim=false): set {_NEW_OPTIMIZER}"
         )
     if cfg.peft is not None:
         return
@@ -136,7 +137,7 @@ def check_optimizer_state(folder: Path, cfg: ConfigContainer) -> None:
         if by_index:
             why = "was saved by index, and fits only the same trained parameters"
         raise CheckpointError(
-            f"{differ}: the optimizer state in {folder} {why}; expected the checkpoint's settings, or {_NEW_OPTIMIZER}"
+            f"{differ}: the optimizer state in {folder} {why}. Use the checkpoint's settings, or set {_NEW_OPTIMIZER}"
         )
     rows = tuple(row for row in family(cfg.model.family).rows() if row.float32)
     if by_index and now[f"freeze_{Component.LANGUAGE_MODEL.value}"] and rows:
@@ -144,15 +145,15 @@ def check_optimizer_state(folder: Path, cfg: ConfigContainer) -> None:
         for name in (row.megatron for row in expand(rows, cfg.model.dimensions())):
             if name in tensors and tensors[name][0].dtype != "float32":
                 raise CheckpointError(
-                    f"{folder} has {name} in 16 bits, as in Megatron-Bridge's own model, and this run has it in "
-                    f"float32: the optimizer state was saved by index, and does not fit; expected {_NEW_OPTIMIZER}"
+                    f"{folder} stores {name} in 16 bits, as Megatron-Bridge's own model does, but this run trains it "
+                    f"in float32. The optimizer state was saved by index and does not fit: set {_NEW_OPTIMIZER}"
                 )
 
 
 def _trained(model: Mapping[str, Any]) -> dict[str, bool]:
-    """Return a dict from setting names, such as `freeze_vision_model`, to True if the component is trained.
+    """Return whether each component is trained, by the name of its setting, such as `freeze_vision_model`.
 
-    The setting `mtp_loss_scaling_factor` stands for multi-token prediction.
+    `model` maps settings of the model to values. Multi-token prediction has the name `mtp_loss_scaling_factor`.
     """
     parts = {f"freeze_{component.value}": not model.get(f"freeze_{component.value}") for component in Component}
     mtp = bool(model.get("mtp_num_layers") and model.get(_MTP))
@@ -173,9 +174,9 @@ def temporarily_set(owner: Any, name: str, value: Any) -> Iterator[None]:
 def load_chained_or_flat_state(optimizer: MegatronOptimizer | None) -> contextlib.AbstractContextManager[None]:
     """Let an optimizer load a state saved by a different number of chained optimizers, inside the `with` block.
 
-    megatron-core has a separate optimizer for experts only with expert parallelism. A checkpoint then has the settings
-    of parameter groups (rates, decay, steps) by the index of the optimizer, and otherwise without an index. Without
-    this conversion a run could not resume with expert parallelism turned on or off.
+    Only with expert parallelism, megatron-core creates a separate optimizer for experts. A checkpoint then stores the
+    settings of parameter groups (rates, decay, steps) by optimizer index, and otherwise without an index. Without this
+    conversion a run could not resume after expert parallelism was turned on or off.
     """
     if optimizer is None:
         return contextlib.nullcontext()
@@ -184,7 +185,7 @@ def load_chained_or_flat_state(optimizer: MegatronOptimizer | None) -> contextli
     def load_state_dict(state: dict) -> None:
         chain = getattr(optimizer, "chained_optimizers", [optimizer])
         if "param_groups" in state and not any(group["params"] for part in chain for group in part.param_groups):
-            # Everything on this stage is frozen: the checkpoint has no empty state, but megatron-core expects it.
+            # Everything on this stage is frozen. Empty states are not saved, but megatron-core expects one.
             state = {"state": {}, **state}
         load(convert_optimizer_state(state, chain))
 
@@ -192,10 +193,11 @@ def load_chained_or_flat_state(optimizer: MegatronOptimizer | None) -> contextli
 
 
 def convert_optimizer_state(state: dict, chain: Sequence[MegatronOptimizer]) -> dict:
-    """Convert the loaded state of an optimizer to the form that the chained optimizers in `chain` expect.
+    """Return the loaded state of an optimizer in the form that the chained optimizers in `chain` expect.
 
-    Tensors are already in this form: by optimizer index if there are several optimizers. Settings of parameter groups
-    have the saved form: by index if several optimizers were saved. If both forms agree, return the state unchanged.
+    With several optimizers, megatron-core expects the state by optimizer index. Tensors are loaded in this form.
+    Settings of parameter groups are loaded in the form in which they were saved: by index if there were several
+    optimizers. If both forms agree, the state is returned unchanged.
     """
     by_index = {key: value for key, value in state.items() if isinstance(key, int)}
     flat = {key: value for key, value in state.items() if key not in by_index}
@@ -207,9 +209,9 @@ def convert_optimizer_state(state: dict, chain: Sequence[MegatronOptimizer]) -> 
 
 
 def _add_settings(own: Mapping, saved: list[dict], groups: list[dict]) -> dict:
-    """Return the state `own` of an optimizer, with missing values filled in from the saved settings.
+    """Return the state `own` of an optimizer, with missing values filled in from saved states.
 
-    Settings of parameter groups are searched in all entries of `saved`.
+    The settings of a parameter group may be in any of the states in `saved`.
     """
     merged = dict(own)
     for key in {key: None for settings in saved for key in settings}:
@@ -226,9 +228,9 @@ def _add_settings(own: Mapping, saved: list[dict], groups: list[dict]) -> dict:
 
 
 def _saved_group(group: dict, stored: list[dict]) -> dict[str, Any]:
-    """Return the saved settings of a parameter group, or an empty dict, which megatron-core rejects."""
+    """Return the saved settings of a parameter group; if there are none, an empty dict, which megatron-core rejects."""
 
-    def identity(group: Mapping) -> tuple:  # megatron-core's keys, except whether the group has experts
+    def identity(group: Mapping) -> tuple:  # megatron-core's keys, except for the key that marks experts
         return tuple(group.get(key, group.get(f"pre_{key}")) for key in _GROUP_IDENTITY)
 
     same = next((other for other in stored if identity(other) == identity(group)), None)
@@ -239,8 +241,9 @@ def _saved_group(group: dict, stored: list[dict]) -> dict[str, Any]:
 def use_chosen_schedule(ctx: CheckpointLoadContext, folder: Path | None) -> Iterator[None]:
     """Let optimizer and schedule be loaded inside the `with` block even if learning rates differ from the checkpoint's.
 
-    megatron-core finds parameter groups in a checkpoint by their rates, among others. `override_opt_param_scheduler`
-    continues with the rates of this run, `use_checkpoint_opt_param_scheduler` with the checkpoint's. A collective call.
+    megatron-core finds a parameter group in a checkpoint by its learning rates and other settings, and fails if they
+    differ. The run continues with its own rates if `override_opt_param_scheduler` is True, and with the checkpoint's if
+    `use_checkpoint_opt_param_scheduler` is True. A collective call.
 
     Raises:
         CheckpointError: The rates differ, and neither setting is True.
@@ -286,12 +289,12 @@ def _replace_rates(ctx: CheckpointLoadContext, before: tuple, after: tuple) -> N
 
 
 def has_all_rng_states(settings: CheckpointConfig, ctx: CheckpointLoadContext) -> bool:
-    """Return True if a checkpoint has the random states of all ranks of this rank's module. A collective call.
+    """Return True if a checkpoint contains the random states of all ranks of this rank's module. A collective call.
 
-    Random states are stored by pipeline stage and tensor-parallel rank, and with expert parallelism by data-parallel
-    rank too. Megatron-Bridge compares only the first two sizes, and megatron-core raises if a state is missing. So a
-    model with experts can resume with another expert- or data-parallel size only without random states. A warning is
-    logged then, except for separate vision ranks, which draw no random numbers.
+    Random states are stored by pipeline stage and tensor-parallel rank, and with expert parallelism also by
+    data-parallel rank. Megatron-Bridge compares only pipeline and tensor-parallel sizes, and megatron-core raises if a
+    state is missing. So after a change of the expert- or data-parallel size, a model with experts can resume only
+    without random states. Then log a warning, except for separate vision ranks, which draw no random numbers.
     """
     folder, stored = None, None
     with raise_on_all_ranks():
@@ -309,14 +312,14 @@ def has_all_rng_states(settings: CheckpointConfig, ctx: CheckpointLoadContext) -
     if missing and is_rank_zero():
         layouts = sorted({_sizes_in(key) for key in stored if key.startswith(f"{_RNG_STATE}/")})
         logger.warning(
-            "%s has random states for %s, and this run has %s: random states are not restored, and generators keep the "
-            "state from rng.seed",
+            "%s has random states for %s, and this run has %s: random states are not restored, and generators start "
+            "from rng.seed",
             *(folder, " and ".join(layouts) or "no ranks", _sizes_in(missing[0])),
         )
     return all(key in stored for name, key in keys if name == ctx.module_name)
 
 
 def _sizes_in(key: str) -> str:
-    """Return the parallel sizes in the checkpoint key of a rank's random states, as text for messages."""
+    """Return the parallel sizes that the checkpoint key of a rank's random states contains, as text for messages."""
     sizes = key.rpartition("_")[2].split(".")
     return ", ".join(f"{name} {size}" for name, size in zip(("PP", "TP", "DP with EP"), sizes, strict=False))

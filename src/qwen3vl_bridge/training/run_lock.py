@@ -1,7 +1,7 @@
-"""Lock the folder of a run by a file that names the training process.
+"""Lock the folder of a run by creating a file that names the training process.
 
 The file is created with O_EXCL, which is atomic on NFS and Lustre too. File locks (flock) are not used: depending on
-mount options they exclude only processes of the same node, or fail.
+mount options, they fail or exclude only processes of the same node.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from qwen3vl_bridge.core.files import CheckpointError, is_open_at, parse_json
 logger = logging.getLogger(__name__)
 
 FILE = "run.lock"
-# Seconds between renewals by the holder, and seconds to wait for a renewal if the holder's process cannot be seen from
-# here. Modification times are compared with each other, never with this node's clock.
+# Seconds between renewals of a lock, and seconds to wait for a renewal if the holder cannot be seen from here.
+# Modification times are compared with each other, never with this node's clock.
 RENEWAL_INTERVAL, RENEWAL_TIMEOUT = 10.0, 90.0
 _POLL_INTERVAL = 1.0
-# Environment variables that identify the job, with their names in messages.
+# Environment variable that identifies the job -> its name in messages.
 _JOB_VARIABLES = {"SLURM_JOB_ID": "Slurm job", "TORCHELASTIC_RUN_ID": "torchrun id"}
 
 
 class FolderInUseError(CheckpointError):
-    """Raised if the folder is locked by another run that is still alive."""
+    """Raised if another run that is still alive has locked the folder."""
 
 
 class RunLock:
@@ -76,7 +76,7 @@ class RunLock:
     def _take_over(self) -> None:
         """Remove an existing lock file if the process that holds the lock has ended, or is this process.
 
-        If that process cannot be seen from here, wait for a renewal. Raise FolderInUseError if it is alive.
+        If the process cannot be seen from here, wait for a renewal. Raise FolderInUseError if the process is alive.
         """
         first, deadline = _read_lock(self.path), None
         while first is not None and (found := _read_lock(self.path)) is not None:
@@ -96,7 +96,7 @@ class RunLock:
                 deadline = time.monotonic() + RENEWAL_TIMEOUT
                 logger.warning(
                     "%s is locked by %s, which cannot be seen from this node: waiting up to %.0f s for it to renew the "
-                    "lock. If it does not, it has ended, and this run continues",
+                    "lock. If the lock is not renewed, the other run has ended, and this run continues",
                     *(self.path.parent, _describe(holder), RENEWAL_TIMEOUT),
                 )
             if time.monotonic() > deadline:
@@ -123,10 +123,10 @@ def lock_folder(folder: Path) -> RunLock:
 
 
 class _LockState(NamedTuple):
-    """Modification time of a lock file in nanoseconds, and the description of the process that holds the lock."""
+    """State of a lock file."""
 
-    renewed: int
-    holder: dict[str, Any]
+    renewed: int  # modification time in nanoseconds
+    holder: dict[str, Any]  # describes the process that holds the lock; see `_this_process`
 
 
 def check_not_locked(folder: Path) -> None:
@@ -159,7 +159,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _process_scope() -> dict[str, str]:
-    """Return the host, boot id and process namespace, within which process ids are comparable."""
+    """Return the host, boot id and process namespace. Process ids can be compared only if all three are equal."""
     place = {"host": socket.gethostname(), "boot": "", "namespace": ""}
     with contextlib.suppress(OSError):
         place["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -173,7 +173,7 @@ def _start_time(pid: int) -> str | None:
         os.kill(pid, 0)
     except ProcessLookupError:
         return None
-    except PermissionError:  # of another user
+    except PermissionError:  # the process belongs to another user
         pass
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

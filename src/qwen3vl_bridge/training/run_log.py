@@ -1,7 +1,7 @@
 """Log steps and evaluations of a run: to `metrics.jsonl` next to its checkpoints, to the terminal, and to trackers.
 
-Callbacks pass their metrics to `publish_metrics`; `RunLog` is the last callback. TensorBoard and Weights & Biases are
-created by Megatron-Bridge on the last rank.
+Callbacks pass their metrics to `publish_metrics`; `RunLog` is the last callback. Megatron-Bridge creates the writers
+for TensorBoard and Weights & Biases on the last rank.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ logger = logging.getLogger(__name__)
 Entry = dict[str, float]
 
 METRICS = "metrics.jsonl"
-# Keys of `context.user_state`, on every rank. MEASURED: metrics of an event until they are logged. ENTRY: the latest
-# entry. STEP_LOSS: (sum of losses, tokens) of a step over all ranks. COMPONENT_NORMS: gradient norms by component.
+# Keys of `context.user_state`, on every rank. MEASURED: metrics of the current event, until they are logged. ENTRY: the
+# latest log entry. STEP_LOSS: (sum of losses, number of tokens) of the step over all ranks. COMPONENT_NORMS: gradient
+# norms by component.
 MEASURED, ENTRY, STEP_LOSS, COMPONENT_NORMS = "measured", "log_entry", "step_loss", "component_norms"
 _LOCK = "run_lock"
-# Prefix of our metrics in trackers.
+# Prefix of this package's metrics in TensorBoard and Weights & Biases.
 PREFIX = "qwen3vl/"
 
 
@@ -50,7 +51,7 @@ class RunLog(Callback):
     finished: int | None = None  # the latest finished step; None until training begins
 
     def on_train_start(self, context: CallbackContext) -> None:
-        """Open the log. If the run resumes from a checkpoint, remove the entries of later steps, which are repeated."""
+        """Open the log. If the run resumes, remove the entries of steps after the checkpoint: they are repeated."""
         cfg, step = context.state.cfg, context.state.train_state.step
         self._shown = StepProgress(cfg.train.train_iters, step, cfg.logger.log_interval)
         self._validated: int | None = None
@@ -61,8 +62,8 @@ class RunLog(Callback):
             if here and is_rank_zero():
                 self._path = Path(cfg.checkpoint.save) / METRICS
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                # Megatron-Bridge's own ConfigContainer has another checkpoint manager, which does not lock the folder.
-                # The loop's state holds the lock until the loop returns; the user may hold this callback for longer.
+                # The checkpoint manager of Megatron-Bridge's own ConfigContainer does not lock the folder. `user_state`
+                # releases the lock when the loop returns; this callback may exist for longer.
                 context.user_state[_LOCK] = lock_folder(self._path.parent)
         if self._path is not None and self._path.exists():  # removes a truncated line too
             kept = [entry for entry in read_metrics(self._path.parent) if entry["step"] <= step]
@@ -76,7 +77,7 @@ class RunLog(Callback):
         rows, tokens = cfg.train.global_batch_size, cfg.model.seq_length
         if not torch.cuda.is_available() and rows * tokens > _MANY_TOKENS:
             logger.warning(
-                "a step of %d rows of %s tokens takes long on a CPU; to try a run, set train.global_batch_size=1 "
+                "a step of %d rows of %s tokens takes long on a CPU; to try out a run, set train.global_batch_size=1 "
                 "model.seq_length=512 dataset.seq_length=512",
                 *(rows, f"{tokens:,}"),
             )
@@ -134,7 +135,7 @@ class RunLog(Callback):
             self._shown.write("  ".join(f"{name} {value:.4g}" for name, value in entry.items()))
 
     def on_train_end(self, context: CallbackContext) -> None:
-        """Skip a final validation that would repeat the previous one."""
+        """Skip the final validation if the previous validation was at the same step."""
         self._shown.end()
         state = context.state
         if self._validated == state.train_state.step and getattr(state.cfg.dataset, "rows_of_evaluation", None):
@@ -166,7 +167,7 @@ def publish_metrics(context: CallbackContext, metrics: Mapping[str, float]) -> N
 def finished_step(context: CallbackContext) -> int:
     """Return the number of the latest finished step.
 
-    This includes a step whose `on_train_step_end` callbacks are running. Megatron-Bridge counts it only afterwards.
+    While `on_train_step_end` callbacks run, their step counts as finished. Megatron-Bridge counts it only afterwards.
     """
     return context.state.train_state.step + (context.loss_dict is not None)
 
@@ -183,7 +184,7 @@ def metrics_line(entry: Mapping[str, Any]) -> str:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Return the log entries in a run's folder; an empty list without a log. Truncated lines are skipped."""
+    """Read the log entries in a run's folder; an empty list if there is no log. Truncated lines are skipped."""
     path, entries = folder / METRICS, []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -194,7 +195,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 _SECONDS_BETWEEN_LINES = 10.0
-# More tokens per step on a CPU cause a warning: with 2B parameters such a step takes hours.
+# Steps with more tokens than this cause a warning on a CPU: with 2B parameters such a step takes hours.
 _MANY_TOKENS = 64 * 1024
 _SHOWN = {
     "loss": "loss {:.4f}",
@@ -210,10 +211,11 @@ _REPEATED = ("tokens_per_second", "tflops_per_gpu", "mfu", "memory_gb")
 
 
 class StepProgress:
-    """Progress lines on standard error, printed by the first rank.
+    """Prints progress lines to standard error, on the first rank.
 
-    A finished step prints a line if its number is a multiple of `interval`, or if the last line is older than ten
-    seconds. Long steps also print the current microbatch, and long evaluations the number of forward passes.
+    A line is printed after a step if the number of the step is a multiple of `interval`, or if the last line is older
+    than ten seconds. During a long step, the number of the current microbatch is printed; during a long evaluation, the
+    number of forward passes.
     """
 
     def __init__(self, total: int, done: int, interval: int) -> None:

@@ -1,8 +1,9 @@
 """Check a run's configuration for settings that would be ignored, fail late in the run, or write wrong files.
 
-`Qwen3VLConfigContainer` runs BEFORE_OVERLAP, BEFORE_VALIDATE and AFTER_VALIDATE around Megatron-Bridge's validation;
-`training_callbacks` runs BEFORE_RUN. Its callbacks run ON_TRAIN_START and ON_THIS_MACHINE when training begins, also
-for a configuration of Megatron-Bridge's own class. The checks of the model are in `config/model_validation.py`.
+The names in capitals are tables of checks. `Qwen3VLConfigContainer` runs BEFORE_OVERLAP, BEFORE_VALIDATE and
+AFTER_VALIDATE around Megatron-Bridge's validation. `training_callbacks` runs BEFORE_RUN. Its callbacks run
+ON_TRAIN_START and ON_THIS_MACHINE when training begins, even if the configuration is Megatron-Bridge's own
+`ConfigContainer`. The checks of the model are in `config/model_validation.py`.
 """
 
 from __future__ import annotations
@@ -70,9 +71,9 @@ _SET_BY_MEGATRON = (
 
 
 def check_names(cfg: Any) -> None:
-    """Raise ValueError if a section of the configuration has an attribute that is not a setting, such as a typo.
+    """Raise ValueError if a section of the configuration contains an unknown setting, such as a misspelled name.
 
-    The provider checks its own attributes. Sections of a user's own classes may have any attributes.
+    The provider checks its own attributes. Sections of a user's own class may have any attributes.
     """
 
     def subsections(prefix: str, owner: Any) -> dict[str, Any]:
@@ -101,10 +102,10 @@ def check_names(cfg: Any) -> None:
 def _check_processor(cfg: Any) -> None:
     """Warn if a run starts from a local folder with a processor, but the processor or tokenizer is set to a hub id.
 
-    Without a local copy and without a connection, transformers would try to download them for more than a minute.
+    Without a local copy and without a connection, transformers would try to download both for more than a minute.
 
     Raises:
-        ValueError: a named folder does not exist; or there is no local copy, and the hub has none or does not answer.
+        ValueError: a folder does not exist; or a hub id has no local copy, and cannot be found on the hub.
     """
     folder = cfg.checkpoint.pretrained_checkpoint
     if not folder or not all((Path(folder) / name).is_file() for name in ("config.json", "tokenizer_config.json")):
@@ -122,17 +123,17 @@ def _check_processor(cfg: Any) -> None:
     if not found or get_rank_safe() != 0:  # only the first rank asks the hub; under torchrun the others end with it
         return
     message = (
-        f"{' and '.join(found)} are of the hub, {' and '.join(dict.fromkeys(found.values()))}, and "
-        f"checkpoint.pretrained_checkpoint is {folder}, which has its own: expected {folder} for each; in Python "
-        f"set_paths(cfg, hf_path={str(folder)!r}) of qwen3vl_recipes.paths sets them and the model"
+        f"{' and '.join(found)} name {' and '.join(dict.fromkeys(found.values()))} on the hub, but "
+        f"checkpoint.pretrained_checkpoint is {folder}, which contains its own processor. Set each to {folder}; in "
+        f"Python, set_paths(cfg, hf_path={str(folder)!r}) of qwen3vl_recipes.paths sets both and the model"
     )
     if not all(copies[value] or exists_on_hub(value) for value in found.values()):
-        raise ValueError(f"{message}; this machine has no copy, and the hub does not have it or does not answer")
+        raise ValueError(f"{message}. This machine has no copy of it, and the hub does not have it or does not answer")
     logger.warning(message)
 
 
 def _trains_float32(cfg: Any) -> bool:
-    """Return True if a 16-bit model trains parameters that stay in float32, which only some language models have."""
+    """Return True if a 16-bit model trains parameters that stay in float32. Only some language models have any."""
     trained = cfg.model.params_dtype != torch.float32 and cfg.peft is None and not cfg.model.freeze_language_model
     return trained and any(row.float32 for row in family(cfg.model.family).rows())
 
@@ -143,10 +144,10 @@ _EMERGING = Condition("optimizer.optimizer", lambda cfg: cfg.optimizer.optimizer
 
 
 def microbatches_per_rank(cfg: Any, data_parallel_size: int) -> int:
-    """Return the number of microbatches of each data-parallel rank in a step.
+    """Return the number of microbatches that each data-parallel rank processes in a step.
 
     Raises:
-        ValueError: the ranks would have different numbers.
+        ValueError: the ranks would process different numbers of microbatches.
     """
     rows, divisor = cfg.train.global_batch_size, cfg.train.micro_batch_size * data_parallel_size
     if rows % divisor:
@@ -158,9 +159,9 @@ def microbatches_per_rank(cfg: Any, data_parallel_size: int) -> int:
 
 
 def check_balance(cfg: Any) -> None:
-    """Raise ValueError if `dataset.balance_over` does not divide the global batch size, or that size is ramped up.
+    """Raise ValueError if `dataset.balance_over` does not divide the global batch size, or if that size is ramped up.
 
-    Otherwise the rows of a step would depend on the number of ranks.
+    Without this check, the rows of a step would depend on the number of ranks.
     """
     if (over := getattr(cfg.dataset, "balance_over", None)) is None:
         return
@@ -169,15 +170,15 @@ def check_balance(cfg: Any) -> None:
         ramped = "" if ramp is None else f", rampup_batch_size {ramp}"
         raise ValueError(
             f"dataset.balance_over is {over} with train.global_batch_size {rows}{ramped}, expected a constant global "
-            f"batch size and the same number: set dataset.balance_over={rows} too"
+            f"batch size that balance_over divides: set dataset.balance_over={rows}"
         )
 
 
 def check_warmup(cfg: Any) -> None:
     """Raise ValueError if the learning-rate warm-up is as long as the schedule or longer.
 
-    The learning rate would never reach `optimizer.lr`. The warm-up of a recipe is shortened instead, if the command
-    line changed only the length of the run.
+    The learning rate would never reach `optimizer.lr`. If the warm-up is a recipe's default, and the command line
+    changed only the length of the run, shorten the warm-up instead.
     """
     schedule, kind = cfg.scheduler, "iters" if cfg.train.train_samples is None else "samples"
     lengths = {
@@ -191,9 +192,9 @@ def check_warmup(cfg: Any) -> None:
         return
     if not cfg.has_recipes_warmup:
         raise ValueError(
-            f"{setting} is {warmup} with {name} {length}: the learning rate would still be warming up at the end and "
-            f"never reach optimizer.lr; expected less than {length}, such as {setting}={length // 20}, or, for the "
-            f"first steps of a longer run, the length of that run as scheduler.lr_decay_{kind}"
+            f"{setting} is {warmup} with {name} {length}: the learning rate would never reach optimizer.lr. Set a "
+            f"shorter warm-up, such as {setting}={length // 20}. If these are the first steps of a longer run, set "
+            f"scheduler.lr_decay_{kind} to the length of that run instead"
         )
     setattr(schedule, f"lr_warmup_{kind}", length // 20)
     if get_rank_safe() == 0:
@@ -203,21 +204,21 @@ def check_warmup(cfg: Any) -> None:
 def _warn_about_nan_checks(cfg: Any) -> None:
     for name in _ENDS_RUN_ON_NAN:
         if cfg.guard is not None and is_on(name)(cfg):
-            logger.warning("%s ends the run before the guard can name samples; set it to False", name)
+            logger.warning("%s ends the run before the guard can name the bad samples; set it to False", name)
 
 
 def _warn_about_rounding(cfg: Any) -> None:
     if cfg.optimizer.optimizer_cpu_offload and cfg.checkpoint.load and cfg.checkpoint.load_optim:
         logger.warning(
-            "with optimizer.optimizer_cpu_offload a resumed run begins with main weights rounded to the model's dtype: "
-            "Megatron-Bridge copies the model's weights over the main weights that it has loaded"
+            "optimizer.optimizer_cpu_offload is True: a resumed run begins with main weights that are rounded to the "
+            "model's dtype, because Megatron-Bridge overwrites the loaded main weights by the model's weights"
         )
 
 
 def _warn_about_allocator(cfg: Any) -> None:
-    """Warn if a run on a GPU has no options for torch's allocator.
+    """Warn if a run on a GPU sets no options of torch's allocator.
 
-    Recipes nearly fill GPUs, so they need expandable segments.
+    Recipes nearly fill the memory of GPUs, so they need expandable segments.
     """
     # Megatron-Bridge's set-up sets `env_vars`, which is too late if CUDA is initialized.
     is_set_in_time = allocator.VARIABLE in cfg.env_vars and not torch.cuda.is_initialized()
@@ -241,9 +242,9 @@ _SKIPS_NAN = Condition("guard.on_nan", lambda cfg: cfg.guard is not None and cfg
 _GENERATES = is_on("accuracy.path")
 QUANTIZED = is_on("model.restore_modelopt_state")
 _GROUPS = "each module has its own process groups, and all of them must be of one kind"
-_ONE_DTYPE = "it gathers each rank's parameters in one call, which needs one dtype, and linear attention has float32"
+_ONE_DTYPE = "it gathers parameters of one dtype in one call, but some parameters of linear attention are float32"
 
-# Before Megatron-Bridge copies `comm_overlap` over the model's settings, which happens before validation.
+# Run before validation, just before Megatron-Bridge overwrites the model's settings by those of `comm_overlap`.
 BEFORE_OVERLAP: tuple[Check, ...] = tuple(
     Requires(
         f"comm_overlap.{name}", True, is_on(f"model.{name}") & (lambda cfg: cfg.comm_overlap),
@@ -252,7 +253,7 @@ BEFORE_OVERLAP: tuple[Check, ...] = tuple(
     for name in ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "defer_embedding_wgrad_compute")
 )  # fmt: skip
 
-# When a script asks for callbacks; not in a dry run, which needs no data and weights.
+# Run when a script calls `training_callbacks`; not in a dry run, which needs no data and weights.
 BEFORE_RUN: tuple[Check, ...] = (
     check_names,
     lambda cfg: cfg.dataset.check_paths() if isinstance(cfg.dataset, Qwen3VLConversationProvider) else None,
@@ -277,14 +278,14 @@ BEFORE_VALIDATE: tuple[Check, ...] = (
     *requires_default("accuracy.path", "generation needs the complete model", _DIST_TRAIN),
     *requires_default(
         "checkpoint.also_save_hf_checkpoint",
-        "the first rank would write only the tower; convert the checkpoint instead",
+        "the first rank would write only the vision tower; convert the checkpoint instead",
         _DIST_TRAIN,
     ),
     *requires_default(
         "checkpoint.non_persistent_ckpt_type", "such runs resume only from persistent checkpoints", _DIST_TRAIN
     ),
     *requires_default(
-        "rerun_state_machine.rerun_mode", "the tower's ranks cannot read their rows a second time", _DIST_TRAIN
+        "rerun_state_machine.rerun_mode", "vision ranks cannot read their rows a second time", _DIST_TRAIN
     ),
     *requires_default(
         "checkpoint.custom_manager_class",
@@ -305,7 +306,7 @@ BEFORE_VALIDATE: tuple[Check, ...] = (
     Requires("ddp.delay_wgrad_compute", False, is_off("model.delay_wgrad_compute"), (None,), IGNORED),
     Requires(
         "peft", None, is_on("model.delay_wgrad_compute"),
-        why="gradients of adapters are computed in the backward pass, and gradients of frozen layers never",
+        why="adapters' gradients would be computed in the backward pass, and frozen layers have none to delay",
     ),
     # parameters of two dtypes
     Requires("optimizer.optimizer", one_of("adam", "sgd", "lion", "muon"), _TWO_DTYPES, why=_ONE_DTYPE),
@@ -314,8 +315,8 @@ BEFORE_VALIDATE: tuple[Check, ...] = (
         "ddp.grad_reduce_in_fp32", True,
         is_on("model.virtual_pipeline_model_parallel_size") & is_off("ddp.use_distributed_optimizer")
         & is_off("ddp.use_megatron_fsdp") & _trains_float32,
-        why="the gradients of a virtual stage are reduced in one call, which needs one dtype, and linear attention has "
-        "float32",
+        why="the gradients of a virtual stage are reduced in one call, which needs one dtype, but some parameters of "
+        "linear attention are float32",
     ),
     lambda cfg: run_checks(model_validation.CUDA_GRAPHS, cfg.model),
     # accuracy
@@ -339,7 +340,7 @@ BEFORE_VALIDATE: tuple[Check, ...] = (
     *requires_default(_USE_FSDP, "it needs full matrices", _EMERGING),
     *requires_default(
         "ddp.use_distributed_optimizer optimizer.use_distributed_optimizer",
-        "each rank sums only a shard of the gradients, and would step full matrices",
+        "each rank has the summed gradients of only a shard, but the optimizer would update full matrices",
         _EMERGING,
     ),
     *requires_default("optimizer.optimizer_cpu_offload", IGNORED, _EMERGING),
@@ -363,21 +364,21 @@ BEFORE_VALIDATE: tuple[Check, ...] = (
     _warn_about_nan_checks,
 )  # fmt: skip
 
-# --- When training begins, also in a run with Megatron-Bridge's own configuration class ---
+# --- When training begins, also if the configuration is Megatron-Bridge's own `ConfigContainer` ---
 
 
 def _check_learning_rates(cfg: Any) -> None:
-    """Raise ValueError for learning rates of components that contradict other settings or would have no effect."""
-    # `Qwen3VLLearningRates` has rates; its module imports this one. Other classes have none.
+    """Raise ValueError if a component's learning rate contradicts another setting or would have no effect."""
+    # Only `Qwen3VLLearningRates` has `rates`. Its module imports this one, so the class cannot be imported here.
     rates, optimizer = getattr(cfg.optimizer_config_override_provider, "rates", dict)(), cfg.optimizer
     if not rates:
         return
     if cfg.peft is not None:
-        raise ValueError(f"{_RATES} sets learning rates of components: expected none with peft, which trains adapters")
+        raise ValueError(f"{_RATES} sets learning rates, but with peft only adapters are trained: set them to None")
     if not optimizer.lr or (optimizer.min_lr or 0.0) > optimizer.lr:
         raise ValueError(
-            f"optimizer.lr is {optimizer.lr} and optimizer.min_lr {optimizer.min_lr}: expected a positive rate that "
-            "is at least min_lr; the learning rates of components keep this ratio"
+            f"optimizer.lr is {optimizer.lr} and optimizer.min_lr {optimizer.min_lr}: expected a positive lr that "
+            "is at least min_lr. The learning rates of components decay by the same ratio"
         )
     frozen = {component for component in Component if getattr(cfg.model, f"freeze_{component.value}", False)}
     for component, rate in rates.items():
@@ -387,13 +388,13 @@ def _check_learning_rates(cfg: Any) -> None:
                 f"{name} is {rate}, expected more than 0; to freeze it, set model.freeze_{component.value}"
             )
         if rate < (start := cfg.scheduler.lr_warmup_init):
-            raise ValueError(f"{name} is {rate}, expected no less than scheduler.lr_warmup_init, {start}")
+            raise ValueError(f"{name} is {rate}, expected at least scheduler.lr_warmup_init, {start}")
         if component in frozen:
             raise ValueError(f"{name} is {rate}, expected None with model.freeze_{component.value}")
     if all(rates.get(component, optimizer.lr) != optimizer.lr for component in Component if component not in frozen):
         raise ValueError(
-            f"{_RATES}: every trained component has its own learning rate, so optimizer.lr, {optimizer.lr}, would be "
-            f"ignored; set it to one of {sorted(set(rates.values()))}"
+            f"{_RATES} sets a learning rate for every trained component, and optimizer.lr, {optimizer.lr}, would be "
+            f"ignored; set optimizer.lr to one of {sorted(set(rates.values()))}"
         )
 
 
@@ -422,18 +423,18 @@ ON_TRAIN_START: tuple[Check, ...] = (
         "checkpoint.dist_ckpt_optim_fully_reshardable", True,
         _DIST_TRAIN & is_on("checkpoint.save") & is_on("checkpoint.save_optim")
         & is_on("optimizer.use_distributed_optimizer"),
-        why="other formats name tensors by group number, and both modules have the same numbers",
+        why="other formats name tensors by the number of their parameter group, and both modules use the same numbers",
     ),
     *requires_default(
-        "train.iterations_to_skip", "the tower's ranks cannot skip iterations", _TOWER_READS_ROWS, also=(None, ())
+        "train.iterations_to_skip", "vision ranks cannot skip iterations", _TOWER_READS_ROWS, also=(None, ())
     ),
     Requires(
         "dataset.__class__", Qwen3VLConversationProvider, _TOWER_READS_ROWS,
-        why="the tower's ranks read its rows by index",
+        why="vision ranks read its rows by index",
     ),
 )  # fmt: skip
 
-# In addition, but not in a dry run, which may be on another machine.
+# Run after ON_TRAIN_START, but not in a dry run, which may be on another machine.
 ON_THIS_MACHINE: tuple[Check, ...] = (
     *requires_default(
         "optimizer.optimizer_cpu_offload",
@@ -464,7 +465,7 @@ IGNORED_BY_SECTION: dict[str, str] = {
     "mixed_precision": "fp32 autocast_enabled",
 }
 
-# Fields that have an effect only if another one, the key, is on.
+# Switch -> fields of the same section that have an effect only if the switch is on.
 DEPENDENTS_BY_SWITCH: dict[str, str] = {
     "ddp.use_megatron_fsdp": "gradient_reduce_div_fusion suggested_communication_unit_size keep_fp8_transpose_cache "
     "fsdp_double_buffer fsdp_db_use_persist_buf_on_alloc_fail fsdp_all_gather_in_start_param_sync "
@@ -486,9 +487,9 @@ _NOT_READ = "the training loop does not read it"
 
 
 def _check_choices(cfg: Any) -> None:
-    """Raise ValueError for a setting with a value that its `Literal` type does not list.
+    """Raise ValueError if the value of a setting is not one of the values in its `Literal` type.
 
-    Megatron would reject most of these only late in a run.
+    Megatron would reject most such values only late in a run.
     """
     sections = "train scheduler checkpoint logger tokenizer dist rerun_state_machine accuracy guard"
     for section in sections.split():
@@ -503,7 +504,7 @@ def _check_choices(cfg: Any) -> None:
 
 
 def _check_host_memory(cfg: Any) -> None:
-    """Raise ValueError if the host lacks the memory to save optimizer states in fully reshardable format."""
+    """Raise ValueError if the host has too little memory to save optimizer states in the fully reshardable format."""
     settings = cfg.checkpoint
     gathers = settings.save_optim and settings.dist_ckpt_optim_fully_reshardable
     if not (gathers and settings.save and settings.ckpt_format == "torch_dist" and torch.cuda.is_available()):
@@ -517,8 +518,8 @@ def _check_host_memory(cfg: Any) -> None:
     if saving.host_gathered and ranks * needed > available:
         raise ValueError(
             f"saving a checkpoint takes {needed / GIB:.1f} GiB of host memory on each of {ranks} ranks, and this "
-            f"machine has {available / GIB:.1f} GiB: set checkpoint.dist_ckpt_optim_fully_reshardable=False, with "
-            f"which it takes {saving.host_written / GIB:.1f} GiB a rank, and the run can be resumed only with the same "
+            f"machine has {available / GIB:.1f} GiB: set checkpoint.dist_ckpt_optim_fully_reshardable=False. "
+            f"Then it takes {saving.host_written / GIB:.1f} GiB a rank, but the run can be resumed only with the same "
             "TP, PP and EP"
         )
 
@@ -538,15 +539,15 @@ def _warn_about_disk_space(cfg: Any) -> None:
     if number * size > available:
         logger.warning(
             "checkpoint.save is %s, whose disk has %s free, expected about %s: for %d checkpoints of %s, "
-            "with the one that is being written. Make room, or lower checkpoint.most_recent_k (%s), or set "
-            "checkpoint.save_optim=false, and the run cannot be resumed",
+            "including the one that is being written. Free disk space, or lower checkpoint.most_recent_k (%s), or set "
+            "checkpoint.save_optim=false, but then the run cannot be resumed",
             *(settings.save, in_bytes(available), in_bytes(number * size), number, in_bytes(size)),
             settings.most_recent_k,
         )
 
 
 def _check_callbacks(cfg: Any) -> None:
-    """Raise ValueError if settings need callbacks, and no callbacks were made for this configuration."""
+    """Raise ValueError if settings need callbacks, but no callbacks were created for this configuration."""
     needs = {
         "guard": cfg.guard is not None,
         "accuracy.path": cfg.accuracy.path is not None,
@@ -554,7 +555,7 @@ def _check_callbacks(cfg: Any) -> None:
     }
     if not cfg.has_callbacks and (ignored := [name for name, is_set in needs.items() if is_set]):
         raise ValueError(
-            f"{' and '.join(ignored)} would be ignored: no callbacks were made for this configuration; expected "
+            f"{' and '.join(ignored)} would be ignored: no callbacks were created for this configuration. Call "
             "finetune(cfg, qwen3vl_bridge.forward_step, callbacks=qwen3vl_bridge.training_callbacks(cfg))"
         )
 
@@ -568,12 +569,12 @@ def _check_trained(cfg: Any) -> None:
 
 
 _NVRX = "it needs the package nvidia-resiliency-ext, which is not installed"
-# Megatron-FSDP moves a model on the meta device to GPUs, after the hook that reads initial weights has filled it.
+# The hook that loads initial weights fills a model on the meta device, and Megatron-FSDP then moves it to GPUs.
 _ON_META = is_on("model.init_model_with_meta_device")
 ON_META_DEVICE: tuple[Check, ...] = (
     Requires("ddp.use_megatron_fsdp", True, _ON_META),
     *requires_default("model.tensor_model_parallel_size", "", _ON_META),
-    Requires("checkpoint.pretrained_checkpoint", Values(lambda path, _: path, lambda _: "first weights"), _ON_META),
+    Requires("checkpoint.pretrained_checkpoint", Values(lambda path, _: path, lambda _: "a checkpoint"), _ON_META),
     Requires("checkpoint.custom_manager_class", MANAGER, _ON_META),
 )
 
@@ -604,11 +605,11 @@ AFTER_VALIDATE: tuple[Check, ...] = (
     ),
     Requires(
         "checkpoint.ckpt_format", one_of("torch_dist", "fsdp_dtensor"), _saves_or_loads,
-        why="the run could not resume from others",
+        why="a run cannot resume from other formats",
     ),
-    *requires_default(  # megatron-core expects one more wrapper around a float32 model then
+    *requires_default(  # when saving, megatron-core expects a wrapper that a float32 model does not have
         "checkpoint.save",
-        "the model is in float32, which Megatron-FSDP can train but not save; or set a mixed_precision such as "
+        "the model is in float32, which Megatron-FSDP can train but not save; or set mixed_precision, such as "
         "'bf16_mixed'",
         _FSDP & equals("checkpoint.ckpt_format", "fsdp_dtensor") & is_off("model.bf16") & is_off("model.fp16"),
     ),
@@ -623,12 +624,12 @@ AFTER_VALIDATE: tuple[Check, ...] = (
     ),
     *requires_default(
         "logger.log_l2_norm_grad_to_tensorboard",
-        "it would write the norms of a rank's gradient shards, or fail; grad-norm and qwen3vl/grad_norm_* are written "
-        "without it",
+        "it would fail, or write the norms of one rank's gradient shards; grad-norm and qwen3vl/grad_norm_* are "
+        "written without it",
     ),
     *requires_default("model.log_max_attention_logit", "the training loop does not log it"),
-    *requires_default("dist.eval_context_parallel_size", "the training loop has no other groups to evaluate with"),
-    *requires_default("dist.lazy_mpu_init", "the training loop needs its process groups before it builds the model"),
+    *requires_default("dist.eval_context_parallel_size", "evaluation uses the process groups of training"),
+    *requires_default("dist.lazy_mpu_init", "the training loop needs process groups before it builds the model"),
     *(
         Requires(name, 1, _PACKS, why="make the rows longer instead")
         for name in ("train.micro_batch_size", "validation.eval_micro_batch_size")
@@ -643,7 +644,7 @@ AFTER_VALIDATE: tuple[Check, ...] = (
     # optimizer
     *requires_default(
         "optimizer.use_distributed_optimizer",
-        "megatron-core's distributed optimizer has no state of SGD; Megatron-FSDP uses it too",
+        "megatron-core's distributed optimizer, which Megatron-FSDP uses too, does not support SGD",
         equals("optimizer.optimizer", "sgd"),
     ),
     *requires_default(
@@ -661,12 +662,12 @@ AFTER_VALIDATE: tuple[Check, ...] = (
         "optimizer.use_precision_aware_optimizer", True,
         is_on("optimizer.optimizer_cpu_offload")
         & (lambda cfg: (cfg.checkpoint.save and cfg.checkpoint.save_optim) or cfg.checkpoint.load),
-        why="the run could not resume: megatron-core cannot load other optimizer states on the host",
+        why="the run could not resume: otherwise megatron-core cannot load optimizer states on the host",
     ),
     *requires_default("optimizer.optimizer_cpu_offload", "Megatron-FSDP does not support it", _FSDP),
     *requires_default(
         "optimizer.overlap_param_gather_with_optimizer_step",
-        "it gathers between interleaved pipeline stages: set model.virtual_pipeline_model_parallel_size",
+        "it needs interleaved pipeline stages: set model.virtual_pipeline_model_parallel_size",
         lambda cfg: cfg.model.virtual_pipeline_model_parallel_size in (None, 1),
     ),
     Requires("optimizer.lr", at_least(0)),

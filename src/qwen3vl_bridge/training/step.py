@@ -1,7 +1,7 @@
 """Forward step for Megatron-Bridge's loop: run one microbatch and return its losses.
 
-Losses are divided by the number of tokens in the microbatch (`mean_of_microbatch`). With `calculate_per_token_loss`
-megatron-core instead divides gradients by the number of tokens in the global batch, after the backward pass.
+Without `calculate_per_token_loss`, losses are divided by the number of tokens in the microbatch (`mean_of_microbatch`).
+With it, megatron-core divides gradients by the number of tokens in the global batch, after the backward pass.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ def forward_step(
     model: torch.nn.Module,
     return_schedule_plan: bool = False,
 ) -> tuple[Tensor | ModelSchedulePlan, Callable]:
-    """Run one microbatch: a `TokenBatch` on the host, or a dict of Megatron-Bridge's collators.
+    """Run one microbatch: a `TokenBatch` on the host, or a dict from a collator of Megatron-Bridge.
 
     Returns:
-        The losses [rows, tokens], or with `return_schedule_plan` the schedule plan that computes them. And the loss
-        function, which maps the losses to (sum of losses, number of tokens, values to report), or without
-        `calculate_per_token_loss` to (contribution to the mean loss of the microbatch, values to report).
+        First, the losses [rows, tokens], or with `return_schedule_plan` the schedule plan that computes the losses.
+        Second, the loss function. With `calculate_per_token_loss` it maps the losses to (sum of losses, number of
+        tokens, values to report), otherwise to (contribution to the mean loss of the microbatch, values to report).
 
     Raises:
-        ValueError: The batch is inconsistent or would train on wrong targets (see `from_collator`), other pipeline
-            stages expect another number or length of rows, or settings need callbacks that have not started.
+        ValueError: The batch is inconsistent or would train on wrong targets (see `from_collator`). Or other pipeline
+            stages expect rows of another number or length. Or settings need callbacks that have not started.
     """
     check_balance(state.cfg)
     config, groups = get_model_config(model), get_attr_wrapped_model(model, "pg_collection")
@@ -56,7 +56,7 @@ def forward_step(
     if not isinstance(batch, TokenBatch):
         batch = from_collator(batch, config, state.cfg.dataset)
     check_rows(batch, config, state.cfg.train.micro_batch_size)
-    # With virtual pipeline parallelism every chunk receives each microbatch; count it once.
+    # With virtual pipeline parallelism every chunk receives each microbatch. Count a microbatch once.
     if model.training and not get_attr_wrapped_model(model, "vp_stage"):
         count_microbatch(state, batch, config)
     stage = get_attr_wrapped_model(model, "stage_arguments")()
@@ -72,7 +72,7 @@ def forward_step(
         count = record_losses(count, state, batch, mask)
     if not config.calculate_per_token_loss:
         count = functools.partial(mean_of_microbatch, count, batch.loss_mask.sum().clamp(min=1).item())
-    if return_schedule_plan:  # `overlap_moe_expert_parallel_comm`: the model has no wrappers
+    if return_schedule_plan:  # only with `overlap_moe_expert_parallel_comm`, where the model has no wrappers
         return model.build_schedule_plan(inputs=inputs), count
     return model(inputs=inputs), count
 
@@ -82,8 +82,8 @@ def mean_of_microbatch(count: Callable, tokens: float, losses: Tensor) -> tuple[
 
     Args:
         count: maps the losses to (sum of losses, number of tokens, values to report).
-        tokens: number of trained tokens of the microbatch on all context-parallel ranks.
-        losses: losses [rows, tokens] of this rank.
+        tokens: number of trained tokens in the microbatch, over all context-parallel ranks.
+        losses: this rank's losses [rows, tokens].
     """
     loss, _, report = count(losses)
     return loss / tokens, report
@@ -119,19 +119,19 @@ def to_device[Inputs: Transferable](inputs: Inputs, model: torch.nn.Module) -> I
 
 
 def check_rows(batch: TokenBatch, config: VisionLanguageProvider, rows: int) -> None:
-    """Raise ValueError if pipeline stages expect another number of rows than the batch has, or another length.
+    """Raise ValueError if other pipeline stages expect another number or length of rows than the batch has.
 
-    Without this check, the stages would hang.
+    Without this check, the stages would wait forever.
     """
     fixed = config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths
     if fixed and batch.layout.num_rows != rows:
         raise ValueError(
-            f"a microbatch has {batch.layout.num_rows} rows, expected train.micro_batch_size, {rows}, between pipeline "
-            "stages; or set model.variable_seq_lengths=True"
+            f"a microbatch has {batch.layout.num_rows} rows, but later stages expect train.micro_batch_size, {rows}; "
+            "change the batch, or set model.variable_seq_lengths=True"
         )
     tokens = batch.layout.total // batch.layout.num_rows
     if fixed and tokens != config.seq_length:  # the length that the training loops pass to their schedule
         raise ValueError(
-            f"rows have {tokens} tokens, expected model.seq_length, {config.seq_length}, between pipeline stages; or "
-            "set model.variable_seq_lengths=True"
+            f"rows have {tokens} tokens, but pipeline stages expect model.seq_length, {config.seq_length}: pad rows to "
+            "this length, or set model.variable_seq_lengths=True"
         )

@@ -1,7 +1,7 @@
 """Load model weights: the initial weights of a run, or all weights of a checkpoint, from any format.
 
-Megatron-Bridge's loader reads Hugging Face weights. Both Megatron formats are read here. Weights that are missing,
-unexpected or of another shape raise an error on all ranks, which lists them.
+Megatron-Bridge's loader reads Hugging Face weights. This module reads both Megatron formats, `torch_dist` and
+`fsdp_dtensor`. If weights are missing, unexpected or of another shape, all ranks raise an error that lists them.
 """
 
 from __future__ import annotations
@@ -75,16 +75,16 @@ _SIZE_FIELDS = (
     *("vocab_size", "share_embeddings_and_output_weights", "moe_layers", "num_moe_experts", "moe_ffn_hidden_size"),
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_conv_kernel_dim", "moe_shared_expert_intermediate_size"),
-    # Of Qwen3.8-Flash-Next. Some change no shape, but which rows of a table are looked up.
+    # Of Qwen3.8-Flash-Next. Some change no shape, but change which rows of the n-gram table are looked up.
     *("hc_count", "hc_lowrank", "ple_layers", "ple_embed_dim", "ple_conv_kernel_size", "ngram_size"),
     *("heads_per_ngram", "ngram_vocab_size_base", "ngram_seed", "linear_output_gate"),
     *("indexer_n_heads", "indexer_head_dim", "indexer_compress_ratio"),
 )
 _EXPERT_FIELDS = ("num_moe_experts", "moe_ffn_hidden_size")
-# With tied weights the last pipeline stage has a copy of the embedding with the first name.
+# With tied weights, the last pipeline stage has a copy of the embedding, named as the output layer.
 _OUTPUT, _EMBEDDING = "language_model.output_layer.weight", "language_model.embedding.word_embeddings.weight"
 _SECTION, _OPTIMIZER, _WRAPPER = "model.", "optimizer.", "module."
-# Number of elements of a table that are read at a time.
+# Number of elements of an n-gram table that are read at a time.
 _TABLE_BLOCK = 1 << 22
 # Megatron-FSDP stores gate and up projection separately, and the sections of linear attention's projection.
 _SECTION_SUFFIXES = ("_w", "_v", ".query", ".key", ".value", ".z", ".beta", ".alpha")
@@ -101,7 +101,7 @@ def load_model(hf_path: str | Path, megatron_path: str | Path | None = None) -> 
         CheckpointError, ValueError: A checkpoint does not exist or does not fit the model.
     """
     bridge = AutoBridge.from_hf_pretrained(str(hf_path))
-    importlib.import_module(family_of(bridge.hf_pretrained.config.to_dict()).bridge)  # may not be registered yet
+    importlib.import_module(family_of(bridge.hf_pretrained.config.to_dict()).bridge)  # registers the family
     provider = bridge.to_megatron_provider(load_weights=megatron_path is None)
     provider.finalize()
     groups = initialize(provider, seed=0)
@@ -139,7 +139,7 @@ def load_weights(folder: str | Path, model: Sequence[torch.nn.Module], groups: P
                 tied = name == _OUTPUT and config.share_embeddings_and_output_weights
                 row = rows[_EMBEDDING if tied else name]
                 columns = getattr(parameter, "stored_columns", None)
-                if columns is not None:  # a rank has all rows of a table, and some of its columns
+                if columns is not None:  # the rank has some columns of an n-gram table, with all rows
                     _read_columns(reader, SliceList(layout.slices(row)), columns, row, dimensions, parameter)
                     continue
                 group = groups.expt_tp if "experts" in row.indices else groups.tp
@@ -171,8 +171,8 @@ def _stored_weights(
     """Open a Megatron checkpoint.
 
     Returns:
-        The checkpoint's tensors, the layout of weights in it, the tensors to load (without multi-token prediction if
-        the model has none), and the tensors that the model expects.
+        The reader of the checkpoint's tensors, the format of the weights in the checkpoint, the tensors to load
+        (without multi-token prediction if the model has none), and the tensors that the model expects.
     """
     ckpt_format, metadata = format_of(folder), read_metadata(folder)
     source = DcpTensors(metadata, model_keys(metadata, ckpt_format))
@@ -186,7 +186,7 @@ def _stored_weights(
 def _check_quantized(folder: Path, model: Sequence[torch.nn.Module]) -> None:
     """Raise CheckpointError if the norms in a checkpoint quantized by ModelOpt do not fit the model.
 
-    Only norms can be compared, because they are not quantized.
+    Norms are not quantized. The other weights cannot be compared.
     """
     config = unwrap_model(list(model))[0].config
     with raise_on_all_ranks():
@@ -197,7 +197,7 @@ def _check_quantized(folder: Path, model: Sequence[torch.nn.Module]) -> None:
 
 @dataclass(frozen=True)
 class Pretrained:
-    """Initial weights of a run: a Hugging Face folder, or the folder of an iteration of a Megatron checkpoint."""
+    """Initial weights of a run, in a Hugging Face folder or in the folder of one iteration of a Megatron checkpoint."""
 
     folder: Path
     is_hf: bool
@@ -213,11 +213,11 @@ class Pretrained:
         """Check that the weights fit the model, without reading them.
 
         Raises:
-            CheckpointError: Sizes differ, or tensors do not match the folder's config.json; all are listed. Or the
-                folder has only adapters, without base weights.
+            CheckpointError: Sizes differ from the model's, or tensors do not match the folder's config.json; the
+                message lists all. Or the folder contains adapters without base weights.
         """
         if not self.is_hf:
-            # All names and shapes are in one file, and are compared before weights are read.
+            # One file contains all names and shapes. `load_weights` compares them before it reads weights.
             check_complete_model(self.folder)
             return
         config = ModelConfig(self.folder).raw
@@ -266,8 +266,8 @@ class Pretrained:
 class ExportFiles:
     """Files of a Hugging Face export besides tensors (configuration, tokenizer, processor), and its manifest."""
 
-    source: Path  # the checkpoint that has them
-    files: dict[str, Path]  # by the path relative to the folder of Hugging Face files in a checkpoint
+    source: Path  # the checkpoint that contains the files
+    files: dict[str, Path]  # relative path in the `HF_FILES` folder of a checkpoint -> file to copy
     manifest: dict[str, Any]
 
 
@@ -286,21 +286,22 @@ def _model_sizes(provider: VisionLanguageProvider) -> dict[str, object]:
 class InitialWeights:
     """Pre-wrap hook of a provider that loads a run's initial weights.
 
-    Megatron-Bridge loads them into the wrapped model, only in the format of the run's checkpoints, and cannot load
-    Hugging Face weights into Megatron-FSDP's shards. Before wrapping, each rank has the unsharded model: on the GPU, or
-    with `model.init_model_with_meta_device` on the host, from where Megatron-FSDP moves one group of parameters after
-    the other.
+    Megatron-Bridge loads initial weights into the wrapped model, and only in the format of the run's checkpoints. It
+    cannot load Hugging Face weights into Megatron-FSDP's shards. Before wrapping, each rank has the unsharded model on
+    the GPU. With `model.init_model_with_meta_device` it is on the host, and Megatron-FSDP moves its parameters group by
+    group.
 
-    Adapters are inserted too. Megatron-Bridge's own hook for adapters runs later and would load weights in one format
-    only. It does nothing while `cfg.peft` is None, so this hook sets `cfg.peft` to None until the model is wrapped.
+    This hook also inserts adapters. Megatron-Bridge's own hook for adapters runs later and would load weights in one
+    format only. That hook does nothing while `cfg.peft` is None, so this hook sets `cfg.peft` to None until the model
+    is wrapped.
     """
 
     def __init__(self, cfg: ConfigContainer) -> None:
         self.cfg = cfg
-        self.peft = None  # the run's adapters, while the configuration has none
+        self.peft = None  # the run's adapters, while `cfg.peft` is None
 
     def __deepcopy__(self, memo: dict) -> InitialWeights:
-        """Return this object: layers copy their provider with its hooks, but must not copy the run's configuration."""
+        """Return this object. Layers copy the provider with its hooks, but must not copy the run's configuration."""
         return self
 
     def __call__(self, chunks: Chunks) -> Chunks:
@@ -316,8 +317,8 @@ class InitialWeights:
             for chunk in chunks:
                 _allocate_on_host(chunk)
         if cfg.model.restore_modelopt_state:
-            # Megatron-Bridge's hook for this is the last, after scales are loaded and a student is joined with its
-            # teacher.
+            # Megatron-Bridge's hook would restore this state too late: after scales are loaded and a student is joined
+            # with its teacher.
             own = cfg.checkpoint.load, cfg.checkpoint.ckpt_step
             load_modelopt_state(chunks, *(own if resumes else (cfg.checkpoint.pretrained_checkpoint, None)))
         if resumes:
@@ -334,7 +335,7 @@ class InitialWeights:
         return chunks
 
     def after_wrap(self, chunks: Chunks) -> Chunks:
-        """Restore `cfg.peft` after the model is wrapped, and return the chunks."""
+        """Restore `cfg.peft` after the model is wrapped, and return `chunks` unchanged, as a hook must."""
         self.restore_peft()
         return chunks
 
@@ -345,9 +346,9 @@ class InitialWeights:
 
 
 def register_initial_weights(cfg: ConfigContainer, manager: str) -> None:
-    """Register hooks that load a run's initial weights, if it has any and its checkpoint manager is `manager`.
+    """Register hooks that load a run's initial weights, if there are any and the checkpoint manager is `manager`.
 
-    Other checkpoint managers load initial weights themselves.
+    Other checkpoint managers load initial weights by themselves.
     """
     for hook in pre_wrap_hooks(cfg.model):
         if isinstance(hook, InitialWeights):
@@ -355,16 +356,16 @@ def register_initial_weights(cfg: ConfigContainer, manager: str) -> None:
             hook.restore_peft()
     if cfg.checkpoint.pretrained_checkpoint is not None and cfg.checkpoint.custom_manager_class == manager:
         hook = InitialWeights(cfg)
-        # First for a student: its last hook joins it with its teacher.
+        # For a student of distillation the hook must run first, because the last hook joins student and teacher.
         cfg.model.register_pre_wrap_hook(hook, prepend=isinstance(cfg.model, DistillationProvider))
         cfg.model.register_post_wrap_hook(hook.after_wrap)
 
 
 @contextlib.contextmanager
 def load_in_high_precision(chunks: Chunks) -> Iterator[None]:
-    """Replace quantized (FP8, FP4) parameters by high-precision ones inside the `with` block, to load weights.
+    """Replace quantized (FP8, FP4) parameters by high-precision parameters inside the `with` block, to load weights.
 
-    After the block, the parameters are quantized again with the loaded values.
+    After the block, the loaded values are quantized into the original parameters.
     """
     stored = []
     for module in (module for chunk in chunks for module in chunk.modules()):
@@ -391,7 +392,10 @@ def _read_columns(
     dimensions: Dimensions,
     parameter: torch.nn.Parameter,
 ) -> None:
-    """Fill a parameter with some columns of a stored table, whose elements are `slices`, in blocks of rows."""
+    """Fill a parameter with the given columns of a stored n-gram table, in blocks of rows.
+
+    `slices` are the elements of the stored table, and `row` is its row of the weight table.
+    """
     width = row.megatron_shape(dimensions)[1]
     dtype, step = str(parameter.dtype).removeprefix("torch."), max(1, _TABLE_BLOCK // width)
     for first, part in zip(range(0, len(parameter), step), parameter.split(step), strict=True):
@@ -400,7 +404,7 @@ def _read_columns(
 
 
 def _set_parameter(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:
-    # torch's method: Transformer Engine's would lose how the parameter is initialized.
+    # Call torch's method, because Transformer Engine's method would lose how the parameter is initialized.
     torch.nn.Module.register_parameter(module, name, parameter)
 
 
@@ -411,7 +415,8 @@ def _allocate_on_host(chunk: torch.nn.Module) -> None:
     """
     if lost := [name for name, buffer in chunk.named_buffers() if buffer.is_meta]:
         raise CheckpointError(
-            f"model.init_model_with_meta_device is True, expected False: no values for the buffers {', '.join(lost)}"
+            f"model.init_model_with_meta_device is True, with no values for the buffers {', '.join(lost)}; set "
+            "it to False"
         )
     allocated: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for parameter in chunk.parameters():  # yields tied parameters once
@@ -426,9 +431,9 @@ def _allocate_on_host(chunk: torch.nn.Module) -> None:
 
 
 def rows_by_name(provider: VisionLanguageProvider) -> dict[str, WeightRow]:
-    """Return the weight mapping entries (`WeightRow`) of the unsharded model by Megatron parameter name.
+    """Return the weight-table rows of the unsharded model, by the name of the Megatron parameter.
 
-    An entry is listed under its names in both layer specs, with and without Transformer Engine.
+    A row is listed under the parameter's names in both layer specs, with and without Transformer Engine.
     """
     rows = list(expand(family(provider.family).rows(), provider.dimensions()))
     return {name: row for row in rows for name in (row.megatron, local_name(row.megatron))}
@@ -437,15 +442,15 @@ def rows_by_name(provider: VisionLanguageProvider) -> dict[str, WeightRow]:
 def load_fsdp_weights(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Load an `fsdp_dtensor` checkpoint, including weights that were saved with another layer spec.
 
-    Parameter names depend on the layer spec: norms are fused into linear layers or separate, experts are grouped or
-    not. Megatron-Bridge skips a missing name, and the parameter keeps its initial value.
+    Parameter names depend on the layer spec: norms are separate or fused into linear layers, and experts may be
+    grouped. Megatron-Bridge skips a parameter whose name is missing, which then keeps its initial value.
 
     Args:
-        theirs: Megatron-Bridge's `load_fsdp_dtensor_checkpoint`; the other arguments are passed to it.
+        theirs: Megatron-Bridge's `load_fsdp_dtensor_checkpoint`, which is called with `args` and `kwargs`.
 
     Raises:
-        CheckpointError: Weights of our model are missing under the names of both layer specs; all are listed. Or the
-            optimizer state to load was saved with another layer spec.
+        CheckpointError: Weights of this package's model are missing under the names of both layer specs; the message
+            lists them. Or the optimizer state to load was saved with another layer spec.
     """
     bound = inspect.signature(theirs).bind(*args, **kwargs)
     bound.apply_defaults()
@@ -467,8 +472,8 @@ def load_fsdp_weights(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         renamed, problems = find_renamed_weights(weights["model"], stored, provider)
         if renamed and "optimizer" in state and any(key.startswith(_OPTIMIZER) for key in stored):
             raise CheckpointError(
-                f"{folder} was saved with another layer spec, and its optimizer state has the parameter names of that "
-                "spec: expected checkpoint.load_optim=False, or the checkpoint's transformer_impl and moe_grouped_gemm"
+                f"{folder} was saved with another layer spec, and its optimizer state uses the parameter names of that "
+                "spec: set checkpoint.load_optim=False, or use the checkpoint's transformer_impl and moe_grouped_gemm"
             )
     if problems := sorted(set().union(*gather_objects(problems))):
         raise CheckpointError("\n  ".join([f"{folder} does not fit the model:", *problems]))
@@ -482,10 +487,10 @@ def load_fsdp_weights(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 def find_renamed_weights(
     weights: Mapping[str, Any], stored: Mapping[str, Any], provider: VisionLanguageProvider
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Find weights that a checkpoint has under a name of another layer spec.
+    """Find weights that a checkpoint stores under the name of another layer spec.
 
     Returns:
-        The weights by their name in the checkpoint, and a message for each weight that is missing under all names.
+        The found weights by their name in the checkpoint, and a message for each weight that has none of these names.
     """
     rows, renamed, problems = rows_by_name(provider), {}, []
     for key, tensor in weights.items():

@@ -1,6 +1,6 @@
-"""Mechanisms borrowed from other packages, one module for each.
+"""Access to private names of other packages, one module for each purpose.
 
-Only modules of this package name private attributes of other packages, or replace functions of theirs. Each says what
-it borrows, why, and when it can be deleted. From this project they import only `lazy` and each other; other functions
-that they call are arguments.
+Only these modules use private attributes of other packages, or replace functions of other packages (borrowed names).
+Each module says which names it uses, why, and when it can be deleted. From this project the modules import only `lazy`
+and each other; other functions of this project are passed to them as arguments.
 """

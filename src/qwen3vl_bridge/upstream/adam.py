@@ -1,9 +1,9 @@
 """Adam in plain PyTorch with the state that megatron-core expects, without Transformer Engine and Apex.
 
-Replaced there: `Adam` and `USING_PYTORCH_OPTIMIZER` in `megatron.core.optimizer`; `Adam`, `USING_TE_OPTIMIZER` and
-`HAVE_APEX_OR_TE` in `megatron.core.optimizer.distrib_optimizer`. megatron-core chooses between fused optimizers and
-torch's by these names. With torch's Adam, sharded optimizers cannot save and load their states. Delete this module when
-they can.
+Replaced if neither is installed: `Adam` and `USING_PYTORCH_OPTIMIZER` in `megatron.core.optimizer`; `Adam`,
+`USING_TE_OPTIMIZER` and `HAVE_APEX_OR_TE` in `megatron.core.optimizer.distrib_optimizer`. megatron-core chooses between
+fused optimizers and torch's by these names. With torch's Adam, sharded optimizers cannot save and load their states.
+Delete this module when they can.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Adam(torch.optim.Optimizer):
     Apex.
 
     megatron-core's sharded optimizers save and load the state that the fused optimizers have: one step count per
-    parameter group, and float32 moments for every parameter of a group that has stepped, whether or not it had a
-    gradient. torch's own Adam counts steps per parameter and has moments only for parameters that had a gradient. With
-    it, a Megatron-FSDP rank whose shard of a parameter is empty has no moments to save, so that all ranks hang, and a
-    checkpoint of a distributed optimizer cannot be loaded.
+    parameter group and, once a group has stepped, float32 moments for each of its parameters, even if a parameter had
+    no gradient. torch's own Adam counts steps per parameter and has moments only for parameters that had a gradient.
+    With torch's Adam, a Megatron-FSDP rank with an empty shard of a parameter has no moments to save, so that all ranks
+    hang, and a checkpoint of a distributed optimizer cannot be loaded.
 
     Sources: https://arxiv.org/abs/1412.6980, https://arxiv.org/abs/1711.05101.
 
@@ -38,7 +38,7 @@ class Adam(torch.optim.Optimizer):
         capturable: must be False; an argument of the fused optimizers.
 
     Raises:
-        ValueError: another value of `bias_correction` or `capturable`.
+        ValueError: `bias_correction` is False, or `capturable` is True.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Access private parts of Megatron-Bridge's adapters.
 
-Borrowed: `ParallelLinearAdapter._get_init_fn`; `_alias_to_pattern` of a `ModuleMatcher`, which maps the targets that a
-user has written; `_adapter_enabled` of an `AdapterWrapper`; and `DoRALinear._get_weight_norm`. Delete a function when
-its name is public.
+Called: `ParallelLinearAdapter._get_init_fn` and `DoRALinear._get_weight_norm`. Read: `AdapterWrapper._adapter_enabled`,
+and `ModuleMatcher._alias_to_pattern`, a dict from each target that a user has written to its pattern. Delete a function
+when the name that it uses is public.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 def initializer(adapter: ParallelLinearAdapter, method: str) -> Callable[[Tensor], Any]:
-    """Return the function that initializes a matrix of an adapter by a method, such as "xavier"."""
+    """Return the function that initializes a matrix of an adapter with a method, such as "xavier"."""
     return adapter._get_init_fn(method)
 
 
 def written_targets(peft: PEFT) -> Mapping[str, str]:
-    """Return the pattern of each entry that the user wrote in `target_modules`; empty if they were not recorded."""
+    """Return a dict from each entry that the user wrote in `target_modules` to its pattern; empty if none is known."""
     return getattr(peft, "_alias_to_pattern", {})
 
 

@@ -1,10 +1,10 @@
 """The processes that megatron-core and Megatron-Bridge start in order to save checkpoints.
 
-Borrowed: `filesystem_async._results_queue`, the queue through which megatron-core's writer of `torch_dist` gets the
-results of its threads. megatron-core has no setting for it. Delete `results_in_this_process` when a synchronous save no
-longer starts a process.
+Set inside a `with` block: `filesystem_async._results_queue`, the queue through which megatron-core's writer of
+`torch_dist` gets the results of its threads. megatron-core has no setting for it. Delete `results_in_this_process` when
+a synchronous save no longer starts a process.
 
-Borrowed: `_inheriting`, which Python's multiprocessing sets and reads in a spawned process while the process imports
+Read: `_inheriting`, which Python's multiprocessing sets and reads in a spawned process while the process imports
 the main script. Delete `is_importing_main_script` when Python has a public test.
 """
 
@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 def results_in_this_process() -> Iterator[None]:
     """Make megatron-core's checkpoint writer collect its threads' results in this process, inside the `with` block.
 
-    Otherwise the writer starts a process for this, even for a synchronous save. The process is spawned, so it imports
+    Otherwise the writer starts a process to collect them, even for a synchronous save. It is spawned, so it imports
     the user's script. It lives as long as the run, and launchers send it the signal that asks a run to save and exit.
     """
     filesystem_async._results_queue = queue.Queue()

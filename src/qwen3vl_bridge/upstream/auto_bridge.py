@@ -1,6 +1,6 @@
 """Access to the model bridge of an `AutoBridge`.
 
-Borrowed: the property `AutoBridge._model_bridge`. Delete this module when it is public.
+Read: the private property `AutoBridge._model_bridge`. Delete this module when the property is public.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Adapters that `AutoBridge` writes for our models.
+"""Make `AutoBridge` save the adapters of our models.
 
-Replaced: `AutoBridge.__init__` of `megatron.bridge.models.conversion.auto_bridge`. A new object becomes one of a
-subclass that overrides two methods, which do the same as before for other models. Megatron-Bridge asks the bridge of a
-model's family neither how to write adapters nor for a check:
+Replaced: `AutoBridge.__init__` of `megatron.bridge.models.conversion.auto_bridge`. It changes the class of a new object
+to a subclass that overrides two methods. For other models they do the same as before. The methods are overridden
+because Megatron-Bridge does not let the bridge of a model's family save or check adapters:
 
 - `save_hf_adapter` supports neither DoRA's magnitudes, nor `peft`'s format for adapters of experts, nor different
   alphas. Megatron-Bridge's training and RL frameworks call it at every checkpoint.
 - `export_adapter_ckpt` inserts LoRA whatever the checkpoint was trained with, so that DoRA's magnitudes would be
   dropped. Only this method knows the checkpoint's folder.
 
-The model's family is asked for when a method is called: a constructor must not read a configuration from the hub.
+The methods find the model's family when they are called: a constructor must not read a configuration from the hub.
 Delete this module when Megatron-Bridge saves all adapters, or calls the bridge of the family to do it.
 """
 
@@ -71,7 +71,7 @@ def save_adapters_with(
 
 
 def _restored(module: str, attributes: dict[str, Any]) -> Any:
-    """Return an `AutoBridge` with the given attributes, when one is copied or unpickled."""
+    """Return an `AutoBridge` with the given attributes. Python calls this to copy or unpickle an object."""
     kind = getattr(importlib.import_module(module).AutoBridge, _SUBCLASS)
     restored = kind.__new__(kind)
     vars(restored).update(attributes)

@@ -1,13 +1,13 @@
 """Functions of Megatron-Bridge that find and read files of checkpoints.
 
-Borrowed from `megatron.bridge.training.checkpointing`:
-- `_get_global_non_persistent_checkpoint_dirs`, folders of checkpoints that a run keeps for a restart only;
-- `_load_model_weights_from_checkpoint`, which restores the quantizers of ModelOpt too;
-- `_get_filesystem_reader`, which reads from object stores if Megatron-Bridge does;
-- the key "_model", by which `load_checkpoint` gives the model to its loader of `fsdp_dtensor`.
+Called or read in `megatron.bridge.training.checkpointing`:
+- `_get_global_non_persistent_checkpoint_dirs`, which returns the folders of checkpoints that only serve a restart;
+- `_load_model_weights_from_checkpoint`, which also restores the quantizers of ModelOpt;
+- `_get_filesystem_reader`, which also reads from the object stores that Megatron-Bridge supports;
+- the key "_model", under which `load_checkpoint` passes the model to the loader of `fsdp_dtensor` checkpoints.
 
-The public functions that call them (`load_checkpoint`, `load_megatron_model`) load a whole run or build a model. Delete
-each function when there is a public one.
+The public functions that call these (`load_checkpoint`, `load_megatron_model`) load a full run or build a model. Delete
+each function of this module when Megatron-Bridge has a public one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def non_persistent_folders(settings: CheckpointConfig) -> tuple[str, ...]:
 def load_quantized_weights(folder: str | Path, model: list[torch.nn.Module]) -> None:
     """Load a `torch_dist` checkpoint into a model that ModelOpt has quantized.
 
-    Layers that only the checkpoint has are ignored.
+    Layers that are only in the checkpoint are ignored.
     """
     checkpointing._load_model_weights_from_checkpoint(str(folder), model)
 

@@ -1,8 +1,8 @@
 """The class of a provider that Megatron-Bridge has made a student of a distillation.
 
-Borrowed: `DistillationProvider._super_class`. `convert_to_distillation_provider` changes the class of a provider to one
-that hides the fields of the original, forwards attributes to a teacher, and keeps the original class only there. Delete
-this module when Megatron-Bridge gives the class a public name, or copies of a student have no teacher.
+Read: `DistillationProvider._super_class`. `convert_to_distillation_provider` gives a provider another class, which
+hides the original fields and forwards attributes to a teacher. Only `_super_class` still refers to the original class.
+Delete this module when the original class has a public name, or when copies of a student have no teacher.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ redirected in their classes.
 
 Replaced without CUDA: the names `torch` and `dist` in Megatron's modules; `cuda`, `record_stream` and `type` of
 `torch.Tensor` and `torch.nn.Module`, for calls from Megatron's code; `ProcessGroupGloo` of torch; and the names in the
-functions that `_SPECIAL` lists. megatron-core has no CPU mode. Delete a function when what its docstring says is no
-longer so. A process without CUDA gets these replacements only when it imports Megatron.
+functions that `_SPECIAL` lists. megatron-core has no CPU mode. Delete a function when the reason in its docstring is
+gone. A process without CUDA gets these replacements only when it imports Megatron.
 """
 
 from __future__ import annotations
@@ -220,9 +220,9 @@ def _share_gloo_device(distributed_c10d: Any) -> None:
     """Make all gloo groups created from now on share a network device, unless the user has selected interfaces.
 
     torch creates one device per group, whose thread wakes up a hundred times a second to look for work. A rank with
-    tensor, pipeline, context, expert and data parallelism has dozens of groups: 300 groups took 11.8 % of a core when
-    idle and 1.9 s to be destroyed, with one device 0.2 % and 0.04 s. gloo's devices can be shared: connections are
-    distinguished by their sequence numbers.
+    tensor, pipeline, context, expert and data parallelism has dozens of groups. With a device each, 300 idle groups
+    took 11.8 % of a core, and destroying them took 1.9 s; with one device 0.2 % and 0.04 s. gloo's devices can be
+    shared: connections are distinguished by their sequence numbers.
     """
     own = distributed_c10d.ProcessGroupGloo
 
@@ -283,15 +283,15 @@ def _use_cpu_generator(module: Any) -> None:
 def _communicate_at_once(module: Any) -> None:
     """Make `_coalescing_manager` complete collectives at the end of its `with` block, and coalesce them by dtype.
 
-    The argument is a module of Megatron with parameter buffers.
+    `module` is a module of Megatron that defines parameter buffers.
 
-    The first change fits streams that execute everything synchronously. With gloo it is required: gloo's threads use
-    the tensors of a collective in progress, and if Python frees one of them in the meantime, memory may be corrupted
-    (torch 2.13, also without Megatron). Megatron-FSDP gathers into views that exist only for one call; about once in a
-    thousand steps on a busy machine one of its ranks was aborted, hung, or failed at a line that cannot fail.
+    Collectives must be complete when the block ends, because gloo's threads use the tensors of a collective in
+    progress: if Python frees one of them in the meantime, memory may be corrupted (torch 2.13, also without Megatron).
+    Megatron-FSDP gathers into views that exist only for one call; about once in a thousand steps on a busy machine one
+    of its ranks was aborted, hung, or failed at a line that cannot fail.
 
-    The second change is required if a model has parameters of several dtypes: gloo gathers their bytes as if all had
-    the first tensor's dtype, which gives other values, while NCCL has one call for each tensor (torch 2.13).
+    Tensors must be coalesced by dtype, because gloo gathers their bytes as if all had the first tensor's dtype, which
+    gives other values if dtypes differ. NCCL has one call for each tensor (torch 2.13).
     """
     import torch.distributed.distributed_c10d as c10d
 
@@ -351,7 +351,7 @@ def _mesh_on_cpu(module: Any) -> None:
     replace(module, "DeviceMesh", DeviceMesh, When.NO_CUDA)
 
 
-# By name of the module; each runs after the module has been executed.
+# Functions by module name. Each function is called after its module has been executed.
 _SPECIAL: dict[str, Callable[[Any], None]] = {
     "megatron.core": _redirect_torch,
     # On a CPU, compiling many small functions takes minutes of C++ compilation and gains nothing.
@@ -362,7 +362,7 @@ _SPECIAL: dict[str, Callable[[Any], None]] = {
     "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer": _communicate_at_once,
     "megatron.core.distributed.fsdp.mcore_fsdp_adapter": _mesh_on_cpu,
     "megatron.bridge.training.initialize": _set_up_without_cuda,
-    # It asks which GPU this is, also in a dry run for GPUs of another machine.
+    # The function looks for a GPU of this machine, even in a dry run for GPUs of another machine.
     "megatron.bridge.training.flex_dispatcher_backend": lambda module: replace(
         module, "validate_flex_dispatcher_backend", lambda _: None, When.NO_CUDA
     ),

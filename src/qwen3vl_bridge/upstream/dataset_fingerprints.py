@@ -1,7 +1,7 @@
 """The fingerprint of a data set of the `datasets` library.
 
-Borrowed: `Dataset._fingerprint`, a hash of the files and transformations that a data set is made of. The library
-documents it under this name only. Delete this module when there is a public one.
+Read: `Dataset._fingerprint`, a hash of the files and transformations that a data set is made of. The library documents
+only this private name. Delete this module when there is a public one.
 """
 
 from __future__ import annotations

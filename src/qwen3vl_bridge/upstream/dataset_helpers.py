@@ -18,7 +18,7 @@ _HELPERS = "megatron.core.datasets.helpers_cpp"
 
 
 def keep_compiled_helpers(initialize: ModuleType) -> None:
-    """Make `megatron.bridge.training.initialize` skip compiling helpers that are compiled and have no Makefile."""
+    """Make `megatron.bridge.training.initialize` compile nothing if the helpers are compiled and have no Makefile."""
     compiled = importlib.util.find_spec(_HELPERS)
     if compiled is not None and not Path(str(compiled.origin)).with_name("Makefile").exists():
         replace(initialize, "compile_helpers", lambda: None, When.ALWAYS)

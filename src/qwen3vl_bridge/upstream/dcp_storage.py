@@ -1,7 +1,7 @@
-"""The record of an item's place in a folder of torch.distributed.checkpoint.
+"""The class with which torch.distributed.checkpoint records the file, offset and length of a checkpoint item.
 
-Borrowed: `_StorageInfo`, which `.metadata` contains as a pickled object for each item. The public writers need all
-tensors in memory, and a process group. Delete this module when torch has a public name for it.
+Created: `_StorageInfo`, which `.metadata` contains as a pickled object for each item. torch's public writers would need
+all tensors in memory, and a process group. Delete this module when torch has a public name for the class.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Functions of tokens that torch compiles on a GPU, for any number of tokens.
+"""Compile functions on a GPU for any number of tokens.
 
-Borrowed: `torch._dynamo.maybe_mark_dynamic`, which torch documents but does not export under a public name. Without it
+Called: `torch._dynamo.maybe_mark_dynamic`, which torch documents but does not export under a public name. Without it
 torch compiles a function for the first number of tokens, and again for the second. Delete `mark_dynamic` when torch
 exports it.
 """
@@ -23,12 +23,12 @@ def mark_dynamic(x: Tensor, dimension: int) -> None:
 
 
 def can_compile(x: Tensor) -> bool:
-    """Return True if functions of `x` are compiled: it is on a GPU, and `dist.disable_jit_fuser` is not set."""
+    """Return True if `call_compiled` compiles for `x`: if it is on a GPU, and `dist.disable_jit_fuser` is not set."""
     return x.is_cuda and jit.jit_fuser is not jit.noop_decorator
 
 
 def call_compiled(function: Callable[..., Any], *by_token: Tensor, others: tuple[Any, ...] = ()) -> Any:
-    """Call `function(*by_token, *others)`, on a GPU compiled for tensors `by_token` [tokens, ...] of any length.
+    """Call `function(*by_token, *others)`. On a GPU, compile it for tensors `by_token` [tokens, ...] of any length.
 
     Inside a function that is being compiled, the call becomes part of that function.
     """
@@ -41,7 +41,7 @@ def call_compiled(function: Callable[..., Any], *by_token: Tensor, others: tuple
 
 @functools.cache
 def _compile(function: Callable[..., Any], *shapes: torch.Size) -> Callable[..., Any]:
-    """Return `function` compiled for tensors [tokens, *shape], with one of `shapes` for each tensor."""
+    """Return `function` compiled for one tensor [tokens, *shape] for each of `shapes`, with any number of tokens."""
     # torch compiles at most eight variants of a function, and counts them per code object. With a copied code object
     # per set of shapes, only dtypes and gradients add variants.
     return torch.compile(types.FunctionType(function.__code__.replace(), function.__globals__))

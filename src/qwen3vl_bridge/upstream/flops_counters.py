@@ -1,7 +1,7 @@
 """Counters from which Megatron-Bridge computes the FLOPs that it logs.
 
-Borrowed: six private attributes of `GlobalState`, which the training loop sets to zero before each step and sums over
-ranks after it. The public function that adds to them, `accumulate_flops_metadata`, counts padded tokens, knows one
+Changed: six private attributes of `GlobalState`, which the training loop sets to zero before each step and sums over
+ranks after it. The public function that adds to them, `accumulate_flops_metadata`, counts padding tokens, knows one
 sequence of a row, and reads device tensors. Delete this module when Megatron-Bridge has a function that takes counts.
 """
 
@@ -21,7 +21,7 @@ def add_operations(
         token_pairs: sum of the squared lengths of sequences.
         patches: patches of images and videos.
         cross_tokens: added to the counter that Megatron-Bridge reads as sequence lengths of cross-attention.
-        cross_pairs: added to the counter that it reads as products of lengths in cross-attention.
+        cross_pairs: added to the counter that Megatron-Bridge reads as products of lengths in cross-attention.
     """
     for name, amount in {
         "_flops_seqlen_sum": tokens,

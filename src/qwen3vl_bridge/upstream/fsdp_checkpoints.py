@@ -2,8 +2,8 @@
 
 Replaced: `load_fsdp_dtensor_checkpoint` of `megatron.bridge.training.checkpointing`. It skips weights that it does not
 find, unless `checkpoint.strict_fsdp_dtensor_load` is set, and the parameters keep their initial values. There is no
-point between reading the checkpoint's names and loading. Delete this module when Megatron-Bridge reports missing
-weights, and finds weights under the other layer spec's names.
+hook between reading the checkpoint's tensor names and loading. Delete this module when Megatron-Bridge reports missing
+weights, and finds weights that are stored under the names of the other layer spec.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from qwen3vl_bridge.upstream.replacements import When, replace
 
 
 def load_with(checkpointing: ModuleType, load: Callable[..., Any]) -> None:
-    """Replace `load_fsdp_dtensor_checkpoint` by a call of `load` with the original function and its arguments."""
+    """Make `load_fsdp_dtensor_checkpoint` call `load` with the original function, followed by its arguments."""
     theirs = checkpointing.load_fsdp_dtensor_checkpoint
 
     @functools.wraps(theirs)

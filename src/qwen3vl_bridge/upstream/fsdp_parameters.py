@@ -1,8 +1,8 @@
 """Parameters of Megatron-FSDP between two steps.
 
-Borrowed: `MegatronFSDP._replace_param_with_raw_if_needed` and `_replace_param_with_distributed_if_needed`. Between
-steps the optimizer's distributed parameters are in place of the modules' own, and only a call of the full model
-changes that. Delete this module when Megatron-FSDP has a public context for calls of single modules.
+Called: `MegatronFSDP._replace_param_with_raw_if_needed` and `_replace_param_with_distributed_if_needed`. Between steps
+the modules hold the optimizer's distributed parameters instead of their own. Only a call of the full model puts their
+own parameters back. Delete this module when Megatron-FSDP has a public context for calls of single modules.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Functions that megatron-core's Gated DeltaNet calls by their names in its modules.
 
-Borrowed: `HAVE_FLA` of `megatron.core.ssm.gated_delta_net.common`, without which no layer is built; it is set only
-while a layer of ours is built. Replaced, once the first layer of ours is built: `l2norm` of the same module, where
-flash-linear-attention or a GPU is missing, and `causal_conv1d` of `megatron.core.ssm.gated_delta_net.gdn`. Neither has
-an extension point; the delta rule is an attribute of the layer and is not replaced (`upstream/gated_delta_net.py`).
-With the package and a GPU only the convolution is replaced: megatron-core does not pass `chunk_indices`, and without
-them the package reads the offsets on the host in every layer. Delete the first two when megatron-core builds the layer
-without the package, the last when its layers pass `chunk_indices`.
+Set while one of our layers is built: `HAVE_FLA` of `megatron.core.ssm.gated_delta_net.common`, without which
+megatron-core builds no layer. Replaced once our first layer is built: `causal_conv1d` of
+`megatron.core.ssm.gated_delta_net.gdn` and, if flash-linear-attention or a GPU is missing, `l2norm` of `common`.
+Neither function has an extension point. The delta rule is an attribute of the layer and is not replaced
+(`upstream/gated_delta_net.py`). With the package and a GPU only the convolution is replaced: megatron-core does not
+pass `chunk_indices`, and without them the package reads the offsets on the host in every layer. Delete the first two
+functions when megatron-core builds the layer without the package, the last when its layers pass `chunk_indices`.
 """
 
 from __future__ import annotations

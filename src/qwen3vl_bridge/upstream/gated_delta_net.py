@@ -1,11 +1,12 @@
 """megatron-core's Gated DeltaNet, with public places to change its kernel, offsets and casts.
 
-Borrowed: `GatedDeltaNet._setup_variant_attrs`, which sets `gated_delta_rule`; `_resolve_cu_seqlens`, which checks
-offsets on the host (packed rows came with NVIDIA/Megatron-LM#2645); `_apply_gated_norm`, whose gate has the activation
-of MLPs; and
-`megatron.core.ssm.utils._split_tensor_factory`, by which `sharded_state_dict` splits the weight of the fused
-projection. Delete this module when megatron-core neither reads packed offsets on the host nor computes the delta rule
-in a lower precision than float32 parameters, and splits adapters like their weight.
+Overridden in `GatedDeltaNet`: `_setup_variant_attrs`, which sets `gated_delta_rule`; `_resolve_cu_seqlens`, which
+checks offsets on the host (packed rows came with NVIDIA/Megatron-LM#2645); and `_apply_gated_norm`, which applies the
+activation of the MLPs to the gate. Called: `_prepare_input_for_gated_delta_rule` and `_compute_g_and_beta`, for
+generation, because `forward` rejects an inference context; and `megatron.core.ssm.utils._split_tensor_factory`, with
+which `sharded_state_dict` splits the weight of the fused projection. Delete this module when megatron-core neither
+reads packed offsets on the host nor computes the delta rule in a lower precision than float32 parameters, and splits
+the weights of adapters like the weight of their layer.
 """
 
 from __future__ import annotations
@@ -33,12 +34,31 @@ class SegmentedGatedDeltaNet(GatedDeltaNet):
         raise NotImplementedError
 
     def activate_gate(self, gate: Tensor) -> Tensor:
-        """Return the factor of the normalized output for a gate in float32."""
+        """Return the factor by which the normalized output is multiplied, given the gate in float32."""
         raise NotImplementedError
 
     def split_sections(self, weight: ShardedTensor) -> ShardedTensorFactory:
         """Split a sharded tensor into the sections of the fused input projection, like the projection's weight."""
         return _split_tensor_factory(weight, list(self.in_proj_split_sections), self.in_proj_split_names, 0)
+
+    def prepare_rule(
+        self, convolved: Tensor, gate: Tensor, beta: Tensor, alpha: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return the arguments of the delta rule: query, key, value, logarithm of the decay, and writing strength.
+
+        Args:
+            convolved: [b, s, channels] queries, keys and values after the convolution.
+            gate, beta, alpha: [b, s, ...], the other sections of the input projection.
+        """
+        rows, tokens = convolved.shape[:2]
+        query, key, value, _, beta, alpha = self._prepare_input_for_gated_delta_rule(
+            convolved, gate, rows, tokens, beta, alpha
+        )
+        return query, key, value, *self._compute_g_and_beta(self.A_log, self.dt_bias, alpha, beta)
+
+    def gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Return `x` [b, s, heads, e], normalized and multiplied by `gate` [b, s, heads * e], in the gate's shape."""
+        return self._apply_gated_norm(x, gate).reshape(gate.shape)
 
     def _setup_variant_attrs(self) -> None:
         super()._setup_variant_attrs()
@@ -51,6 +71,6 @@ class SegmentedGatedDeltaNet(GatedDeltaNet):
     def _resolve_cu_seqlens(
         self, cu_seqlens_padded: Tensor | None, cu_seqlens_actual: Tensor, *_: Any, **__: Any
     ) -> Tensor:
-        # megatron-core checks on the host that the offsets match the row, which synchronizes with the device; those of
-        # a layout always do.
+        # megatron-core checks on the host that the offsets match the row, which synchronizes with the device. Offsets
+        # of a `SequenceLayout` always match.
         return cu_seqlens_actual if cu_seqlens_padded is None else cu_seqlens_padded

@@ -1,7 +1,7 @@
 """The part of megatron-core's GPT model that follows the decoder, as a public method to override.
 
-Borrowed: `GPTModel._postprocess`. Callers and the combined schedule reach it with their own arguments, so that a
-default `output_processor` and the loss of multi-token prediction have no other place. Delete this module when GPTModel
+Overridden: `GPTModel._postprocess`. Callers and the combined schedule call it with their own arguments, so a default
+`output_processor` and our loss of multi-token prediction can be added nowhere else. Delete this module when GPTModel
 has a default `output_processor`, or a method for losses of its hidden states.
 """
 

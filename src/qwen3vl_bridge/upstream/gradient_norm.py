@@ -1,8 +1,8 @@
-"""Gradients that count in a gradient norm.
+"""The gradients that a rank includes in a gradient norm.
 
-Borrowed: `MegatronOptimizer._filter_grads_for_norm`, which skips replicas on other ranks and finds the gradients of
-every kind of optimizer. The public `get_grads_for_grad_norm` takes no parameters: it returns all gradients.
-Delete this module when megatron-core has a public method for some parameters.
+Called: `MegatronOptimizer._filter_grads_for_norm`, which skips replicas on other ranks and finds the gradients of every
+kind of optimizer. The public `get_grads_for_grad_norm` cannot select parameters: it returns all gradients.
+Delete this module when megatron-core has a public method that can.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Values in high precision that Transformer Engine keeps for a parameter in 8 or 4 bits, on the host.
+"""The high-precision values that Transformer Engine keeps on the host for parameters in 8 or 4 bits.
 
-Borrowed: the attribute `_high_precision_init_val`. megatron-core's optimizer reads it by the public method
-`get_high_precision_init_val`, and makes main weights of it; there is no method that sets it. Delete this module when
-Transformer Engine has one.
+Set: the attribute `_high_precision_init_val`. megatron-core's optimizer reads it with the public method
+`get_high_precision_init_val`, and creates main weights from it. Delete this module when Transformer Engine has a public
+method that sets it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,6 @@ from torch import Tensor
 
 
 def set_high_precision_value(parameter: Tensor, value: Tensor) -> None:
-    """Replace the value from which an optimizer makes a parameter's main weight, if the parameter has one."""
+    """Replace the value from which an optimizer creates the main weight of a parameter. Do nothing if there is none."""
     if hasattr(parameter, "get_high_precision_init_val"):
         parameter._high_precision_init_val = value.cpu()

@@ -4,7 +4,7 @@ There are two reasons for a hook instead of an import. Importing Megatron-Bridge
 that do not need it should not spend. And two of its modules cannot be imported without packages that may not be
 installed, so substitutes have to be in place before `import megatron.bridge` runs.
 
-Borrowed: `exec_module` of the loaders of these modules, which is wrapped. Delete the substitutes when Megatron-Bridge
+Wrapped: `exec_module` of the loaders of these modules. Delete the substitutes when Megatron-Bridge
 imports without the packages, and the rest when it finds plugins by itself (entry points).
 """
 
@@ -22,16 +22,16 @@ from typing import Any, ClassVar
 from qwen3vl_bridge.lazy import is_installed
 
 _BRIDGE_MODELS = "megatron.bridge.models"
-# Modules of Megatron-Bridge that cannot be imported without a package although they need only names from it, and the
-# modules of that package that they import. `lora_layers` refers to classes that it uses only with layers of Transformer
-# Engine. `pretrain`, which all training uses, annotates an argument with a class of the package for in-process
-# restarts; the code that uses it is imported if `cfg.inprocess_restart` is set, and then fails as usual. The package
-# itself is not listed, so other code that looks for it (asynchronous saving) finds it missing.
+# Keys: modules of Megatron-Bridge that cannot be imported without a package although they need only names from it.
+# Values: the modules of that package that they import. `lora_layers` refers to classes that it uses only with layers of
+# Transformer Engine. `pretrain`, which all training uses, annotates an argument with a class of the package for
+# in-process restarts; the code that uses it is imported if `cfg.inprocess_restart` is set, and then fails as usual. The
+# package itself is not listed, so other code that looks for it (asynchronous saving) finds it missing.
 _NEEDED_FOR_NAMES = {
     "megatron.bridge.peft.lora_layers": ("transformer_engine", "transformer_engine.pytorch"),
     "megatron.bridge.training.pretrain": ("nvidia_resiliency_ext.inprocess",),
 }
-# ModelOpt's modules that call CUDA for Megatron's models: without it, on the CPU.
+# ModelOpt's modules that call CUDA for Megatron's models. Without CUDA `upstream/cpu.py` makes them use the CPU.
 _OF_MODELOPT = frozenset(
     f"modelopt.torch.{name}"
     for name in ("opt.plugins.megatron", "export.unified_export_megatron", "utils.plugins.mbridge")
@@ -63,7 +63,7 @@ def _runs_megatron(name: str) -> bool:
 
 
 class _Imports(MetaPathFinder):
-    """Import finder for modules of Megatron and of this package: uses the other finders, and wraps the execution."""
+    """Import finder for modules of Megatron and of this package. It calls other finders, and wraps the execution."""
 
     def __init__(self, after_import: Callable[[ModuleType], None], register: Callable[[], None]) -> None:
         self.after_import, self.register = after_import, register
@@ -151,7 +151,7 @@ class _StandInClass(type):
 def _stand_ins(*names: str) -> Iterator[None]:
     """If the package of the modules `names` is missing, make substitutes importable inside the `with` block.
 
-    If they stayed in `sys.modules`, megatron-core, peft and others would treat the package as installed.
+    If the substitutes stayed in `sys.modules`, megatron-core, peft and others would treat the package as installed.
     """
     if not names or is_installed(names[0].partition(".")[0]):
         yield
@@ -167,5 +167,5 @@ def _stand_ins(*names: str) -> Iterator[None]:
     finally:
         for name in modules:
             del sys.modules[name]
-            if name in before:  # a framework's stub
+            if name in before:  # a stub that another framework had put there
                 sys.modules[name] = before[name]

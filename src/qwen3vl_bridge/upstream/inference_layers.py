@@ -1,9 +1,9 @@
 """megatron-core's check for inference layers, without Transformer Engine.
 
-Replaced there, when multi-token prediction is built: `is_inference_column_parallel_linear` in
-`megatron.core.transformer.multi_token_prediction`, which megatron-core has since 0.20. Without Transformer Engine the
-layers that it looks for are not classes: `isinstance` raises TypeError, and no model with multi-token prediction can be
-built. Delete this module when the check is guarded.
+Replaced without it, when multi-token prediction is built: `is_inference_column_parallel_linear` in
+`megatron.core.transformer.multi_token_prediction`, which megatron-core has since 0.20. The layers that it looks for are
+then not classes: `isinstance` raises TypeError, and no model with multi-token prediction can be built. Delete this
+module when the check is guarded.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Evaluation with a communicator between a vision tower and a language model on separate ranks.
 
 Replaced: `megatron.bridge.training.eval.evaluate`, in processes of such a run. Megatron-Bridge's loop calls it without
-the communicator and groups that it takes, so that each rank would evaluate its module by itself. Delete this module
-when the loop passes them.
+the arguments for the communicator and the process groups, so each rank would evaluate its module by itself. Delete this
+module when the loop passes them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The norm of gradients without waiting for the GPU, without Transformer Engine and Apex.
 
-Replaced there: `l2_norm_impl` in `megatron.core.optimizer.clip_grads`. megatron-core's own function reads the norm of
-each gradient on the host, so the host waits once per parameter in each step. Delete this module when that function
-stays on the device.
+Replaced if neither is installed: `l2_norm_impl` in `megatron.core.optimizer.clip_grads`. megatron-core's own function
+reads the norm of each gradient on the host, so the host waits once per parameter in each step. Delete this module when
+that function stays on the device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Hiding log messages of other libraries that do not help users.
 
-Borrowed: names of their loggers and modules. Delete a name when its messages help, or are gone. Megatron-Bridge gives
-no way to log less: it sets the levels of its loggers when a run starts.
+Used: the names of their loggers and modules. Delete a name when its messages help, or are gone. Megatron-Bridge has no
+setting to log less: it sets the levels of its loggers when a run starts.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from qwen3vl_bridge.upstream.worker_errors import lost_worker
 _CHATTY = ("megatron", "torch.utils.cpp_extension")
 # Patterns of the modules that cause warnings; of the compiler's warnings, a module is known by its file.
 _WARNING = r"(.*[/.])?(megatron|modelopt|torch|transformers)\b|<frozen importlib"
-# Megatron-Bridge sets the level of its loggers again when a run starts. The first logs a traceback for every optional
-# import that fails, the others a line for every adapter, whose number we log.
+# Megatron-Bridge sets the level of its loggers again when a run starts. The first logger writes a traceback for every
+# optional import that fails, the others a line for every adapter. We log the number of adapters instead.
 _DISABLED = ("megatron.bridge.utils.import_utils", "megatron.bridge.peft.lora", "megatron.bridge.peft.dora")
 # Logs every error that ends a run, with its traceback, before the command shows the error itself.
 _FAILED_RUNS = "megatron.bridge.training.pretrain"

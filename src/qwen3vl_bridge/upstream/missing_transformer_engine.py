@@ -2,10 +2,10 @@
 
 Without the package, megatron-core has empty names for these layers: an import succeeds, and `isinstance` fails.
 
-Replaced there: the flags `HAVE_TE...` in `megatron.bridge.peft.utils` and `megatron.bridge.peft.module_matcher`, which
-are True because the import succeeds; and `install_pg_collection` in
+Replaced without the package: the flags `HAVE_TE...` in `megatron.bridge.peft.utils` and
+`megatron.bridge.peft.module_matcher`, which are True because the import succeeds; and `install_pg_collection` in
 `megatron.bridge.training.eval_context_parallel_rebinding`, which raises TypeError for every model. Delete this module
-when they check whether the names are empty.
+when Megatron-Bridge checks whether the names are empty.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def note_missing_layers(peft: ModuleType) -> None:
 
 
 def note_missing_attention(rebinding: ModuleType) -> None:
-    """If Transformer Engine is missing, make `install_pg_collection` ignore its attention class."""
+    """If Transformer Engine is missing, make `install_pg_collection` ignore the attention class of that package."""
     if is_installed("transformer_engine"):
         return
     theirs = rebinding.install_pg_collection

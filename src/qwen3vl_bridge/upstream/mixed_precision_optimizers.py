@@ -1,19 +1,20 @@
-"""Saving and loading optimizer states of models that have parameters of two dtypes.
+"""Save and load optimizer states of models that have both 16-bit and float32 parameters.
 
-Optimizers of 16-bit models train float32 parameters too (linear attention has some), but find a parameter's state by
-its index in its group, and count differently when they build a group and when they save it. States would be saved
-under the names of other parameters, or not at all if their sizes differ.
+megatron-core's optimizers of 16-bit models also train float32 parameters (linear attention has some). They find the
+state of a parameter by its index in a parameter group. But the parameters are in one order when a group is built, and
+in another order when its state is saved. So states would be saved under the names of other parameters, or not at all if
+the sizes differ.
 
-Replaced: `MegatronOptimizer.__init__` of `megatron.core.optimizer.optimizer`, through which every optimizer passes. It
-corrects two kinds of optimizers, each object by itself:
+Replaced: `MegatronOptimizer.__init__` of `megatron.core.optimizer.optimizer`, which all optimizers call. It overrides
+methods of the new object if it is one of these:
 
-- `DistributedOptimizer._build_optimizer_group_ranges`, if a group has two dtypes: it puts a group's parameters in the
-  order of buffers, but the optimizer itself puts float32 parameters first;
-- `Float16OptimizerWithFloat16Params`, if a parameter is float32: it has a list of 16-bit parameters and their float32
-  copies, and takes indices in this list for indices of all parameters, in `sharded_state_dict` and `load_state_dict`.
+- A `DistributedOptimizer` with a group of two dtypes. Its `_build_optimizer_group_ranges` puts the parameters of a
+  group in the order of buffers, but the optimizer itself puts float32 parameters first.
+- A `Float16OptimizerWithFloat16Params` with a float32 parameter. Its `sharded_state_dict` and `load_state_dict` use a
+  list of the 16-bit parameters only, as if an index in this list were an index in the list of all parameters.
 
-Neither is chosen by a registry, and callers such as verl call `get_megatron_optimizer` directly. Delete this module
-when both save groups of two dtypes.
+megatron-core has no setting that selects a subclass of them, and callers such as verl call `get_megatron_optimizer`
+directly. Delete this module when both classes save groups of two dtypes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import torch
 
 
 def save_all_dtypes(module: ModuleType) -> None:
-    """Make optimizers that are built from now on save and load states of parameters of two dtypes.
+    """Make optimizers that are created from now on save and load the states of parameters of two dtypes.
 
     Args:
         module: `megatron.core.optimizer.optimizer`.
@@ -49,7 +50,10 @@ def save_all_dtypes(module: ModuleType) -> None:
 
 
 def _correct(optimizer: Any, dtypes: list[set[torch.dtype]]) -> None:
-    """Make an optimizer save and load states of parameters of two dtypes. `dtypes` has the dtypes in each group."""
+    """Make an optimizer save and load the states of parameters of two dtypes.
+
+    `dtypes` lists the set of dtypes in each parameter group.
+    """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 

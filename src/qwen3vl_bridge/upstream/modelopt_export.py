@@ -1,9 +1,10 @@
-"""ModelOpt's exporter writes the vision tower of our model.
+"""Make ModelOpt's exporter write the trained vision tower of our models.
 
 Replaced: `GPTModelExporter` of `modelopt.torch.export.unified_export_megatron`, which Megatron-Bridge imports in every
 run. It exports the language model and copies the tower from the Hugging Face folder that it is given, so that training
-of the tower would be lost. It has no rules for a tower's layers, and no registry of exporters. Borrowed: its
-`_get_state_dict` and `_layer_state_dicts`. Delete this module when ModelOpt exports vision towers (0.47 does not).
+of the tower would be lost. ModelOpt has no rules for the layers of a tower, and no registry of exporters. The subclass
+overrides `_get_state_dict` and changes `_layer_state_dicts`. Delete this module when ModelOpt exports vision towers
+(0.47 does not).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 
 
 def export_towers(module: ModuleType, is_ours: Callable[[Any], bool]) -> None:
-    """Replace the exporter by one that also exports the tower of models for which `is_ours` returns True.
+    """Replace the exporter by a subclass that also exports the vision tower if `is_ours(model)` is True.
 
     Args:
         module: `modelopt.torch.export.unified_export_megatron`.
@@ -35,7 +36,7 @@ def export_towers(module: ModuleType, is_ours: Callable[[Any], bool]) -> None:
             if is_ours(model) and pretrained_model_name_or_path is not None:
                 self.tower = _tower_of(model, pretrained_model_name_or_path, self.dtype)
                 self.vision_passthrough_prefixes = None
-                self.exclude_modules.append("model.visual*")  # as ModelOpt's export of transformers' model has
+                self.exclude_modules.append("model.visual*")  # as in ModelOpt's export from transformers
 
         def _get_state_dict(self) -> None:
             super()._get_state_dict()

@@ -1,8 +1,8 @@
 """What ModelOpt adds to a model and its layers: its own state, outputs kept for a distillation, and scales of weights.
 
-Borrowed: `_modelopt_state`, which ModelOpt sets on the model that it converts; `_intermediate_output`, which it sets on
-layers of a teacher and a student; and the name of the buffer `_amax` of a weight's quantizer, which is part of names in
-a checkpoint. ModelOpt's public `ModeloptStateManager.is_converted` also searches inner modules, and fails if a student
+Read: `_modelopt_state`, which ModelOpt sets on the model that it converts; `_intermediate_output`, which it sets on
+layers of a teacher and a student; and the buffer name `_amax` of a weight quantizer, which is part of tensor names in a
+checkpoint. ModelOpt's public `ModeloptStateManager.is_converted` also searches inner modules, and fails if a student
 and its teacher both have a state. Delete the first two when ModelOpt has public names for them, the last when ModelOpt
 divides these scales like their weights.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import nn
 
-# End of the name of a weight's scales in a checkpoint; before it is the name of the linear layer.
+# The name of a weight's scales in a checkpoint is the name of the linear layer followed by this suffix.
 WEIGHT_SCALES = ".weight_quantizer._amax"
 
 

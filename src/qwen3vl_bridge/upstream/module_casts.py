@@ -1,8 +1,8 @@
 """Parameters that keep their dtype when a torch module is cast.
 
-Borrowed: `torch.nn.Module._apply`, by which `half()`, `bfloat16()` and `to()` cast a module with all inner modules.
-megatron-core casts a model by these methods, and torch has no way to exempt a parameter. Delete this module when either
-has one.
+Overridden: `torch.nn.Module._apply`, with which `half()`, `bfloat16()` and `to()` cast a module with all inner modules.
+megatron-core casts a model with these methods, and torch has no way to exempt a parameter. Delete this module when
+torch or megatron-core can exempt parameters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class KeepFloat32(nn.Module):
     float32_parameters: tuple[str, ...] = ()
 
     def cast_to_float32(self) -> None:
-        """Cast the parameters in `float32_parameters` to float32. Call this once they are built."""
+        """Cast the parameters in `float32_parameters` to float32. Call this after they are created."""
         for name in self.float32_parameters:
             parameter = self.get_parameter(name)
             parameter.data = parameter.data.float()

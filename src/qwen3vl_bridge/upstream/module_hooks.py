@@ -1,7 +1,7 @@
 """Hooks that are registered on a torch module.
 
-Borrowed: `_forward_pre_hooks`, `_forward_hooks`, `_backward_pre_hooks` and `_backward_hooks` of `torch.nn.Module`,
-which has no function to list them. Code that computes with a module's weights without calling the module must know
+Read: `_forward_pre_hooks`, `_forward_hooks`, `_backward_pre_hooks` and `_backward_hooks` of `torch.nn.Module`, which
+has no function to list them. Code that computes with a module's weights without calling the module must know
 whether hooks expect the call. Delete this module when torch has such a function.
 """
 

@@ -1,9 +1,9 @@
 """The tensors that megatron-core's token dispatchers keep after a layer's forward pass.
 
-Borrowed: names of attributes of the dispatchers, and `_comm_manager` of the flexible one with its classes
-`_DeepepManager` and `_HybridEPManager`. Their values lead to the layer's finished graph, or are large maps of tokens to
-experts, and stay until the next forward pass (docs/upstream/moe_graphs.md). Delete this module when megatron-core drops
-them.
+Set to None: attributes of the dispatchers. The flexible dispatcher has them in its `_comm_manager`, of class
+`_DeepepManager` or `_HybridEPManager`. The tensors keep the finished autograd graph of the layer alive, or are large
+maps from tokens to experts, and stay until the next forward pass (docs/upstream/moe_graphs.md). Delete this module when
+megatron-core drops them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROUTED_TENSORS: dict[type, tuple[str, ...]] = {
 
 
 def drop_routed_tensors(dispatcher: Any) -> None:
-    """Set the attributes of a token dispatcher that hold tensors of a finished forward pass to None."""
+    """Set to None the attributes of a token dispatcher that hold tensors of a finished forward pass."""
     owner = dispatcher._comm_manager if isinstance(dispatcher, MoEFlexTokenDispatcher) else dispatcher
     for kind, names in ROUTED_TENSORS.items():
         if isinstance(owner, kind):

@@ -1,9 +1,9 @@
 """The two balancing losses of megatron-core's router, as public methods to override.
 
-Borrowed: `TopKRouter._apply_aux_loss` and `TopKRouter._apply_global_aux_loss`, which the router calls for each
-microbatch. Without them the losses would weight tokens by the number of tokens on their rank: megatron-core 0.19 has no
-public place to change that (docs/upstream/router_gradient.md). Delete this module when the losses there are sums over
-all ranks of a group.
+Overridden: `TopKRouter._apply_aux_loss` and `TopKRouter._apply_global_aux_loss`, which the router calls for each
+microbatch. Their losses weight tokens by the number of tokens on their rank, and megatron-core 0.19 has no public place
+to change that (docs/upstream/router_gradient.md). Delete this module when megatron-core sums these losses over all
+ranks of a group.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ class BalancingRouter(TopKRouter):
     """megatron-core's router with balancing losses that a subclass computes."""
 
     def balance_microbatch(self, probs: Tensor, scores: Tensor, routing_map: Tensor) -> Tensor:
-        """Return `probs` [tokens, experts] with the balancing loss over one microbatch attached.
+        """Attach the balancing loss over one microbatch to `probs` [tokens, experts], and return the result.
 
         `scores` and `routing_map` have the same shape.
         """
         raise NotImplementedError
 
     def balance_global_batch(self, probs: Tensor, scores: Tensor, routing_map: Tensor) -> Tensor:
-        """Return `probs` [tokens, experts] with the balancing loss over the step's microbatches so far attached."""
+        """Attach the balancing loss over all microbatches of the step so far to `probs`, and return the result."""
         raise NotImplementedError
 
     def _apply_aux_loss(

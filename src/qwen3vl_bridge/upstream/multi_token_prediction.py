@@ -1,8 +1,8 @@
 """megatron-core's multi-token prediction (MTP) with embeddings that are computed beforehand.
 
-Borrowed: `MultiTokenPredictionLayer._get_embeddings`, which rolls token ids and embeds them, and so does not support
-images; and `_compute_mtp_acceptance_counts`, which counts correct predictions of logits that tensor-parallel ranks
-share. Delete the first when the layer accepts embeddings, the second when megatron-core exports the function.
+Overridden: `MultiTokenPredictionLayer._get_embeddings`, which rolls token ids and embeds them, and so does not support
+images. Called: `_compute_mtp_acceptance_counts`, which counts correct predictions from logits that are sharded over
+tensor-parallel ranks. Delete the class when megatron-core's layer accepts embeddings, the function when it is exported.
 """
 
 from __future__ import annotations

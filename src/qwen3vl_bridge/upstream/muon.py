@@ -1,13 +1,13 @@
 """Muon for layers with fused projections.
 
-Muon orthogonalizes matrices. A fused projection has several. megatron-core finds fused projections by name, and
-splits them by the head sizes of the text model: a vision tower would be split at wrong rows or not at all, and linear
-attention's projection would not be split (NVIDIA/Megatron-LM#4731, about gated attention, has the same cause). It
-also treats the learned position embeddings of a vision tower as a matrix.
+Muon orthogonalizes matrices. A fused projection contains several of them. megatron-core finds fused projections by
+name, and splits them by the head sizes of the text model: a vision tower would be split at wrong rows or not at all,
+and linear attention's projection would not be split (NVIDIA/Megatron-LM#4731, about gated attention, has the same
+cause). It also treats the learned position embeddings of a vision tower as a matrix.
 
 Replaced: `_get_megatron_emerging_optimizer` in `megatron.core.optimizer`, its only caller. The registry of emerging
-optimizers has entries by optimizer, not by model, and megatron-core sets the attributes of parameters that Muon reads
-itself, right before it builds the optimizer. Delete this module when it keeps `is_qkv` and `qkv_split_shapes` of
+optimizers has an entry per optimizer, not per model, and megatron-core sets the parameter attributes that Muon reads
+right before it builds the optimizer. Delete this module when megatron-core keeps `is_qkv` and `qkv_split_shapes` of
 parameters that have them, and leaves embeddings of every module to Adam.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 from qwen3vl_bridge.upstream.replacements import When, replace
 
 _LAYER_WISE = "dist_"  # prefix of an optimizer's name
-_MUON = ("muon", "adaptive_muon")  # the others do not split, and leave what is no matrix to Adam
+_MUON = ("muon", "adaptive_muon")  # other optimizers do not split, and leave all but matrices to Adam
 
 
 def split_fused_projections(optimizer: ModuleType) -> None:
@@ -55,7 +55,7 @@ def split_fused_projections(optimizer: ModuleType) -> None:
 
 
 def fused_rows(config: Any, model_chunks: list[Any]) -> dict[Any, list[int]]:
-    """Return the numbers of rows of the matrices in each fused projection of this rank's chunks, by its weight.
+    """Return a dict from the weight of each fused projection in `model_chunks` to the number of rows of its matrices.
 
     Raises:
         ValueError: a rank has no full query group, or the optimizer is distributed.
@@ -77,8 +77,8 @@ def fused_rows(config: Any, model_chunks: list[Any]) -> dict[Any, list[int]]:
                 continue
             if len(weight) % sum(rows):
                 raise ValueError(
-                    f"{name} has {len(weight)} rows on this rank, expected a multiple of {sum(rows)}, those of a query "
-                    "group with its keys and values, to orthogonalize each by itself: reduce "
+                    f"{name} has {len(weight)} rows on this rank, expected a multiple of {sum(rows)}, the rows of one "
+                    "query group with its keys and values, because Muon orthogonalizes each by itself: reduce "
                     "tensor_model_parallel_size to at most num_query_groups, or set optimizer.muon_split_qkv=False"
                 )
             found[weight] = rows

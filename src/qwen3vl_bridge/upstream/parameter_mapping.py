@@ -1,6 +1,6 @@
 """The configuration that Megatron-Bridge's parameter mappings find for a module.
 
-Borrowed: `MegatronParamMapping._get_config`, which searches a module and its parents for a configuration. Delete this
+Called: `MegatronParamMapping._get_config`, which searches a module and its parents for a configuration. Delete this
 module when the method has a public name.
 """
 

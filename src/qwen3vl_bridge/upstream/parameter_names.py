@@ -1,6 +1,6 @@
 """Names of parameters in the unsharded model.
 
-Borrowed: Megatron-Bridge's `_megatron_local_name_to_global`, with which its own conversion numbers the layers of a
+Called: Megatron-Bridge's `_megatron_local_name_to_global`, with which its own conversion numbers the layers of a
 pipeline stage and the experts of an expert-parallel rank. Delete this module when the function is public.
 """
 
@@ -13,7 +13,7 @@ from megatron.bridge.models.conversion import model_bridge
 
 
 def global_name(chunks: list[torch.nn.Module], config: Any, name: str, stage: int) -> str:
-    """Return the name in the unsharded model of a parameter of this rank.
+    """Return the name that a parameter of this rank has in the unsharded model.
 
     Args:
         chunks: this rank's chunks of the model.

@@ -1,9 +1,9 @@
 """Megatron-Bridge's conversion of adapters, with steps that a family's bridge can override and call.
 
-Borrowed from `MegatronPeftBridge`: `_megatron_global_adapters_info_all_pp_ranks`, `_merge_lora_adapter_weights` and
-`_merge_grouped_export_adapter_weights`, which are called when adapters are exported or merged and are wrong for our
-models (`peft.running_model_export.AdapterConversion` says why); and `_gather_expert_adapter_weight`. Borrowed from
-`MegatronModelBridge`: `_with_progress_tracking`. Delete this module when these methods are public.
+Overridden in `MegatronPeftBridge`: `_megatron_global_adapters_info_all_pp_ranks`, `_merge_lora_adapter_weights` and
+`_merge_grouped_export_adapter_weights`. Megatron-Bridge calls them to export or merge adapters, but they do not fit our
+models (`peft.running_model_export.AdapterConversion` says why). Called: these methods, `_gather_expert_adapter_weight`,
+and `MegatronModelBridge._with_progress_tracking`. Delete this module when these methods are public.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class OpenPeftBridge(MegatronPeftBridge):
-    """A MegatronPeftBridge with public steps; list it before MegatronModelBridge as a base class."""
+    """MegatronPeftBridge with public methods for its steps. As a base class, list it before MegatronModelBridge."""
 
     def adapters_of_all_stages(self, megatron_model: MegatronModule | list[MegatronModule]) -> list[tuple]:
         """Return a tuple for each adapter of all pipeline stages; it begins with the adapter's name."""
@@ -38,7 +38,7 @@ class OpenPeftBridge(MegatronPeftBridge):
     ) -> dict[str, Tensor]:
         """Return the Hugging Face tensors of an expert, by name, with its adapters merged into them.
 
-        Under expert parallelism there is one expert for each rank.
+        Under expert parallelism `tensors` contains one expert of each rank.
         """
         return super()._merge_grouped_export_adapter_weights(task, tensors, adapters, num_experts)
 

@@ -1,8 +1,8 @@
-"""The number of operations of a training step, for the TFLOP/s that Megatron-Bridge logs.
+"""The FLOPs of a training step, for the TFLOP/s that Megatron-Bridge logs.
 
-Borrowed: `_get_num_floating_point_operations_with_runtime_stats`, a method of a provider that Megatron-Bridge calls by
-its private name. Its own formula counts neither a vision tower nor segments of packed rows. Delete this module when the
-method has a public name.
+Defined: `_get_num_floating_point_operations_with_runtime_stats`, a method of a provider that Megatron-Bridge calls by
+this private name. Without it Megatron-Bridge uses a formula that counts neither a vision tower nor segments of packed
+rows. Delete this module when the method has a public name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Process groups and the communicator between modules that Megatron-Bridge keeps on a provider.
 
-Borrowed: `_pg_collection`, a field of Megatron-Bridge's providers that its setup and `provide_distributed_model` set,
-and `_p2p_communicator`, which its setup sets for a vision tower and a language model on separate ranks. Delete this
+Read and set: `_pg_collection`, a field of providers that Megatron-Bridge's setup and `provide_distributed_model` set.
+Read: `_p2p_communicator`, which the setup sets for a vision tower and a language model on separate ranks. Delete this
 module when both have public names.
 """
 

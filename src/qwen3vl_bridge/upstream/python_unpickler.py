@@ -1,8 +1,8 @@
 """Python's own implementation of unpickling, whose methods for single opcodes can be overridden.
 
-Borrowed: `pickle._Unpickler`. The public `pickle.Unpickler` is implemented in C and overrides only `find_class` and
-`persistent_load`: opcodes that set attributes or call functions cannot be rejected. Delete this module when Python
-documents a name for it.
+Used: `pickle._Unpickler`. The public `pickle.Unpickler` is implemented in C. Its subclasses can only override
+`find_class` and `persistent_load`, and cannot reject opcodes that set attributes or call functions. Delete this
+module when Python documents a name for it.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def replace(owner: ModuleType | type, name: str, new: Any, when: When) -> None:
     """Set an attribute of another package's module or class for the whole process, and record it.
 
     Raises:
-        AttributeError: the owner has no such attribute, so that setting it would have no effect.
+        AttributeError: `owner` has no attribute `name`, so that setting it would have no effect.
     """
     getattr(owner, name)
     path = owner.__name__ if isinstance(owner, ModuleType) else f"{owner.__module__}.{owner.__qualname__}"

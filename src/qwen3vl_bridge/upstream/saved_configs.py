@@ -1,7 +1,7 @@
 """Build this package's classes where a saved configuration names a class of Megatron-Bridge.
 
 Replaced: `_resolve_target` of `megatron.training.config.instantiate_utils`, which turns each `_target_` of a
-`run_config.yaml` into the class to build. There is no registry in between. The classes themselves are not changed, so
+`run_config.yaml` into the class to build. There is no registry in between. Megatron's classes are not changed, so
 that other code builds them as before. Delete this module when targets can be mapped to other ones, or when checkpoints
 that name Megatron-Bridge's Qwen3-VL providers no longer have to be loaded.
 """
@@ -22,7 +22,7 @@ def build_instead(instantiate_utils: ModuleType, builder_for: Callable[[Any], An
     Args:
         instantiate_utils: `megatron.bridge.utils.instantiate_utils`, whose import has put its own function into
             megatron-core's module.
-        builder_for: (target) -> what to call in its place; the target itself if nothing is to be changed.
+        builder_for: function from a target to the callable that builds it; returns the target to change nothing.
     """
     module = instantiate_utils._mcore_instantiate_utils
     theirs = module._resolve_target

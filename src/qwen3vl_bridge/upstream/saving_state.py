@@ -1,7 +1,7 @@
-"""A copy of the state of a run whose checkpoint is saved by other settings.
+"""Copy the state of a run, to save a checkpoint with other settings than those of the run.
 
-Borrowed: private attributes of `GlobalState`. The setter of its `cfg` starts what depends on settings again, such as
-signal handlers; its experiment trackers have no setters. Delete this module when Megatron-Bridge can save a checkpoint
+Set: private attributes of `GlobalState`. The public setter of its `cfg` would start signal handlers and the like again;
+its experiment trackers have no setters. Delete this module when Megatron-Bridge can save a checkpoint
 into another folder than the run's, without removing older ones and telling trackers.
 """
 

@@ -1,10 +1,10 @@
 """megatron-core's combined schedule (`overlap_moe_expert_parallel_comm`), with public places to change its nodes.
 
-Borrowed: `TransformerLayerSchedulePlan._build_callable_nodes`,
-`TransformerModelChunkSchedulePlan._extra_args_for_layer`, and the parts of `TransformerLayer.forward`,
-`_forward_attention` and `_forward_pre_mlp_layernorm`, which the nodes of a layer call one by one. megatron-core builds
-the nodes of a plain GPT layer, and has a registry neither for a layer's nodes nor for their arguments. Delete this
-module when a layer class can provide its own nodes.
+Overridden: `TransformerLayerSchedulePlan._build_callable_nodes` and
+`TransformerModelChunkSchedulePlan._extra_args_for_layer`. Called: `_forward_attention` and
+`_forward_pre_mlp_layernorm`, the parts of `TransformerLayer.forward` that the nodes of a layer call one by one.
+megatron-core builds the nodes of a plain GPT layer, and has a registry neither for a layer's nodes nor for their
+arguments. Delete this module when a layer class can provide its own nodes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LayerNodes(TransformerLayerSchedulePlan):
 
 
 class ModelNodes(TransformerModelChunkSchedulePlan):
-    """megatron-core's plan of one model chunk, with a layer's arguments from a subclass."""
+    """megatron-core's plan of one model chunk, for which a subclass chooses the arguments of each layer's nodes."""
 
     def layer_node_arguments(self, index: int, layers: int) -> dict[str, Any]:
         """Return `extra_args` of the nodes of the layer with index `index` in this chunk of `layers` layers."""

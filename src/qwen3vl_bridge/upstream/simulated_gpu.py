@@ -1,12 +1,12 @@
 """Replacements in a process that simulates one rank of a run on a fake GPU, which computes no values.
 
-Replaced, in torch and Megatron: process groups and collectives (the other ranks do not exist), gradient norms, tuning
-of kernels, and what asks the driver (nothing is computed), the counts of tokens for each expert (an equal share), the
-shapes that pipeline stages tell each other, and products of all experts (their sizes are logged). None of them has an
+Replaced in torch and Megatron: process groups and collectives, because the other ranks do not exist; gradient norms,
+kernel tuning and queries of the driver, because nothing is computed; the token counts of experts, which become equal;
+the exchange of shapes between pipeline stages; and grouped matrix products, to log their FLOPs. None of them has an
 extension point. Nothing is put back: the process ends after the simulation.
 
-Borrowed: `torch._inductor`'s tuner, torch's backend "fake" of `torch.testing._internal`, and `torch.utils._pytree`.
-Delete what torch or Megatron can do without values, such as to train on meta tensors.
+Used: the tuner of `torch._inductor`, the backend "fake" of `torch.testing._internal`, and `torch.utils._pytree`.
+Delete the functions for steps that torch or Megatron can run without values, such as on meta tensors.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def join_fake_ranks(rank: int, world: int, note: Callable[[str, int], None]) -> 
     ours = {new_group: fake_group} | {
         function: noted(function) for function in (getattr(dist, name) for name in COLLECTIVES)
     }
-    # Nobody sends an object's size: what the first rank would say, this one says itself.
+    # No other rank sends objects or their sizes, so this rank keeps its own objects.
     ours[dist.broadcast_object_list] = lambda *_, **__: None  # noqa: TID251  only its name
     for module in list(sys.modules.values()):
         for name, value in list(vars(module).items()):
@@ -79,12 +79,12 @@ def join_fake_ranks(rank: int, world: int, note: Callable[[str, int], None]) -> 
 def take_no_values() -> None:
     """Replace functions that depend on computed values or query the driver of a GPU."""
     norm = optimizer.get_grad_norm_fp32
-    # A norm is a root, complex where what is read is below zero.
+    # A norm is a root, which is complex if the garbage that is read is negative.
     replace(optimizer, "get_grad_norm_fp32", lambda *args, **kwargs: abs(norm(*args, **kwargs)), When.SIMULATION)
     replace(CachingAutotuner, "benchmark_all_configs", _rank_in_order, When.SIMULATION)
-    # The cores near a GPU, which the driver would tell.
+    # It asks the driver for the CPU cores near the GPU.
     replace(utils, "set_ideal_affinity_for_current_gpu", lambda: None, When.SIMULATION)
-    # The places of shards in their tensors, which the other ranks would tell: only checkpoints have them.
+    # It asks the other ranks where their shards begin, which only checkpoints need.
     replace(param_and_grad_buffer, "validate_uneven_dtensor", lambda *_: None, When.SIMULATION)
 
 
@@ -131,9 +131,9 @@ def receive_shape(shape: tuple[int, int, int]) -> None:
 
 
 def mark_grouped_products(begin: Callable[[int], None], end: Callable[[], None]) -> None:
-    """Call `begin` with the FLOPs of each grouped matrix product of experts before it, and `end` after it.
+    """Call `begin` with the FLOPs of a product before each grouped matrix product of experts, and `end` after it.
 
-    The log has no FLOPs of a product that is one kernel: only the kernel reads how many tokens each expert has.
+    The log lacks the FLOPs if the product is a single kernel: only the kernel reads how many tokens each expert has.
     """
 
     def marked(function: Callable, flops: Callable[..., int]) -> Callable:

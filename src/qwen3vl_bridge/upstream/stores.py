@@ -1,7 +1,7 @@
-"""The key-value store of the processes of a job.
+"""The key-value store that all processes of a job share.
 
-Borrowed: `torch.distributed.distributed_c10d._get_default_store`. Processes that ask at different times cannot use a
-collective. Delete this module when torch has a public function for it.
+Called: `torch.distributed.distributed_c10d._get_default_store`. Processes that exchange values at different times
+cannot use a collective. Delete this module when torch has a public function for it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Record of each allocation by torch's CUDA allocator.
 
-Borrowed: `torch.cuda.memory._record_memory_history` and `_snapshot`, which torch documents under these names, and the
+Called: `torch.cuda.memory._record_memory_history` and `_snapshot`, which torch documents under these names. Read: the
 name of `torch.autograd.graph._engine_run_backward` in recorded stacks. Delete this module when they are public and
 events name their pass, forward or backward.
 """
@@ -26,5 +26,5 @@ def stop_recording() -> list[dict[str, Any]]:
 
 
 def is_in_backward_pass(frames: Iterable[Mapping[str, Any]]) -> bool:
-    """Return True if the frames of a stack, with their "name", are of a backward pass."""
+    """Return True if a recorded stack is of a backward pass. Each frame is a mapping with the entry "name"."""
     return any("_engine_run_backward" in frame["name"] for frame in frames)

@@ -1,7 +1,7 @@
 """The release of Transformer Engine that megatron-core assumes to be installed.
 
-Borrowed: the cache of `megatron.core.utils.get_te_version`, `_te_version`. Without Transformer Engine megatron-core
-assumes release 0.0.0, and rejects settings that the run would have. Delete this module when a configuration can be
+Set: `_te_version`, the cache of `megatron.core.utils.get_te_version`. Without Transformer Engine megatron-core assumes
+release 0.0.0, and rejects settings that are valid for the run. Delete this module when a configuration can be
 completed for a machine other than this one.
 """
 

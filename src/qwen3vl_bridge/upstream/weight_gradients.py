@@ -1,8 +1,8 @@
 """The flag that tells whether megatron-core can accumulate weight gradients in a fused kernel.
 
-Borrowed: `megatron.core.tensor_parallel.layers._grad_accum_fusion_available`. Megatron-Bridge's public function asks
-for Transformer Engine instead, while megatron-core's output layer, which is the same with Transformer Engine, needs
-APEX and raises RuntimeError without it. Delete this module when Megatron-Bridge asks for APEX too.
+Read: `megatron.core.tensor_parallel.layers._grad_accum_fusion_available`. Megatron-Bridge's public function looks for
+Transformer Engine instead, while megatron-core's output layer, which is the same with Transformer Engine, needs
+APEX and raises RuntimeError without it. Delete this module when Megatron-Bridge looks for APEX too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """torch's errors about data-loading processes that have ended.
 
-Borrowed: the text of these errors. torch raises a plain RuntimeError from its handler of SIGCHLD, in any line of the
+Read: the text of these errors. torch raises a plain RuntimeError from its handler of SIGCHLD, in any line of the
 main thread, or while it waits for a process. Delete this module when the error has a class.
 """
 
@@ -28,6 +28,6 @@ def lost_worker(error: BaseException) -> LostWorker | None:
     """Return the data-loading process that has ended according to an error; None for other errors."""
     if not isinstance(error, RuntimeError) or not (found := _LOST.match(str(error))):
         return None
-    # An error while waiting for the process has the one of the handler, which knows the signal, as its cause.
+    # torch raises a second error while it waits for the process. Its cause is the handler's error, with the signal.
     found = _LOST.match(str(error.__cause__)) or found
     return LostWorker(found[1], found[2] and found[2].strip())

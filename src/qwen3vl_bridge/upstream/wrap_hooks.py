@@ -1,7 +1,7 @@
 """Hooks of a provider that are called before and after its model is wrapped.
 
-Borrowed: the lists `_pre_wrap_hooks` and `_post_wrap_hooks`. Providers have public methods that add a hook
-(`register_pre_wrap_hook`), and none that lists or removes one. Delete this module when they have.
+Read and changed: the lists `_pre_wrap_hooks` and `_post_wrap_hooks`. Providers have public methods that add a hook
+(`register_pre_wrap_hook`), and none that lists or removes hooks. Delete this module when they have such methods.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def pre_wrap_hooks(provider: Any) -> tuple[Callable[..., Any], ...]:
 
 
 def remove_hooks(provider: Any, *, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-    """Remove a hook called before the model is wrapped and one called after it.
+    """Remove the hook `before`, called before the model is wrapped, and the hook `after`, called after it.
 
     Raises:
         ValueError: the provider does not have these hooks.

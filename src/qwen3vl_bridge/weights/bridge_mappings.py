@@ -1,4 +1,4 @@
-"""Convert the entries of a weight table to Megatron-Bridge's parameter mappings."""
+"""Convert weight-table rows to Megatron-Bridge's parameter mappings."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class ZeroCenteredMapping(RMSNorm2ZeroCenteredRMSNormMapping):
 class VocabularyMapping(ConfigMapping):
     """Mapping of a tensor with one row per token of the vocabulary, which Megatron may pad.
 
-    Megatron-Bridge's own mapping pads only under tensor parallelism and only names of text models, and exports the
-    padding.
+    Megatron-Bridge's own mapping pads only under tensor parallelism, and only parameters with names of text models. It
+    also exports the padding.
     """
 
     def hf_to_megatron(self, hf_weights: Tensor, megatron_module: nn.Module) -> Tensor:
@@ -89,7 +89,7 @@ class InputMajorGatedExpertMapping(InputMajor, FusedGatedExpertMapping):
 
 
 def param_mappings(rows: tuple[WeightRow, ...]) -> Iterator[MegatronParamMapping]:
-    """Convert weight mapping entries to Megatron-Bridge's mappings: one for each parameter name of both layer specs."""
+    """Convert weight-table rows to Megatron-Bridge's mappings. A parameter has one mapping per name in a layer spec."""
     for row in rows:
         mapping = pkgutil.resolve_name(row.bridge_mapping())
         for name in dict.fromkeys((row.megatron, local_name(row.megatron))):

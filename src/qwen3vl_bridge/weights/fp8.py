@@ -1,9 +1,9 @@
 """Quantize and dequantize FP8 weights: e4m3 matrices with one scale per block, as in released -FP8 models.
 
 The scales of a tensor `X` are in `X_scale_inv`; packed experts have the scales of one matrix after the other. The parts
-`X.shard_N.weight` of a table share one scale, `X.weight_scale`. The value of an element is its product with the scale
-in float32, rounded once to the dtype that is read. transformers computes the same values (5.12, `Fp8Dequantize`), but
-requires that all blocks are full.
+`X.shard_N.weight` of an n-gram table share one scale, `X.weight_scale`. The value of an element is its product with the
+scale in float32, rounded once to the dtype that is read. transformers computes the same values (5.12, `Fp8Dequantize`),
+but requires that all blocks are full.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, dtype
 
 SCALES = "_scale_inv"  # suffix of the name of a weight's scales
-# A part of a table that is stored as several tensors, and the suffix of the scale that all parts share.
+# Names of a part of an n-gram table, and the name suffix of the scale that all parts share.
 _PART, _SHARED_SCALE = re.compile(r"(.+)\.shard_\d+\.weight"), ".weight_scale"
 E4M3 = "float8_e4m3fn"
 LARGEST = 448  # the largest e4m3 number
@@ -31,7 +31,7 @@ Block = tuple[int, int]  # rows and columns with one scale
 
 
 def find_scales(name: str, names: Collection[str]) -> str:
-    """Return the name of the scales of an FP8 tensor: a scale that the parts of a table share, or else its own scales.
+    """Return the name of the scales of an FP8 tensor: the scale that parts of an n-gram table share, or its own scales.
 
     Args:
         name: name of the tensor.
@@ -149,7 +149,7 @@ def quantize(
     weights, scales = torch.empty(values.shape, dtype=torch.uint8), torch.empty(-(-values.shape[1] // width))
     before = None if kept is None else scales_to_float32(kept)
     powers = torch.float8_e8m0fnu if scales_in in (torch.float8_e8m0fnu, torch.uint8) else None
-    least = torch.finfo(scales_in if powers is None else torch.float32).tiny  # smaller ones would be rounded to zero
+    least = torch.finfo(scales_in if powers is None else torch.float32).tiny  # smaller scales would be rounded to zero
     step = max(1, _PIECE // (len(values) * width))  # number of blocks that fit the processor's cache
     for first in range(0, len(scales), step):
         blocks, here = slice(first, first + step), slice(first * width, (first + step) * width)
@@ -211,7 +211,7 @@ def dequantize(weight: Tensor, scales: Tensor, block: Block | None, to: dtype) -
     fits = match_block(weight.shape, scales.shape, block)
     if fits is None:
         found = f"{list(scales.shape)} for {list(weight.shape)}"
-        raise ValueError(f"scales have the shape {found}, expected one for each block of {block}")
+        raise ValueError(f"scales have the shape {found}, expected one scale for each block of {block}")
     result, data, scales = (
         torch.empty(weight.shape, dtype=to),
         weight.view(torch.uint8).flatten(),

@@ -1,4 +1,4 @@
-"""Entries of the weight table that hybrid models share: linear attention, gated attention and the shared expert.
+"""Weight-table rows that hybrid models share: linear attention, gated attention and the shared expert.
 
 Standard library only. Source of Megatron's names and values: Megatron-Bridge 0.6, qwen35_vl_bridge.py.
 """
@@ -18,18 +18,18 @@ MTP_LAYER = (f"{MTP}mtp_model_layer.", "mtp.layers.0.")
 
 
 def ngram_head_sizes(dimensions: Dimensions, index: int) -> Sequence[int]:
-    """Return the number of table rows of each hash head, in the n-gram embedding of layer `ple_layers[index]`."""
+    """Return the number of n-gram table rows of each hash head in layer `ple_layers[index]`."""
     heads = len(dimensions.indices["ngram_heads"])
     return dimensions.indices["ngram_rows"][index * heads : (index + 1) * heads]
 
 
 def gated_attention_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightRow, ...]:
-    """Return the weight rows of a full-attention layer with output gates, and of its input norm."""
+    """Return the weight-table rows of full attention with output gates, and of the norm before it."""
     return rows.attention_rows(megatron, hf, *indices, kind=GatedQKV, queries="gated_q")
 
 
 def linear_attention_rows(megatron: str, hf: str) -> tuple[WeightRow, ...]:
-    """Return the weight rows of linear attention and of the norm before it; arguments as in `attention_rows`.
+    """Return the weight-table rows of linear attention and of the norm before it; arguments as in `attention_rows`.
 
     Weights marked `float32` are stored in float32 in released Qwen3.5 checkpoints, and in bfloat16 in Qwen3.6
     checkpoints.
@@ -59,7 +59,7 @@ def linear_attention_rows(megatron: str, hf: str) -> tuple[WeightRow, ...]:
 
 
 def shared_expert_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightRow, ...]:
-    """Return the weight rows of the shared expert and its output gate."""
+    """Return the weight-table rows of the shared expert and its output gate."""
     megatron, hf = f"{megatron}mlp.shared_experts.", f"{hf}mlp.shared_expert"
     half = ("shared_ffn", "hidden")
     return (

@@ -1,6 +1,6 @@
-"""Entries ("rows") of the weight table: how the Hugging Face tensors of a model become Megatron parameters.
+"""Weight-table rows, which describe how the Hugging Face tensors of a model become Megatron parameters.
 
-    kind of entry      Hugging Face tensors                     Megatron parameter
+    kind of row        Hugging Face tensors                     Megatron parameter
     WeightRow          one tensor                               the same tensor
                        several tensors                          concatenated along dimension 0
     GatedMLP           gate, up                                 [gate; up]
@@ -10,10 +10,11 @@
     ZeroCentered       w                                        w - 1
     PackedExpert       [experts, ...], optionally transposed    one expert
 
-Each kind defines `hf_slices`, which converts files and adapters, and names a mapping of Megatron-Bridge, which converts
-weights that ranks share. A package with its own family can define further kinds.
+Each kind of row defines `hf_slices`, by which files and adapters are converted. It also names a mapping class of
+Megatron-Bridge, which converts weights that are divided over ranks. A package with its own family can define further
+kinds.
 
-The module also has the entries that families share: vision tower, attention, MLP and experts. Standard library only.
+The module also has the rows that families share: vision tower, attention, MLP and experts. Standard library only.
 """
 
 from __future__ import annotations
@@ -82,9 +83,9 @@ class TensorSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightRow:
-    """Entry of a weight table: a Megatron parameter and its Hugging Face tensors. The class defines the transformation.
+    """Weight-table row: a Megatron parameter and its Hugging Face tensors. The class defines how to convert them.
 
-    Names in a table have a `*` for each index of a layer or expert; `expand` replaces them by numbers.
+    Names in a weight table have a `*` for each index of a layer or expert; `expand` replaces them by numbers.
     """
 
     # Class of Megatron-Bridge for rows of this kind, "module:class", called as mapping(megatron name, *hf names).
@@ -96,14 +97,14 @@ class WeightRow:
     shapes: tuple[Shape, ...]  # shape of each Hugging Face tensor; strings are symbols of `Dimensions.sizes`
     # For each `*` of the Megatron name, its values: a key of `Dimensions.indices`. A Hugging Face name may have fewer.
     indices: tuple[str, ...] = ()
-    condition: str | None = None  # symbol of `Dimensions.sizes` that must not be 0 for the row to exist, or None
+    condition: str | None = None  # symbol of `Dimensions.sizes`: the row exists only if its size is not 0
     replicated: bool = False  # every tensor-parallel rank has the full parameter, in a plain torch module
     float32: bool = False  # the parameter and its Megatron checkpoints are in float32 also in 16-bit models
     gated: bool = False  # the parameter is [gate; up], which are separate tensors in an fsdp_dtensor checkpoint
     # Sections of the parameter that are separate tensors in both Megatron checkpoint formats: the name of each, and its
     # size along dimension 0, a symbol of `Dimensions.sizes`.
     sections: tuple[tuple[str, str], ...] = ()
-    # Of expanded rows: the numbers that have replaced the `*`, and the Megatron name with `*`.
+    # Set only in expanded rows: the numbers that have replaced each `*`, and the Megatron name with `*`.
     position: tuple[int, ...] = ()
     pattern: str = ""
 
@@ -121,11 +122,11 @@ class WeightRow:
 
     @property
     def expert(self) -> int:
-        """Return the index of the expert; only for expanded entries of experts."""
+        """Return the index of the expert; only for expanded rows of experts."""
         return self.position[self.indices.index("experts")]
 
     def bridge_mapping(self) -> str:
-        """Return the Megatron-Bridge mapping class of this entry as "module:class"."""
+        """Return the Megatron-Bridge mapping class of this weight-table row as "module:class"."""
         if self.sections:
             return f"{_PARAM_MAPPING}:{'GDNLinearMappingSeparate' if len(self.hf) > 1 else 'GDNConv1dMapping'}"
         if self.is_vocabulary:
@@ -133,7 +134,7 @@ class WeightRow:
         return f"{_PARAM_MAPPING}:ReplicatedMapping" if self.replicated else self.mapping
 
     def with_indices(self, *numbers: int) -> WeightRow:
-        """Return the entry with each `*` replaced by a number, from left to right."""
+        """Return the weight-table row with each `*` replaced by a number, from left to right."""
 
         def fill(name: str) -> str:
             for number in numbers:
@@ -144,7 +145,7 @@ class WeightRow:
         return replace(self, megatron=fill(self.megatron), hf=hf, position=numbers, pattern=self.megatron)
 
     def resolve(self, dimensions: Dimensions) -> WeightRow:
-        """Return an expanded entry with names and shapes that depend on the model's dimensions; by default, itself."""
+        """Return an expanded row with names and shapes that depend on the model's dimensions; by default, itself."""
         return self
 
     def resolve_shapes(self, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
@@ -156,31 +157,31 @@ class WeightRow:
         return self.resolve_shapes(dimensions)
 
     def hf_slices(self, dimensions: Dimensions) -> Iterator[TensorSlice]:
-        """Yield the slices of Hugging Face tensors that, one after the other, are the Megatron parameter's elements.
+        """Yield slices of Hugging Face tensors. Concatenated, they are the elements of the Megatron parameter.
 
-        The elements are in row-major order. The entry must be expanded.
+        The elements are in row-major order. The weight-table row must be expanded.
         """
         for name, shape in zip(self.hf, self.resolve_shapes(dimensions), strict=True):
             yield TensorSlice(name, 0, math.prod(shape))
 
     def megatron_shape(self, dimensions: Dimensions) -> tuple[int, ...]:
-        """Return the shape of the Megatron parameter of an expanded entry."""
+        """Return the shape of the Megatron parameter of an expanded weight-table row."""
         shapes = self.resolve_shapes(dimensions)
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
 @dataclass(frozen=True)
 class GatedMLP(WeightRow):
-    """Weight mapping entry of two tensors, gate and up, which Megatron concatenates: [gate; up]."""
+    """Weight-table row of two tensors, gate and up, which Megatron concatenates: [gate; up]."""
 
     mapping: ClassVar[str] = f"{_PARAM_MAPPING}:GatedMLPMapping"
     gated: bool = True
 
 
 class QKV(WeightRow):
-    """Weight mapping entry of the tensors q, k, v, which Megatron interleaves by query group.
+    """Weight-table row of the tensors q, k, v, which Megatron interleaves by query group.
 
-    For each group, the parameter has the q heads of the group, the k head and the v head.
+    For each group, the parameter contains the q heads of the group, the k head and the v head.
     """
 
     mapping: ClassVar[str] = f"{_PARAM_MAPPING}:QKVMapping"
@@ -195,9 +196,9 @@ class QKV(WeightRow):
 
 
 class ConcatenatedQKV(WeightRow):
-    """Weight mapping entry of one tensor [q; k; v], which Megatron interleaves by head.
+    """Weight-table row of one tensor [q; k; v], which Megatron interleaves by head.
 
-    The parameter has [q, k, v of head 0], [q, k, v of head 1], and so on.
+    The parameter contains [q, k, v of head 0], [q, k, v of head 1], and so on.
     """
 
     mapping: ClassVar[str] = f"{_PARAM_MAPPING}:ConcatenatedQKVMapping"
@@ -212,9 +213,9 @@ class ConcatenatedQKV(WeightRow):
 
 
 class GatedQKV(WeightRow):
-    """Weight mapping entry of the tensors q, k, v, where q has the queries of each head followed by its output gate.
+    """Weight-table row of q, k and v, where q contains the queries of each head, followed by the head's gate.
 
-    Megatron interleaves them by query group: for each group, all queries, all gates, the k head and the v head.
+    Megatron interleaves the tensors by query group: for each group, all queries, all gates, the k head and the v head.
     """
 
     mapping: ClassVar[str] = f"{_PARAM_MAPPING}:QKVMapping"
@@ -233,7 +234,7 @@ class GatedQKV(WeightRow):
 
 
 class ZeroCentered(WeightRow):
-    """Weight mapping entry of a norm. Megatron's weight is smaller by one, because Megatron multiplies by 1 + weight.
+    """Weight-table row of a norm. Megatron's weight is smaller by one, because Megatron multiplies by 1 + weight.
 
     In float32 the subtraction is exact for weights of at least 0.5, and for bfloat16 weights from 2^-16 in magnitude;
     others are rounded by up to 6e-8.
@@ -248,7 +249,7 @@ class ZeroCentered(WeightRow):
 
 @dataclass(frozen=True)
 class PackedExpert(WeightRow):
-    """Weight mapping entry of one expert from a packed tensor, which has all experts of a layer, [experts, ...]."""
+    """Weight-table row of one expert from a packed tensor, which contains all experts of a layer."""
 
     transposed: bool = False  # the tensor is input-major, [experts, in, out], unlike Megatron's [out, in]
 
@@ -274,14 +275,14 @@ class PackedExpert(WeightRow):
 
 
 def stored_sizes(row: WeightRow, rows: int, dimensions: Dimensions) -> tuple[int, ...]:
-    """Return the size along dimension 0 of each tensor in `row.stored_names`. The parameter has `rows` rows."""
+    """Return the size along dimension 0 of each tensor in `row.stored_names`, for a parameter of size `rows`."""
     if row.sections:
         return tuple(dimensions[size] for _, size in row.sections)
     return (rows // len(row.stored_names),) * len(row.stored_names)
 
 
 def expand(rows: tuple[WeightRow, ...], dimensions: Dimensions) -> Iterator[WeightRow]:
-    """Yield one weight mapping entry per Megatron parameter, with layer and expert indices in place of each `*`."""
+    """Yield one weight-table row per Megatron parameter, with layer and expert indices in place of each `*`."""
     for row in rows:
         if row.condition is None or dimensions[row.condition]:
             for numbers in itertools.product(*(dimensions.indices[name] for name in row.indices)):
@@ -294,7 +295,7 @@ def parameter_count(rows: tuple[WeightRow, ...], dimensions: Dimensions) -> int:
 
 
 class ExpertLayout(Enum):
-    """Layout of experts in a Hugging Face checkpoint."""
+    """Format in which a Hugging Face checkpoint stores experts."""
 
     INPUT_MAJOR = "packed [experts, in, out]"  # released Qwen3-VL
     OUTPUT_MAJOR = "packed [experts, out, in]"  # a model saved by transformers 5
@@ -305,14 +306,14 @@ class ExpertLayout(Enum):
 def detect_expert_layout(
     table: Callable[[ExpertLayout], Sequence[WeightRow]], shapes: Mapping[str, Sequence[int]], dimensions: Dimensions
 ) -> ExpertLayout:
-    """Return the layout of the experts in a checkpoint.
+    """Return the expert layout of a checkpoint.
 
     Args:
-        table: returns the weight table of a checkpoint with the given layout.
-        shapes: by Hugging Face name, the shapes of the tensors of the first MoE layer and of multi-token prediction.
+        table: function that returns the weight table for an expert layout.
+        shapes: Hugging Face name -> shape, for the tensors of the first MoE layer and of multi-token prediction.
 
     Raises:
-        ValueError: an unknown layout.
+        ValueError: the tensors have an unknown expert layout.
     """
     layer = dimensions.indices["moe_layers"][0]
     names: list[str] = []
@@ -331,7 +332,7 @@ def detect_expert_layout(
     given = sorted((name, list(shape)) for name, shape in shapes.items() if name.startswith(prefix))
     raise ValueError(
         f"experts of layer {layer}: found {given[:4] or 'no tensors'}, expected {dimensions['experts']} experts of "
-        f"{dimensions['hidden']} x {dimensions['moe_ffn']}, {' or '.join(layout.value for layout in ExpertLayout)}"
+        f"{dimensions['hidden']} x {dimensions['moe_ffn']}, as {' or '.join(layout.value for layout in ExpertLayout)}"
     )
 
 
@@ -340,8 +341,8 @@ OUTPUT_LAYER = "language_model.output_layer"
 ADAPTER_MARK = ".adapter."
 LINEAR_IN, LINEAR_OUT, MAGNITUDE = "linear_in.weight", "linear_out.weight", "weight_magnitude"
 
-# If a layer spec has no fused norm-and-linear module, its norms are separate modules; if it has no grouped experts,
-# each expert is.
+# If a layer spec has no fused norm-and-linear module, norms are separate modules. If it has no grouped experts, each
+# expert is a separate module.
 _LOCAL_NAMES = (
     (r"self_attention\.(linear_qkv|in_proj)\.layer_norm_", "input_layernorm."),
     (r"mlp\.linear_fc1\.layer_norm_", "pre_mlp_layernorm."),
@@ -398,17 +399,17 @@ def without_former_mtp_name(name: str) -> str:
 def stacked_name(
     row: WeightRow, dimensions: Dimensions, named: Collection[str] = (), *, local: bool = False
 ) -> tuple[str, tuple[tuple[int, int], ...]]:
-    """Return the name of the tensor in a `torch_dist` checkpoint that contains the parameter of an expanded entry.
+    """Return the name of the `torch_dist` tensor that contains the parameter of an expanded weight-table row.
 
     Source: megatron-core 0.19, `sharded_state_dict` of TransformerBlock, SequentialMLP and TEGroupedMLP.
 
     Args:
         named: indices that stay in the name instead of being stacked.
-        local: whether the checkpoint was saved with megatron-core's own local layer spec. It renames all norms as if
-            they were fused; ours does not rename the norm before experts, because no spec fuses it.
+        local: whether the checkpoint was saved with megatron-core's own local layer spec, which renames all norms as if
+            they were fused. Our spec does not rename the norm before experts, because no spec fuses that norm.
 
     Returns:
-        The name; and for each stacked dimension, the parameter's index in it and its size.
+        The name, and for each stacked dimension a pair: the parameter's index, and the size of the dimension.
     """
     name = re.sub(r"mlp\.experts\.(local_experts\.)?", "mlp.experts.experts.", row.pattern)
     name = with_former_mtp_name(name)
@@ -444,27 +445,27 @@ def component_of(name: str) -> Component:
         name: name in the model, in the language model alone, or in a wrapper such as DDP or ModelOpt's teacher.
 
     Raises:
-        ValueError: a name that is not of this model.
+        ValueError: the name does not belong to this model.
     """
     while name.startswith(_WRAPPERS):
         name = name.partition(".")[2]
     if name.startswith(_OF_LANGUAGE):
         return Component.LANGUAGE_MODEL
     if not name.startswith("vision_model."):
-        raise ValueError(f"found the parameter {name}, expected one of language_model or vision_model")
+        raise ValueError(f"found the parameter {name}, expected a name in language_model or vision_model")
     is_merger = name.startswith(("vision_model.merger.", "vision_model.decoder.deepstack_merger_list."))
     return Component.VISION_PROJECTION if is_merger else Component.VISION_MODEL
 
 
 def single_row(megatron: str, hf: str, *shape: str | int, indices: tuple[str, ...] = (), **more: Any) -> WeightRow:
-    """Return the weight mapping entry of one Hugging Face tensor of shape `shape` that Megatron stores unchanged."""
+    """Return the weight-table row for a Hugging Face tensor of shape `shape` that Megatron stores unchanged."""
     return WeightRow(megatron, (hf,), (shape,), indices, **more)
 
 
 def weight_and_bias_rows(
     megatron: str, hf: str, weight: Shape, *, indices: tuple[str, ...] = (), replicated: bool = False
 ) -> tuple[WeightRow, ...]:
-    """Return the weight mapping entries of a module with a weight, and a bias of the size of the first dimension."""
+    """Return the weight-table rows of a module with a weight and a bias. The bias has the weight's first dimension."""
     return tuple(
         single_row(f"{megatron}.{suffix}", f"{hf}.{suffix}", *shape, indices=indices, replicated=replicated)
         for suffix, shape in (("weight", weight), ("bias", weight[:1]))
@@ -472,7 +473,7 @@ def weight_and_bias_rows(
 
 
 def merger_rows(megatron: str, hf: str, norm: str, indices: tuple[str, ...] = ()) -> tuple[WeightRow, ...]:
-    """Return the weight mapping entries of a patch merger: a norm and two linear layers."""
+    """Return the weight-table rows of a patch merger: a norm and two linear layers."""
     return (
         *weight_and_bias_rows(f"{megatron}.patch_norm", f"{hf}.norm", (norm,), indices=indices),
         *weight_and_bias_rows(f"{megatron}.linear_fc1", f"{hf}.linear_fc1", ("v_merged", "v_merged"), indices=indices),
@@ -504,7 +505,7 @@ VISION_ROWS: tuple[WeightRow, ...] = (
 
 
 def text_rows(*layers: WeightRow) -> tuple[WeightRow, ...]:
-    """Return the weight mapping entries of a text model: embedding, `layers`, final norm and output layer."""
+    """Return the weight-table rows of a text model: embedding, `layers`, final norm and output layer."""
     embedding = "language_model.embedding.word_embeddings.weight"
     return (
         single_row(embedding, "model.language_model.embed_tokens.weight", "vocab", "hidden"),
@@ -517,12 +518,12 @@ def text_rows(*layers: WeightRow) -> tuple[WeightRow, ...]:
 def attention_rows(
     megatron: str, hf: str, *indices: str, kind: type[WeightRow] = QKV, queries: str = "q"
 ) -> tuple[WeightRow, ...]:
-    """Return the weight mapping entries of attention: the norm before it, q, k and v, their norms and the output.
+    """Return the weight-table rows of attention: the norm before it, q, k and v, their norms and the output.
 
     Args:
         megatron, hf: prefixes of the parameter names of a layer, with a `*` for each index and a dot at the end.
         indices: keys of `Dimensions.indices` for the values of each `*`.
-        kind: the class of the entry of q, k and v.
+        kind: the class of the weight-table row of q, k and v.
         queries: symbol of the output size of `q_proj`, such as "q".
     """
 
@@ -544,7 +545,7 @@ def attention_rows(
 
 
 def dense_mlp_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightRow, ...]:
-    """Return the weight mapping entries of an MLP and the norm before it; arguments as in `attention_rows`."""
+    """Return the weight-table rows of an MLP and the norm before it; arguments as in `attention_rows`."""
     fc1, norm, half = f"{megatron}mlp.linear_fc1.", f"{hf}post_attention_layernorm.weight", ("ffn", "hidden")
     gate_up = (f"{hf}mlp.gate_proj.weight", f"{hf}mlp.up_proj.weight")
     return (
@@ -555,7 +556,7 @@ def dense_mlp_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightRow, ..
 
 
 def moe_rows(megatron: str, hf: str, *indices: str, experts: ExpertLayout) -> tuple[WeightRow, ...]:
-    """Return the weight mapping entries of a MoE layer: the norm before it, the router and the experts."""
+    """Return the weight-table rows of a MoE layer: the norm before it, the router and the experts."""
     norm = f"{hf}post_attention_layernorm.weight"
     before = (
         single_row(f"{megatron}pre_mlp_layernorm.weight", norm, "hidden", indices=indices),

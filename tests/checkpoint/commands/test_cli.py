@@ -32,13 +32,13 @@ def convert(*arguments: object, **how) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, CONVERT, *map(str, arguments)], **pipes | how)
 
 
-def test_convert_missing_checkpoint_folder_exits_with_code_2(tmp_path):
+def test_convert_export_exits_with_code_2_if_checkpoint_folder_is_missing(tmp_path):
     found = convert("export", "--megatron-path", "/no/such", "--hf-path", tmp_path / "hf")
     assert found.returncode == 2 and not found.stdout
     assert found.stderr == "error: /no/such: there is no such folder, expected the folder of a Megatron checkpoint\n"
 
 
-def test_convert_import_then_export_verifies_as_same_model(untied_folder, tmp_path, capsys):
+def test_convert_verify_reports_same_model_after_import_and_export(untied_folder, tmp_path, capsys):
     megatron, hf = str(tmp_path / "megatron"), str(tmp_path / "hf")
     assert main(["import", "--hf-model", str(untied_folder), "--megatron-path", megatron, "--tp", "2", "--verify"]) == 0
     out, error = capsys.readouterr()
@@ -82,7 +82,7 @@ def test_import_with_unwritable_stdout_keeps_converted_checkpoint(full, untied_f
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", pytest.param("import", marks=pytest.mark.slow)])
-def test_inspect_verify_or_dry_run_with_unwritable_stdout_exits_with_code_2(
+def test_convert_commands_that_only_print_exit_with_code_2_if_stdout_is_full(
     command, full, imported, untied_folder, tmp_path
 ):
     arguments = {
@@ -97,7 +97,7 @@ def test_inspect_verify_or_dry_run_with_unwritable_stdout_exits_with_code_2(
         assert convert(command, *arguments, stdout=full, stderr=full).returncode == 2
 
 
-def test_convert_tilde_path_of_unknown_user_exits_with_code_2(capsys, tmp_path, untied_folder, imported):
+def test_convert_exits_with_code_2_if_tilde_path_names_unknown_user(capsys, tmp_path, untied_folder, imported):
     nobody, part = "~nosuchuser/x", "~nosuchuser/x: ~nosuchuser is not the home folder of any user"
     expect_error(capsys, importing(nobody, tmp_path), part)
     expect_error(capsys, exporting(nobody, tmp_path), part)
@@ -112,7 +112,7 @@ def test_convert_tilde_path_of_unknown_user_exits_with_code_2(capsys, tmp_path, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("endpoint", ["nonsense", "ftp://hub", "http://["])
-def test_convert_invalid_hf_endpoint_variable_exits_with_code_2(endpoint, tmp_path):
+def test_convert_exits_with_code_2_if_hf_endpoint_variable_is_invalid(endpoint, tmp_path):
     environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
     found = convert(*importing("Qwen/No-Such", tmp_path), env=environment)
     assert found.returncode == 2 and f"HF_ENDPOINT is {endpoint!r}" in found.stderr and "Traceback" not in found.stderr
@@ -152,7 +152,7 @@ def test_inspect_ignores_world_size_and_rank_variables(variables, capsys, monkey
     ({"RANK": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}, "RANK is '2', expected 0 to 1"),
     ({"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}, "to each other: invalid literal"),
 ])  # fmt: skip
-def test_convert_invalid_torchrun_variables_exits_with_code_2(
+def test_convert_exits_with_code_2_if_torchrun_variables_are_invalid(
     variables, part, capsys, monkeypatch, untied_folder, tmp_path, no_groups
 ):
     for name, value in {"WORLD_SIZE": "2", **variables}.items():
@@ -177,7 +177,7 @@ def test_import_by_two_processes_writes_same_bytes_as_one_process(moe_folder, tm
     assert found.returncode and found.stderr.count("error: ") == 1 and "exists already" in found.stderr
 
 
-def test_convert_strict_false_ignores_unexpected_but_not_missing_tensors(tmp_path, untied_folder, imported):
+def test_convert_with_strict_false_ignores_unexpected_but_not_missing_tensors(tmp_path, untied_folder, imported):
     folder = model_with(tmp_path / "model", untied_folder, CHANGES["extra"])
     with pytest.raises(CheckpointError, match="1 unexpected"):
         import_checkpoint(folder, tmp_path / "megatron")
@@ -198,7 +198,7 @@ def test_convert_strict_false_ignores_unexpected_but_not_missing_tensors(tmp_pat
     assert "language_model.extra [3] float32 is not a tensor" in report.notes[0]
 
 
-def test_convert_model_with_remote_code_raises_without_trust_remote_code(capsys, tmp_path, untied_folder):
+def test_convert_of_model_with_remote_code_requires_trust_remote_code(capsys, tmp_path, untied_folder):
     code = {"auto_map": {"AutoModel": "modeling.Model"}}
     folder = model_with_config(tmp_path / "model", untied_folder, code)
     (folder / "modeling.py").write_text("raise SystemExit('never run here')\n")
@@ -215,12 +215,12 @@ def test_convert_model_with_remote_code_raises_without_trust_remote_code(capsys,
     ({"text_config": {"_target_": "os.system", "_args_": ["true"]}}, "the key '_target_'"),
     ({"note": [{"deep": "${oc.env:HOME}"}]}, "would replace"),
 ])  # fmt: skip
-def test_import_config_with_target_key_or_interpolation_raises(capsys, tmp_path, untied_folder, change, part):
+def test_import_raises_if_config_json_has_target_key_or_interpolation(capsys, tmp_path, untied_folder, change, part):
     folder = model_with_config(tmp_path / "model", untied_folder, change)
     expect_error(capsys, importing(folder, tmp_path), "config.json", part)
 
 
-def test_export_or_verify_with_invalid_manifest_raises(capsys, tmp_path, moe_folder):
+def test_export_and_verify_raise_if_manifest_is_invalid(capsys, tmp_path, moe_folder):
     import_checkpoint(moe_folder, tmp_path / "megatron")
     path = tmp_path / "megatron" / "iter_0000000" / "qwen3vl_bridge.json"
     for name, value in (("expert_layout", "SIDEWAYS"), ("expert_layout", ["x"]), ("sha256", {"a": "b"})):

@@ -197,7 +197,7 @@ def test_import_failing_on_one_rank_fails_on_all_ranks(larger, tmp_path):
     assert not (tmp_path / "target").exists() and not list(tmp_path.glob(".target*"))
 
 
-def test_import_with_different_source_on_each_rank_raises(larger, tmp_path):
+def test_import_raises_if_ranks_have_different_sources(larger, tmp_path):
     shutil.copytree(larger, tmp_path / "other")
 
     def work(ranks: Ranks) -> None:

@@ -27,7 +27,7 @@ from tests.checkpoint.support import before_each_unit, broken_disk, contents, ex
 
 
 @pytest.mark.parametrize("empty", [False, True])
-def test_atomic_directory_target_gets_files_only_at_end_of_block(empty, tmp_path):
+def test_atomic_directory_moves_files_to_target_only_at_end_of_block(empty, tmp_path):
     target = tmp_path / "a" / "b" / "target"
     if empty:
         target.mkdir(parents=True)
@@ -40,7 +40,7 @@ def test_atomic_directory_target_gets_files_only_at_end_of_block(empty, tmp_path
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, CheckpointError, OSError])
-def test_atomic_directory_exception_in_block_leaves_no_files(error, tmp_path):
+def test_atomic_directory_leaves_no_files_if_block_raises(error, tmp_path):
     with (
         pytest.raises(CheckpointError if error is OSError else error),
         atomic.atomic_directory(tmp_path / "a" / "b" / "target", print) as work,
@@ -71,7 +71,7 @@ def test_atomic_directory_keeps_user_folders_with_similar_names(name, tmp_path):
     assert (tmp_path / name / "precious").exists()
 
 
-def test_atomic_directory_second_writer_of_target_raises(tmp_path):
+def test_atomic_directory_raises_if_target_is_being_written(tmp_path):
     with atomic.atomic_directory(tmp_path / "target", print) as work:
         refused = pytest.raises(CheckpointError, match="is being written by another process")
         with refused, atomic.atomic_directory(tmp_path / "target", print):
@@ -81,7 +81,7 @@ def test_atomic_directory_second_writer_of_target_raises(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_atomic_directory_second_writer_raises_before_and_after_final_rename(tmp_path, monkeypatch, keep):
+def test_atomic_directory_holds_lock_before_and_after_final_rename(tmp_path, monkeypatch, keep):
     target, original, refused = tmp_path / "target", atomic._move_into_place, []
 
     def meet(*arguments, **named):
@@ -99,7 +99,7 @@ def test_atomic_directory_second_writer_raises_before_and_after_final_rename(tmp
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("earlier", [False, True])
-def test_atomic_directory_interrupt_after_final_rename_keeps_result(tmp_path, monkeypatch, keep, earlier):
+def test_atomic_directory_keeps_result_if_interrupted_after_final_rename(tmp_path, monkeypatch, keep, earlier):
     target, original = tmp_path / "target", atomic._move_into_place
     if earlier:
         target.mkdir()
@@ -117,7 +117,7 @@ def test_atomic_directory_interrupt_after_final_rename_keeps_result(tmp_path, mo
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["new", "target"]
 
 
-def test_atomic_directory_lock_file_removed_before_flock_is_created_again(tmp_path, monkeypatch):
+def test_atomic_directory_recreates_lock_file_that_was_removed_before_flock(tmp_path, monkeypatch):
     """The process that held the lock removes the lock file after this process has opened it."""
     path, flock, once = tmp_path / ".target.partial-lock", fcntl.flock, []
 
@@ -134,7 +134,7 @@ def test_atomic_directory_lock_file_removed_before_flock_is_created_again(tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
-def test_atomic_directory_target_created_in_block_raises_and_is_kept(tmp_path):
+def test_atomic_directory_raises_and_keeps_target_that_appears_during_block(tmp_path):
     target = tmp_path / "target"
     with pytest.raises(CheckpointError, match="not empty"), atomic.atomic_directory(target, print):
         target.mkdir()
@@ -158,7 +158,7 @@ def test_atomic_directory_replaces_existing_target_at_end_of_block(tmp_path, mon
 refused = functools.partial(expect_error, options=["--overwrite"])
 
 
-def test_overwrite_folder_not_written_by_conversion_raises(capsys, tmp_path, imported, untied_folder):
+def test_overwrite_raises_if_folder_was_not_written_by_conversion(capsys, tmp_path, imported, untied_folder):
     project = tmp_path / "new" / "hf"
     (project / "src").mkdir(parents=True)
     shutil.copyfile(untied_folder / "config.json", project / "config.json")
@@ -170,7 +170,7 @@ def test_overwrite_folder_not_written_by_conversion_raises(capsys, tmp_path, imp
     refused(capsys, exporting(imported, tmp_path), "was not written by a conversion", MANIFEST)
 
 
-def test_overwrite_folder_of_training_run_raises(capsys, tmp_path, untied_folder, imported):
+def test_overwrite_raises_if_folder_belongs_to_training_run(capsys, tmp_path, untied_folder, imported):
     run = shutil.copytree(imported, tmp_path / "new" / "megatron")
     (run / "iter_0000100").mkdir()
     (run / "iter_0000100" / ".metadata").write_text("precious")
@@ -203,7 +203,7 @@ def test_overwrite_replaces_earlier_conversion(ckpt_format, tmp_path, tied_folde
     assert not list((tmp_path / "hf").glob("model-*"))
 
 
-def test_overwrite_result_of_different_kind_or_without_file_digests_raises(tmp_path, imported):
+def test_overwrite_raises_if_result_is_of_other_kind_or_lacks_file_digests(tmp_path, imported):
     export_checkpoint(imported, tmp_path / "hf")
     EarlierResult(".", "huggingface").check(tmp_path / "hf")
     with pytest.raises(CheckpointError, match="conversion of this kind"):
@@ -211,7 +211,7 @@ def test_overwrite_result_of_different_kind_or_without_file_digests_raises(tmp_p
     said = read_object(tmp_path / "hf" / MANIFEST)
     for files_then in (None, sorted(said["files"])):
         write_object(tmp_path / "hf" / MANIFEST, said | {"files": files_then})
-        with pytest.raises(CheckpointError, match=r"has no digests of the files.* not replaced"):
+        with pytest.raises(CheckpointError, match=r"lists no digests of the files.* not replaced"):
             export_checkpoint(imported, tmp_path / "hf", overwrite=True)
 
 
@@ -238,7 +238,7 @@ def put_link(target: Path) -> str:
 
 
 @pytest.mark.parametrize("put", [put_weights, put_settings, put_link])
-def test_overwrite_result_with_files_changed_since_conversion_raises(put, capsys, tmp_path, untied_folder, imported):
+def test_overwrite_raises_if_files_changed_since_conversion(put, capsys, tmp_path, untied_folder, imported):
     target = tmp_path / "new" / "hf"
     export_checkpoint(imported, target)
     name = put(target)
@@ -266,7 +266,7 @@ def test_overwrite_keeps_user_file_written_during_final_rename(tmp_path, tied_fo
     assert (kept / "precious").exists()
 
 
-def test_overwrite_user_file_written_during_conversion_raises_and_is_kept(tmp_path, untied_folder):
+def test_overwrite_raises_and_keeps_user_file_written_during_conversion(tmp_path, untied_folder):
     import_checkpoint(untied_folder, tmp_path / "m")
     intruded = before_each_unit(lambda *_: (tmp_path / "m" / "precious").write_text("x"))
     lost = "that are not part of our checkpoint, which would be deleted: precious;"
@@ -345,18 +345,18 @@ def test_resume_rewrites_damaged_byte_range(begun, untied_folder, tmp_path, veri
     assert contents(tmp_path / "m") == contents(tmp_path / "whole")
 
 
-def test_resume_failing_verification_suggests_run_without_resume(begun, untied_folder, tmp_path, monkeypatch):
+def test_resume_error_suggests_omitting_resume_if_verification_fails(begun, untied_folder, tmp_path, monkeypatch):
     damage(begun)  # and in such a way that it is not noticed
     monkeypatch.setattr(output_files, "find_unchanged", lambda _, recorded, __: [part for part, _ in recorded])
-    with pytest.raises(CheckpointError, match=r"not written correctly.*; if it fails again, run without --resume"):
+    with pytest.raises(CheckpointError, match=r"not written correctly.*; if --resume fails again, omit it"):
         import_checkpoint(untied_folder, tmp_path / "m", resume=True, verify=True)
     assert import_checkpoint(untied_folder, tmp_path / "m", verify=True).resumed == 0
 
 
-def test_resume_with_too_long_partial_file_suggests_run_without_resume(begun, untied_folder, tmp_path):
+def test_resume_error_suggests_omitting_resume_if_partial_file_is_too_long(begun, untied_folder, tmp_path):
     with (begun / "iter_0000000" / damage(begun)).open("ab") as file:
         file.write(b"x" * (1 << 20))
-    with pytest.raises(CheckpointError, match=r"bytes, expected .*; if it fails again, run without --resume"):
+    with pytest.raises(CheckpointError, match=r"bytes, expected .*; if --resume fails again, omit it"):
         import_checkpoint(untied_folder, tmp_path / "m", resume=True)
 
 
@@ -385,7 +385,7 @@ def whole(untied_folder, tmp_path, monkeypatch) -> Path:
     return model
 
 
-def test_resume_after_all_tensors_were_written_writes_none_again(whole, tmp_path):
+def test_resume_writes_no_tensors_if_all_were_written_before(whole, tmp_path):
     report = import_checkpoint(whole, tmp_path / "m", resume=True)
     assert report.resumed and not report.written
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "model"]
@@ -452,7 +452,7 @@ def started(untied_folder, tmp_path) -> Iterator[subprocess.Popen]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_import_second_signal_does_not_stop_cleanup(number, started, tmp_path):
+def test_import_continues_cleanup_after_second_signal(number, started, tmp_path):
     started.send_signal(number)
     time.sleep(0.1)
     started.send_signal(signal.SIGTERM)  # of the same Ctrl-C
@@ -467,7 +467,7 @@ def test_import_second_signal_does_not_stop_cleanup(number, started, tmp_path):
 
 
 @pytest.mark.slow
-def test_import_third_sigint_exits_without_cleanup(started, untied_folder, tmp_path):
+def test_import_exits_without_cleanup_after_third_sigint(started, untied_folder, tmp_path):
     for _ in range(3):
         started.send_signal(signal.SIGINT)
         time.sleep(1.05)

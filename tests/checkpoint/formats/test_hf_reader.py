@@ -43,7 +43,7 @@ from tests.checkpoint.support import TENSORS, entry, file_of, read_everything
     file_of(f'{{"a": {json.dumps(entry())}, "a": {json.dumps(entry())}}}'),
     file_of(json.dumps({"a": entry()}).encode("utf-16")), file_of(json.dumps({"\ud800": entry()})),
 ])  # fmt: skip
-def test_hf_weights_invalid_safetensors_header_raises(content, tmp_path):
+def test_hf_weights_raises_if_safetensors_header_is_invalid(content, tmp_path):
     (tmp_path / SINGLE).write_bytes(content)
     with pytest.raises(CheckpointError, match=f"{tmp_path / SINGLE}.*expected"):
         HFWeights(tmp_path)
@@ -58,11 +58,11 @@ def test_hf_weights_invalid_safetensors_header_raises(content, tmp_path):
     ({"weight_map": {"a": "a\0b"}}, "expected a path inside"),
     ({"weight_map": {"a": "missing.safetensors"}}, "missing.safetensors: found nothing, expected a file"),
     ({"weight_map": {"a": "folder"}}, "folder: found something that is not a file"),
-    ({"weight_map": {"a": "s", "b": "s"}}, "s lacks 1 tensors compared with model.safetensors.index.json: b"),
+    ({"weight_map": {"a": "s", "b": "s"}}, "s lacks 1 tensors that model.safetensors.index.json lists for it: b"),
     ({"weight_map": {"b": "s"}}, "s lacks 1 tensors"), ('{"weight_map": {"a": "s", "a": "t"}}', "'a' occurs twice"),
-    ({"weight_map": {"a": "s", "c": "t"}}, "t also holds 1 tensors compared with model.safetensors.index.json: a"),
+    ({"weight_map": {"a": "s", "c": "t"}}, "t holds 1 tensors that model.safetensors.index.json does not list for"),
 ])  # fmt: skip
-def test_hf_weights_invalid_safetensors_index_raises(index, message, tmp_path):
+def test_hf_weights_raises_if_safetensors_index_is_invalid(index, message, tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "s").write_bytes(file_of({"a": entry()}))
     (tmp_path / "t").write_bytes(file_of({"a": entry(), "c": entry(offsets=(24, 48))}, 48))
@@ -98,7 +98,7 @@ def test_dcp_tensors_reads_checkpoint_of_torch_distributed(saved):
     assert set(read_metadata(saved).byte_items) == {"x", "n"}
 
 
-def test_dcp_tensors_non_contiguous_stored_tensor_raises(tmp_path):
+def test_dcp_tensors_raises_if_stored_tensor_is_not_contiguous(tmp_path):
     dcp.save({"t": torch.arange(6.0).reshape(2, 3).T}, checkpoint_id=tmp_path, no_dist=True)
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp, t: .*found strides \(1, 3\), expected a contiguous"):
         read_everything(tmp_path)
@@ -112,7 +112,7 @@ class Hostile:
 @pytest.mark.parametrize("value", [
     Hostile(), {"x": Hostile()}, print, os.system, eval, [1, {2: (3, 4)}], None, torch.nn.Linear(1, 1), ValueError("x"),
 ])  # fmt: skip
-def test_read_metadata_pickle_of_unexpected_object_raises_without_running_code(value, folder, tmp_path, monkeypatch):
+def test_read_metadata_runs_no_code_and_raises_if_pickle_has_unexpected_object(value, folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (folder / ".metadata").write_bytes(pickle.dumps(value))
     with pytest.raises(CheckpointError):
@@ -131,13 +131,13 @@ def test_read_metadata_pickle_of_unexpected_object_raises_without_running_code(v
     (b"\x82\x01.", ""),
     (b"P0\n.", ""),
 ])  # fmt: skip
-def test_read_metadata_malicious_pickle_opcodes_raise(data, part, folder):
+def test_read_metadata_raises_if_pickle_opcodes_are_malicious(data, part, folder):
     (folder / ".metadata").write_bytes(data)
     with pytest.raises(CheckpointError, match=part):
         read_metadata(folder)
 
 
-def test_find_payload_compressed_tensor_in_distcp_file_raises(tmp_path):
+def test_find_payload_raises_if_tensor_in_distcp_file_is_compressed(tmp_path):
     """18 MB may unpack to 4.5 GiB."""
     plain, packed = io.BytesIO(), tmp_path / "__0_0.distcp"
     torch.save(torch.zeros(4, 4), plain)
@@ -151,7 +151,7 @@ def test_find_payload_compressed_tensor_in_distcp_file_raises(tmp_path):
 
 
 @pytest.mark.parametrize("value", [Hostile(), 3])
-def test_find_payload_pickle_of_non_tensor_raises_without_running_code(value, tmp_path, monkeypatch):
+def test_find_payload_runs_no_code_and_raises_if_pickle_is_not_a_tensor(value, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save(value, tmp_path / "item")
     with pytest.raises(CheckpointError, match=f"{tmp_path}/item, a: the item at byte 0 cannot be read: "):
@@ -195,16 +195,16 @@ def _no_place(metadata):
     (lambda m: setattr(_info(m), "length", 20), "expected room for float32"),
     (lambda m: setattr(_info(m), "offset", -1), "whole numbers"),
     (lambda m: setattr(_info(m), "offset", _info(m).offset + 1), "a"),
-    (lambda m: setattr(_info(m), "transform_descriptors", ["zstd"]), "one that is transformed"),
+    (lambda m: setattr(_info(m), "transform_descriptors", ["zstd"]), "an item that is transformed"),
     (lambda m: setattr(m, "storage_data", None), "found NoneType, expected dict"),
     (lambda m: setattr(m.state_dict_metadata["a"], "size", torch.Size([4, 4])), "element 12 is in no chunk"),
-    (lambda m: setattr(m.state_dict_metadata["a"], "size", torch.Size([12])), "expected one inside"),
+    (lambda m: setattr(m.state_dict_metadata["a"], "size", torch.Size([12])), "expected a chunk inside"),
     (lambda m: setattr(m.state_dict_metadata["a"], "chunks", []), "element 0 is in no chunk"),
-    (_second_chunk, "element 4 is in two chunks"), (_fewer_rows, "expected [2, 4] float32 by the metadata"),
-    (_other_dtype, "expected [3, 4] int32 by the metadata"), (_no_place, "expected _StorageInfo"),
+    (_second_chunk, "element 4 is in two chunks"), (_fewer_rows, "expected [2, 4] float32 as in the metadata"),
+    (_other_dtype, "expected [3, 4] int32 as in the metadata"), (_no_place, "expected _StorageInfo"),
     (lambda m: m.storage_data.update({MetadataIndex("zz"): 3}), ""),
 ])  # fmt: skip
-def test_dcp_tensors_metadata_contradicting_files_raises(change, message, folder):
+def test_dcp_tensors_raises_if_metadata_contradicts_files(change, message, folder):
     changed(folder, change)
     if not message:  # nobody needs the entry
         read_everything(folder)
@@ -252,7 +252,7 @@ JSON = st.recursive(
 
 @FUZZ
 @given(content=st.binary(max_size=200))
-def test_hf_weights_random_file_raises_only_checkpoint_error(content, tmp_path):
+def test_hf_weights_raises_only_checkpoint_error_for_random_file(content, tmp_path):
     (tmp_path / SINGLE).write_bytes(content)
     with contextlib.suppress(CheckpointError):
         HFWeights(tmp_path)
@@ -260,7 +260,7 @@ def test_hf_weights_random_file_raises_only_checkpoint_error(content, tmp_path):
 
 @FUZZ
 @given(index=st.dictionaries(st.sampled_from(["weight_map", "metadata"]), JSON))
-def test_hf_weights_random_index_raises_only_checkpoint_error(index, tmp_path):
+def test_hf_weights_raises_only_checkpoint_error_for_random_index(index, tmp_path):
     (tmp_path / INDEX).write_text(json.dumps(index))
     with contextlib.suppress(CheckpointError):
         HFWeights(tmp_path)
@@ -281,7 +281,7 @@ DAMAGE = {
 
 @FUZZ
 @given(**DAMAGE)
-def test_read_metadata_damaged_file_raises_only_checkpoint_error(where, keep, folder, saved):
+def test_read_metadata_raises_only_checkpoint_error_for_damaged_file(where, keep, folder, saved):
     (folder / ".metadata").write_bytes(damaged((saved / ".metadata").read_bytes(), where, keep))
     with contextlib.suppress(CheckpointError):
         read_everything(folder)
@@ -289,7 +289,7 @@ def test_read_metadata_damaged_file_raises_only_checkpoint_error(where, keep, fo
 
 @FUZZ
 @given(**DAMAGE)
-def test_dcp_tensors_damaged_file_raises_only_checkpoint_error(where, keep, folder, saved):
+def test_dcp_tensors_raises_only_checkpoint_error_for_damaged_file(where, keep, folder, saved):
     (folder / "__0_0.distcp").write_bytes(damaged((saved / "__0_0.distcp").read_bytes(), where, keep))
     with contextlib.suppress(CheckpointError):
         read_everything(folder)
@@ -297,7 +297,7 @@ def test_dcp_tensors_damaged_file_raises_only_checkpoint_error(where, keep, fold
 
 @FUZZ
 @given(data=st.binary(max_size=60))
-def test_read_metadata_random_pickle_raises_only_checkpoint_error(data, folder):
+def test_read_metadata_raises_only_checkpoint_error_for_random_pickle(data, folder):
     (folder / ".metadata").write_bytes(b"\x80\x04" + data)
     with contextlib.suppress(CheckpointError):
         read_everything(folder)

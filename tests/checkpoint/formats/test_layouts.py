@@ -87,7 +87,7 @@ def resave(stored: dict, folder, change) -> None:
     (folder / "latest_checkpointed_iteration.txt").write_text("7")
 
 
-def test_export_of_checkpoint_with_optimizer_state_exports_weights(stored_layouts, untied_folder, tmp_path):
+def test_export_writes_weights_of_checkpoint_with_optimizer_state(stored_layouts, untied_folder, tmp_path):
     resave(stored_layouts, tmp_path / "run", lambda tensor: tensor * 2)
     export_checkpoint(tmp_path / "run", tmp_path / "hf", hf_model=untied_folder)
     assert_same(hf_tensors(tmp_path / "hf"), {name: 2 * tensor for name, tensor in hf_tensors(untied_folder).items()})

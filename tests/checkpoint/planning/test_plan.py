@@ -32,7 +32,7 @@ def sides(dimensions, naming="transformer_engine"):
 @pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", ["32B", pytest.param("235B-A22B", marks=pytest.mark.slow)])
-def test_make_plan_between_each_two_formats_covers_all_parameters(size, layout):
+def test_make_plan_covers_all_parameters_between_any_two_formats(size, layout):
     dimensions = dimensions_of(config_dict(size))
     if not dimensions.indices["moe_layers"] and layout is not ExpertLayout.INPUT_MAJOR:
         return
@@ -47,7 +47,7 @@ def test_make_plan_between_each_two_formats_covers_all_parameters(size, layout):
 
 @pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("size", PRESETS)
-def test_fsdp_dtensor_layout_has_same_shapes_for_local_and_te_layer_names(size):
+def test_fsdp_dtensor_shapes_are_equal_with_local_and_te_layer_names(size):
     dimensions = dimensions_of(config_dict(size))
     rows = list(expand(table(), dimensions))
     te, local = (tensors_of(rows, FsdpDtensor(dimensions, naming)) for naming in ("transformer_engine", "local"))
@@ -56,7 +56,7 @@ def test_fsdp_dtensor_layout_has_same_shapes_for_local_and_te_layer_names(size):
 
 @pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("size", PRESETS)
-def test_hf_layout_matches_transformers_state_dict(size):
+def test_hf_tensor_names_and_shapes_match_transformers_state_dict(size):
     from transformers import Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration
 
     dimensions = dimensions_of(config_dict(size))
@@ -79,32 +79,32 @@ TURNED = TransposedSlice((TensorSlice("a", 0, 4),), 2, 0, 4)
 
 
 @pytest.mark.parametrize(("plan", "message"), [
-    (tasks(("a", 0, 3)), "3 elements planned of 4"), (tasks(("a", 0, 2), ("a", 1, 2)), "read not exactly once"),
-    (tasks(("a", 0, 2), ("a", 3, 2)), "read not exactly once"), (tasks(("a", 1, 4)), "read not exactly once"),
+    (tasks(("a", 0, 3)), "produces 3 of 4 elements"), (tasks(("a", 0, 2), ("a", 1, 2)), "not read exactly once"),
+    (tasks(("a", 0, 2), ("a", 3, 2)), "not read exactly once"), (tasks(("a", 1, 4)), "not read exactly once"),
     (tasks(("a", 0, 4)) * 2, "planned twice"),
-    (tasks(("a", 0, 4), name="other"), "planned twice or in another shape|other"), ([], "nothing planned"),
-    (tasks(("a", 0, 3), ZeroSlice(1)), "zeros are planned"),
-    (tasks(TURNED.cut(0, 2), TURNED.cut(0, 2)), "read not exactly once"),
+    (tasks(("a", 0, 4), name="other"), "planned twice or in another shape|other"), ([], "produces no elements"),
+    (tasks(("a", 0, 3), ZeroSlice(1)), "the plan adds zeros"),
+    (tasks(TURNED.cut(0, 2), TURNED.cut(0, 2)), "not read exactly once"),
     (tasks(TURNED.cut(0, 3), ZeroSlice(1)), "zeros"), (tasks(TURNED.cut(0, 2), ("a", 2, 2)), "not read completely"),
     (tasks(TURNED._replace(columns=3)), "not read completely"),
 ])  # fmt: skip
-def test_prove_plan_that_skips_or_repeats_elements_raises(plan, message):
+def test_prove_raises_if_plan_skips_or_repeats_elements(plan, message):
     with pytest.raises((AssertionError, KeyError), match=message):
         prove(plan, specs({"a": (4,)}), {"out": (4,)})
 
 
-def test_prove_unread_source_elements_raise_except_padding():
+def test_prove_raises_if_plan_leaves_source_elements_unread_except_padding():
     prove(tasks(("a", 0, 4)), specs({"a": (4,)}), {"out": (4,)})
     prove(tasks(TURNED.cut(2, 2), TURNED.cut(0, 2)), specs({"a": (4,)}), {"out": (4,)})
     prove(tasks(("a", 0, 4), ZeroSlice(2), shape=(6,)), specs({"a": (4,)}), {"out": (6,)}, padded={"out"})
     prove(tasks(("a", 0, 4)), specs({"a": (6,)}), {"out": (4,)}, padded={"a"})
-    with pytest.raises(AssertionError, match="4 elements read of 6"):
+    with pytest.raises(AssertionError, match="reads 4 of 6 elements"):
         prove(tasks(("a", 0, 4)), specs({"a": (6,)}), {"out": (4,)})
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
 @pytest.mark.parametrize("shape", [(), (7,), (1, 9), (24, 10), (25, 3, 2), (8, 1000)])
-def test_split_into_chunks_covers_tensor_and_cuts_large_one_at_owner_boundaries(shape, parts):
+def test_split_into_chunks_covers_tensor_and_cuts_at_owner_boundaries_if_large(shape, parts):
     spec = TensorSpec("x", "bfloat16", shape)
     rows = shape[0] if shape else 1
     held = [OwnedRows(i * rows // parts, (i,)) for i in range(parts)] if rows >= parts else [OwnedRows(0, (0,))]
@@ -121,7 +121,7 @@ def test_split_into_chunks_covers_tensor_and_cuts_large_one_at_owner_boundaries(
         assert {part.first for part in held} <= {offsets[0] for _, offsets, _ in chunks}
 
 
-def test_topology_check_valid_parallel_sizes_pass():
+def test_topology_check_accepts_valid_parallel_sizes():
     dense, moe = (dimensions_of(config_dict(size)) for size in ("32B", "30B-A3B"))
     for tp in (1, 2, 4, 8, 16):
         Topology(tp=tp, cp=4, etp=1).check(dense, stages=False)
@@ -138,12 +138,12 @@ def test_topology_check_valid_parallel_sizes_pass():
     ("30B-A3B", {"etp": 5}, "--etp is 5, expected a divisor of moe_ffn_hidden_size, which is 768"),
     ("30B-A3B", {"ep": 8, "world_size": 4}, r"--world-size is 4, expected a multiple of etp \* ep \* pp, which is"),
 ])  # fmt: skip
-def test_topology_check_invalid_parallel_sizes_raise(size, sizes, message):
+def test_topology_check_raises_if_parallel_sizes_are_invalid(size, sizes, message):
     with pytest.raises(CheckpointError, match=message):
         Topology(**sizes).check(dimensions_of(config_dict(size)), stages=True)
 
 
-def test_topology_check_tp_neither_multiple_nor_divisor_of_query_groups_raises():
+def test_topology_check_raises_if_tp_is_no_multiple_or_divisor_of_query_groups():
     config = config_dict("32B")
     config["text_config"] |= {"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 96}
     config["vision_config"] |= {"num_heads": 12, "hidden_size": 96, "intermediate_size": 96}
@@ -165,7 +165,7 @@ def held(size: str, side_of, **sizes):
 @pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("sizes", [{"world_size": 64}, {"world_size": 256, "tp": 4}, {"tp": 2, "cp": 4}])
 @pytest.mark.parametrize("size", ["8B", "9B"])
-def test_find_row_owners_fsdp_every_row_has_owner_rank(size, sizes):
+def test_find_row_owners_fsdp_assigns_every_row_to_a_rank(size, sizes):
     parts, shapes = held(size, FsdpDtensor, **sizes)
     assert parts.keys() == shapes.keys()
     owners = set()
@@ -220,7 +220,7 @@ def test_find_row_owners_torch_dist_assigns_rows_to_pp_ep_and_tp_ranks():
     ("fsdp_dtensor", {"tp": 2, "etp": 1}), ("torch_dist", {"pp": 2}), ("torch_dist", {"ep": 2}),
     ("torch_dist", {"etp": 2}),
 ])  # fmt: skip
-def test_import_parallel_sizes_change_distcp_files_but_no_tensor(ckpt_format, sizes, moe_folders, tmp_path):
+def test_import_with_parallel_sizes_changes_distcp_files_but_no_tensor(ckpt_format, sizes, moe_folders, tmp_path):
     source, contents = moe_folders[ExpertLayout.INPUT_MAJOR], []
     for name, topology in (("plain", Topology(chunk_bytes=4_000)), ("cut", Topology(chunk_bytes=4_000, **sizes))):
         import_checkpoint(source, tmp_path / name, ckpt_format=ckpt_format, topology=topology)
@@ -280,7 +280,7 @@ def test_split_into_chunks_never_joins_layers_or_experts():
     assert [owner for owner, _, _ in chunks[20:]] == [(1,), (1,), (2,), (2,)]
 
 
-def test_find_row_owners_one_rank_is_empty_for_fsdp_and_splits_fc1_for_torch_dist():
+def test_find_row_owners_with_one_rank_splits_fc1_only_for_torch_dist():
     assert held("8B", FsdpDtensor)[0] == {}
     parts, shapes = held("8B", TorchDist.for_model)
     assert {len(of_index) for of_tensor in parts.values() for of_index in of_tensor.values()} == {1, 2}

@@ -29,7 +29,7 @@ def rows(*values: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", [EMBEDDING, "lm_head.weight"])
-def test_import_hf_vocabulary_tensor_with_extra_rows_raises(name, capsys, tmp_path, untied_folder, imported):
+def test_import_raises_if_hf_vocabulary_tensor_has_extra_rows(name, capsys, tmp_path, untied_folder, imported):
     def change(tensors):
         tensors[name] = torch.cat([tensors[name], torch.zeros(100, 80)])
 
@@ -50,7 +50,7 @@ def test_export_drops_zero_vocab_padding_rows(padding, tmp_path, untied_folder, 
     assert hf_tensors(tmp_path / "hf")[EMBEDDING].shape == (512, 80)
 
 
-def test_export_nonzero_vocab_padding_raises_without_drop_vocab_padding(capsys, tmp_path, untied_folder, imported):
+def test_export_of_nonzero_vocab_padding_requires_drop_vocab_padding(capsys, tmp_path, untied_folder, imported):
     run = padded(tmp_path / "run", imported, rows(0.0, 1e-40, 0.0, 9.0), of=VOCABULARY[1:])
     parts = ("language_model.output_layer.weight has 4 rows beyond the vocabulary of 512", "2 are not zero",
              "the first is row 513", "--drop-vocab-padding", "vocab_size")  # fmt: skip

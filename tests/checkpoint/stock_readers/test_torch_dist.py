@@ -82,7 +82,7 @@ def load(hf_folder: Path, folder: Path, settings: dict[str, Any], save_to: Path 
 
 
 @pytest.mark.slow
-def test_megatron_core_loads_imported_checkpoint_and_its_saved_one_exports(
+def test_megatron_core_loads_imported_checkpoint_and_export_reads_its_save(
     untied_folder, tied_folder, moe_folders, all_moe_folder, tmp_path
 ):
     released = moe_folders[ExpertLayout.INPUT_MAJOR]

@@ -77,7 +77,7 @@ def test_energon_samples_equal_samples_of_json_lines(make, samples, expected, co
         assert max(len(batch.sample_ids) for batch in rows) > 2
 
 
-def test_energon_max_patches_padding_and_dtype_settings_are_applied(make, samples, tmp_path):
+def test_energon_applies_max_patches_padding_and_pixel_dtype_settings(make, samples, tmp_path):
     folder = write_folder(tmp_path / "wds", train=[samples])
 
     def most(**changes) -> int:
@@ -104,7 +104,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("parts", "problem"), BAD)
-def test_energon_bad_sample_raises_or_is_dropped(make, tmp_path, caplog, parts, problem):
+def test_energon_raises_or_drops_bad_sample_as_on_bad_says(make, tmp_path, caplog, parts, problem):
     folder = write_folder(tmp_path / "wds", train=[[("good", {"json": {"messages": ASKED}}), ("bad", parts)]])
     with pytest.raises(DataError, match=rf"^train-0.tar:bad: .*{problem}"):
         list(islice(make(folder, pack=False).stream("train"), 2))
@@ -114,7 +114,7 @@ def test_energon_bad_sample_raises_or_is_dropped(make, tmp_path, caplog, parts, 
 
 
 @pytest.mark.parametrize("pack", [True, False])
-def test_energon_truncated_image_raises_or_becomes_sample_without_loss(make, tmp_path, caplog, pack):
+def test_energon_raises_or_excludes_truncated_image_from_loss(make, tmp_path, caplog, pack):
     whole = picture(tmp_path / "a.jpg", 96, 96).read_bytes()
     broken = {"jpg": whole[: len(whole) // 2], "json": {"messages": ask({"type": "image", "image": "jpg"})}}
     folder = write_folder(tmp_path / "wds", train=[[("good", {"json": {"messages": ASKED}}), ("bad", broken)]])
@@ -132,7 +132,7 @@ def test_energon_error_in_worker_raises_data_error_without_traceback(make, tmp_p
     assert "Traceback" not in str(error.value)
 
 
-def test_energon_all_samples_dropped_raises(make, tmp_path):
+def test_energon_raises_if_all_samples_are_dropped(make, tmp_path):
     folder = write_folder(tmp_path / "wds", train=[[("a", {"json": b"{no"}), ("b", {"json": b"{no"})]])
     with pytest.raises(DataError, match="3 consecutive samples were dropped, expected a valid one"):
         next(make(folder, on_bad="drop").stream("train"))
@@ -165,14 +165,14 @@ def test_energon_sample_fps_of_record_overrides_setting(make, files, encoder, tm
     assert f"<{time} seconds>" in encoder.processor.tokenizer.decode(batch.input_ids[0])
 
 
-def test_energon_frame_list_without_sample_fps_raises(make, files, tmp_path):
+def test_energon_raises_if_frame_list_has_no_sample_fps(make, files, tmp_path):
     record = {"messages": ask({"type": "video", "video": ["0.png"]})}
     folder = write_folder(tmp_path / "wds", train=[[("video", {"json": record, "0.png": files["0.png"]})]])
     with pytest.raises(DataError, match=r"^train-0.tar:video: .*'sample_fps' of a list of frames"):
         next(make(folder).stream("train"))
 
 
-def test_energon_unsupported_or_missing_dataset_raises(make, tmp_path):
+def test_energon_raises_if_dataset_is_missing_or_unsupported(make, tmp_path):
     yaml = "sample_type:\n  __module__: megatron.energon\n  __class__: TextSample\nfield_map:\n  text: txt\n"
     folder = write_folder(tmp_path / "wds", yaml=yaml, train=[[("a", {"txt": "a"})]])
     with pytest.raises(DataError, match="found a StandardWebdatasetFactory of TextSample, expected a CrudeWebdataset"):
@@ -184,7 +184,7 @@ def test_energon_unsupported_or_missing_dataset_raises(make, tmp_path):
 
 
 @pytest.mark.parametrize(("ranks", "workers"), [(2, 0), (1, 3)])
-def test_energon_fewer_samples_than_ranks_times_workers_raises(make, tmp_path, ranks, workers):
+def test_energon_raises_if_samples_are_fewer_than_ranks_times_workers(make, tmp_path, ranks, workers):
     folder = write_folder(tmp_path / "wds", train=[[(name, {"json": {"messages": ASKED}}) for name in "abc"]])
     (tmp_path / "part.yaml").write_text(FIRST_SAMPLE)
     few = make(tmp_path / "part.yaml", pack=False, num_workers=workers, num_val_workers=0)
@@ -195,7 +195,7 @@ def test_energon_fewer_samples_than_ranks_times_workers_raises(make, tmp_path, r
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_energon_truncated_tar_raises_error_naming_file(make, tmp_path, workers):
+def test_energon_error_names_truncated_tar_file(make, tmp_path, workers):
     samples = [(name, {"json": {"messages": ASKED}}) for name in "abcd"]
     folder = write_folder(tmp_path / "wds", train=[samples[:1], samples[1:]])
     write_tar(folder / "train-1.tar", samples[1:2])

@@ -118,7 +118,7 @@ def test_energon_stream_restored_on_each_dp_rank_continues_its_batches(make, fol
     ({"packing_buffer_size": 6}, "data"), ({"num_workers": 2}, "workers 2, expected 0"),
     ({"on_bad": "drop"}, "on_bad drop, expected error"),
 ])  # fmt: skip
-def test_energon_position_with_different_settings_raises(make, folder, changes, found):
+def test_energon_raises_if_position_was_saved_with_different_settings(make, folder, changes, found):
     before, now = make(folder, packing_buffer_size=5), make(folder, **{"packing_buffer_size": 5, **changes})
     built(before, 4)
     now.expect_position(before.position, 0)
@@ -126,7 +126,7 @@ def test_energon_position_with_different_settings_raises(make, folder, changes, 
         built(now, 4)
 
 
-def test_energon_restore_state_with_different_num_workers_raises(make, folder):
+def test_energon_restore_state_raises_if_num_workers_differs(make, folder):
     stream = make(folder, pack=False).stream("train")
     take(stream, 1)
     with pytest.raises(ValueError, match="energon rejects the position"):
@@ -159,7 +159,7 @@ def test_energon_evaluation_reads_requested_split(make, folder):
         provider.evaluation("val")
 
 
-def test_energon_evaluation_bad_sample_raises_or_becomes_sample_without_loss(make, tmp_path):
+def test_energon_evaluation_raises_or_excludes_bad_sample_from_loss(make, tmp_path):
     whole = picture(tmp_path / "a.jpg", 96, 96).read_bytes()
     bad = {"json": {"messages": ask({"type": "image", "image": "jpg"})}, "jpg": whole[: len(whole) // 2]}
     good = {"json": {"messages": ASKED}}
@@ -186,7 +186,7 @@ def test_energon_stream_restored_counts_same_drops_as_uninterrupted(make, tmp_pa
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_energon_drops_are_summed_over_ranks(make, tmp_path, workers):
+def test_energon_sums_dropped_samples_over_ranks(make, tmp_path, workers):
 
     def of_rank(rank: int) -> tuple:
         dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
@@ -241,12 +241,12 @@ def test_energon_build_datasets_of_dp_rank_yields_batches_of_its_stream(make, fo
     ({"num_workers": 1, "persistent_workers": False}, "persistent_workers is False, expected True"),
     ({"dataset_kwargs": {"auto_decode": True, "batch_size": 2}}, "has auto_decode, batch_size, expected none"),
 ])  # fmt: skip
-def test_energon_invalid_or_ignored_settings_raise(make, folder, changes, message):
+def test_energon_raises_if_settings_are_invalid_or_ignored(make, folder, changes, message):
     with pytest.raises(ValueError, match=message):
         make(folder, **changes)
 
 
-def test_energon_invalid_dp_rank_or_split_raises(make, folder):
+def test_energon_raises_if_dp_rank_or_split_is_invalid(make, folder):
     provider = make(folder)
     with pytest.raises(ValueError, match="found data-parallel rank 2 of 2"):
         provider.stream("train", dp_rank=2, dp_size=2)
@@ -263,7 +263,7 @@ def test_energon_dataset_kwargs_are_passed_to_energon(make, folder):
     assert sorted(keys(take(provider.stream("train"), 3))) == ["t10", "t11", "t9"]
 
 
-def test_energon_run_resumed_has_losses_of_uninterrupted_run(untied_folder, folder, tmp_path):
+def test_energon_resumed_run_has_losses_of_uninterrupted_run(untied_folder, folder, tmp_path):
     from qwen3vl_recipes.digits import qwen3_vl_digits_sft_config
     from qwen3vl_recipes.paths import set_paths
 

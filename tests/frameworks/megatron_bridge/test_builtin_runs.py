@@ -29,7 +29,7 @@ IDS = torch.tensor([[11, 12, 13, 14, 9, 9], [11, 12, 13, 14, 15, 16]])
 KEEP = torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6])
 
 
-def test_megatron_bridge_qwen3_vl_differs_from_transformers_by_merger_gelu(untied_folder):
+def test_megatron_bridge_qwen3_vl_differs_from_transformers_only_in_merger_gelu(untied_folder):
     """Megatron-Bridge's own model differs in one point: its mergers use tanh-GELU instead of exact GELU."""
     pair = make_pair(untied_folder)
     samples = make_samples("image and video", pair.config, seed=5)
@@ -51,7 +51,7 @@ def test_megatron_bridge_qwen3_vl_differs_from_transformers_by_merger_gelu(untie
     assert theirs() <= limit
 
 
-def test_megatron_bridge_routers_get_no_padding_mask_where_ours_do(moe_folder, tmp_path):
+def test_our_routers_get_padding_mask_and_megatron_bridge_routers_do_not(moe_folder, tmp_path):
     """The same rows with padding on the right: which tokens every router is told to leave out."""
     folder = rewrite(
         make_experts_everywhere(moe_folder, tmp_path / "all"), tmp_path / "released", ExpertLayout.INPUT_MAJOR
@@ -71,7 +71,7 @@ def test_megatron_bridge_routers_get_no_padding_mask_where_ours_do(moe_folder, t
     assert theirs and all(value is None for given in theirs for value in given)
 
 
-def test_video_timestamps_span_23_s_where_megatron_bridges_end_at_1_6_s(untied_folder, tmp_path):
+def test_our_video_timestamps_span_23_s_and_those_of_megatron_bridge_1_6_s(untied_folder, tmp_path):
     """46 frames, two a second: 23 seconds."""
     names = [f"{number}.png" for number in range(46)]
     for number, name in enumerate(names):

@@ -40,7 +40,7 @@ def evaluate(folder: Path) -> dict[str, Any]:
     return dict(said=said, unchanged=unchanged, losses=(before, loss()))
 
 
-def test_eval_cp_context_replacing_process_groups_raises(untied_folder):
+def test_eval_cp_context_raises_if_it_would_replace_process_groups(untied_folder):
     """Groups of the same ranks too: the vision tower would be given one."""
     found = results_of_ranks(evaluate, 2, untied_folder)
     for said, wanted in zip(found["said"], ("[0]", "[0, 1]"), strict=True):

@@ -1,5 +1,6 @@
 """Megatron-Bridge's own ways to ask a model: its inference wrapper and engine, and the loop of its generate scripts."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,23 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.bridge import AutoBridge
+from megatron.bridge.inference._tokenizer import HFTokenizerAdapter
 from megatron.bridge.inference.vlm.base import generate, setup_inference_wrapper
 from megatron.bridge.inference.vlm.qwenvl_inference_wrapper import QwenVLInferenceWrapper
 from megatron.core import parallel_state
+from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.inference.engines.static_engine import StaticInferenceEngine
+from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron.core.inference.sampling_params import SamplingParams
+from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
+from megatron.core.inference.utils import InferenceMode
 from PIL import Image
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from tests.frameworks.support import pass_of
 from tests.helpers.forked import results_of_ranks
+from tests.models.qwen3_5.tiny import make_checkpoint
 from tests.parity.conftest import build
 
 TOKENS = 6
@@ -102,6 +110,31 @@ def test_megatron_bridge_inference_engine_tokens_match_transformers(kind, reques
         sampling_params=SamplingParams(num_tokens_to_generate=TOKENS, top_k=1),
     )  # fmt: skip
     assert found.generated_tokens.tolist() == answers(folder, text, image)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5"])
+def test_megatron_core_static_engine_tokens_match_transformers(kind, untied_folder, tmp_path):
+    """Texts of two lengths: the engine computes the shorter length, then one token of each at a time."""
+    folder = untied_folder if kind == "qwen3_vl" else make_checkpoint(tmp_path, moe=True)
+    provider = AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider(load_weights=True)
+    provider.parallel_output = False
+    wrapped = GPTInferenceWrapper(build(provider).eval(), StaticInferenceContext(2, 64))
+    tokenizer = AutoProcessor.from_pretrained(folder).tokenizer
+    controller = TextGenerationController(wrapped, HFTokenizerAdapter(tokenizer))
+    texts = ["which digit is this digit", "which digit"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the engine's name is deprecated
+        engine = StaticInferenceEngine(controller, legacy=True, random_seed=1)
+    try:
+        found = engine.generate(texts, sampling_params=SamplingParams(num_tokens_to_generate=TOKENS, top_k=1))
+    finally:
+        InferenceMode.unset_active()
+    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
+    for text, request_of_text in zip(texts, found, strict=True):
+        inputs = tokenizer(text, return_tensors="pt")
+        expected = model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        generated = torch.as_tensor(request_of_text.generated_tokens).tolist()
+        assert generated[: len(expected)] == expected.tolist()
 
 
 def test_generation_with_growing_rows_on_pipeline_stages_matches_transformers(untied_folder):

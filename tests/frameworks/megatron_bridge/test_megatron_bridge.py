@@ -85,7 +85,7 @@ def test_megatron_bridge_forward_steps_match_transformers(pair, untied_folder, c
     assert max(errors.values()) <= GRADIENT, max(errors, key=errors.get)
 
 
-def test_vlm_generation_script_answer_matches_transformers(folder):
+def test_answer_of_vlm_generation_script_matches_transformers(folder):
     """scripts/inference/vlm_generation.py: settings, MTP switched off, and the same answer as transformers'."""
     bridge = AutoBridge.from_hf_pretrained(str(folder))
     provider = bridge.to_megatron_provider(load_weights=True)
@@ -112,7 +112,7 @@ def test_hf_megatron_roundtrip_script_exports_every_weight_unchanged(folder):
     check_exported(dict(bridge.export_hf_weights(model, show_progress=False)), folder)
 
 
-def test_compare_hf_and_megatron_script_logits_match_transformers(pair):
+def test_logits_of_compare_hf_and_megatron_script_match_transformers(pair):
     config, generator = pair.config, torch.Generator().manual_seed(0)
     text = torch.randint(0, config.image_token_id - 16, (1, 12), generator=generator)
     picture = torch.tensor([[config.vision_start_token_id, *[config.image_token_id] * 6, config.vision_end_token_id]])

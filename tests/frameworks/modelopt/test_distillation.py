@@ -195,11 +195,11 @@ def test_distillation_on_two_ranks_matches_transformers(on_ranks, number):
     ("settings", "says"),
     [
         (dict(should_pad_vocab=True, make_vocab_size_divisible_by=384), "pads the vocabulary of 512 to 768"),
-        (dict(pipeline_model_parallel_size=2, variable_seq_lengths=True, pipeline_dtype=torch.float32), "by its shape"),
+        (dict(pipeline_model_parallel_size=2, variable_seq_lengths=True, pipeline_dtype=torch.float32), "to split it"),
     ],
     ids=["padded vocabulary", "stages of any length"],
 )
-def test_distillation_unsupported_settings_raise(models, settings, says):
+def test_distillation_raises_if_setting_is_unsupported(models, settings, says):
     cfg = distillation(models["dense"], models["larger"], ONE, RECIPES["logits"].settings(f"{SUBMODULE}."))
     vars(cfg.model).update(settings)
     cfg.model.finalize()

@@ -89,7 +89,7 @@ def scales(model: nn.Module, name: str) -> Tensor:
     return model.get_submodule(name).amax.flatten()
 
 
-def test_quantization_scales_match_quantized_transformers_model(quantised):
+def test_quantization_scales_match_scales_of_quantized_transformers_model(quantised):
     ours, theirs, seen = quantised.pair.megatron, quantised.pair.reference, set()
     modules = dict(ours.named_modules())
     for number in range(len(ours.decoder.layers)):
@@ -117,7 +117,7 @@ def test_quantization_scales_match_quantized_transformers_model(quantised):
 
 # Megatron multiplies what experts compute with a token's weight before their second layer, transformers after it.
 @pytest.mark.parametrize("quantised", ["dense", "Qwen3.5"], indirect=True)
-def test_quantized_logits_are_closer_to_quantized_transformers_than_to_unquantized(quantised):
+def test_quantized_logits_are_nearer_to_quantized_than_to_original_transformers(quantised):
     with torch.no_grad():
         expected, _ = run_reference(quantised.pair.reference, quantised.samples)
     found = quantised.logits()
@@ -175,7 +175,7 @@ def prefill(model: nn.Module, sample: Sample) -> None:
     )
 
 
-def test_quantize_vlm_forward_call_gives_same_scales_as_our_batches(untied_folder):
+def test_quantization_scales_are_equal_with_quantize_vlm_calls_and_our_batches(untied_folder):
     one, other = (make_pair(untied_folder) for _ in range(2))
     samples = make_samples("many images", one.config, seed=1)
     with torch.no_grad():
@@ -188,7 +188,7 @@ def test_quantize_vlm_forward_call_gives_same_scales_as_our_batches(untied_folde
 
 
 @pytest.mark.parametrize("name", ["dense", "Qwen3.5"])
-def test_quantization_with_tensor_parallelism_saves_scales_of_one_rank(models, name, tmp_path):
+def test_quantization_scales_saved_with_tensor_parallelism_match_one_rank(models, name, tmp_path):
     results_of_ranks(save_on_ranks, 2, models[name], tmp_path, timeout=300)
     pair = quantised_pair(models[name])
     (loaded,) = pair.bridge.load_megatron_model(str(tmp_path), wrap_with_ddp=False)
@@ -285,7 +285,7 @@ def excluded_in(folder: Path) -> set[str]:
     return set(json.loads((folder / "hf_quant_config.json").read_text())["quantization"]["exclude_modules"])
 
 
-def test_modelopt_export_of_qwen3_vl_moe_raises(models, tmp_path):
+def test_modelopt_export_raises_if_model_is_qwen3_vl_moe(models, tmp_path):
     pair = quantised_pair(models["MoE"], mtq.FP8_DEFAULT_CFG)
     with pytest.raises(KeyError, match="Qwen3VLMoeForConditionalGeneration"):
         mtex.export_mcore_gpt_to_hf(pair.megatron, str(models["MoE"]), export_dir=str(tmp_path), moe_router_dtype=None)

@@ -175,7 +175,7 @@ def test_resumed_quantized_run_equals_uninterrupted_and_exports_its_weights(inpu
     torch.testing.assert_close(weight.float() * scale, trained, rtol=2**-4, atol=scale.item() * 2**-9)
 
 
-def test_adapters_on_quantized_checkpoint_start_from_its_loss_and_resume(inputs, floats, tmp_path):
+def test_adapter_run_on_quantized_checkpoint_starts_at_its_loss_and_resumes(inputs, floats, tmp_path):
     """They begin with what it computes, and go on where they stopped."""
     often = dict(train__train_iters=2, logger__log_interval=1, checkpoint__save_interval=1, validation__eval_interval=0)
 
@@ -193,13 +193,13 @@ def test_adapters_on_quantized_checkpoint_start_from_its_loss_and_resume(inputs,
     assert not any("_quantizer." in key for key in stored(tmp_path / "whole"))
 
 
-def test_quantized_training_from_unquantized_checkpoint_raises(inputs):
+def test_quantized_training_raises_if_checkpoint_is_not_quantized(inputs):
     for folder in (inputs.megatron, inputs.hf):
         with pytest.raises(RuntimeError, match="No modelopt_state found"):
             train(training(inputs, folder, None))
 
 
-def test_quantized_training_with_fewer_layers_than_checkpoint_raises(inputs, floats):
+def test_quantized_training_raises_if_checkpoint_has_more_layers(inputs, floats):
     """Megatron-Bridge would train without them."""
     cfg = training(inputs, floats, None)
     cfg.model.num_layers -= 1
@@ -207,7 +207,7 @@ def test_quantized_training_with_fewer_layers_than_checkpoint_raises(inputs, flo
         train(cfg)
 
 
-def test_run_or_export_that_would_drop_quantization_scales_raises(inputs, floats, tmp_path):
+def test_run_and_export_raise_if_they_would_drop_quantization_scales(inputs, floats, tmp_path):
     """A run that does not restore the scales, and our export, would lose them."""
     with pytest.raises(CheckpointError, match="ModelOpt quantized it"):
         train(training(inputs, floats, None, model__restore_modelopt_state=False))
@@ -239,7 +239,7 @@ def test_quantized_fsdp_run_is_rejected_since_its_checkpoint_lacks_quantizers(in
     assert (tmp_path / "iter_0000002").is_dir() and not has_modelopt_state(str(tmp_path))
 
 
-def test_quantized_run_with_decentralized_process_groups_raises(inputs, floats, tmp_path, monkeypatch):
+def test_quantized_run_raises_if_process_groups_are_decentralized(inputs, floats, tmp_path, monkeypatch):
     cfg = training(inputs, floats, tmp_path, **SHORT)
     cfg.dist.use_decentralized_pg, cfg.dist.use_gloo_process_groups = True, False
     with (

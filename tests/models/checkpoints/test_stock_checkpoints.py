@@ -90,7 +90,7 @@ def test_load_megatron_model_builds_our_model_from_megatron_bridge_checkpoint(ki
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_auto_bridge_load_and_export_of_megatron_bridge_checkpoint_keep_weights(kind, sources, checkpoints, tmp_path):
+def test_auto_bridge_loads_and_exports_megatron_bridge_checkpoint_unchanged(kind, sources, checkpoints, tmp_path):
     """NeMo-RL's converter calls `AutoBridge.load_megatron_model` and `save_hf_pretrained`."""
     bridge = AutoBridge.from_hf_pretrained(str(sources[kind]))
     model = bridge.load_megatron_model(checkpoints[kind], wrap_with_ddp=False)
@@ -100,7 +100,7 @@ def test_auto_bridge_load_and_export_of_megatron_bridge_checkpoint_keep_weights(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_load_model_from_megatron_bridge_checkpoint_has_weights_of_hf_folder(kind, checkpoints, folders):
+def test_load_model_restores_hf_weights_from_megatron_bridge_checkpoint(kind, checkpoints, folders):
     """Used for the initial weights of a run and by `generate`."""
     (model,) = unwrap_model(load_model(folders[kind], checkpoints[kind]))
     (other,) = unwrap_model(load_model(folders[kind]))
@@ -117,7 +117,7 @@ def test_export_of_megatron_bridge_checkpoint_restores_hf_tensors(kind, sources,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_conversion_with_config_json_of_another_model_raises(kind, sources, checkpoints, tmp_path):
+def test_conversion_raises_if_config_json_describes_another_model(kind, sources, checkpoints, tmp_path):
     """The other model has the same shapes: as many heads of another width, or another rotary base."""
     model = shutil.copytree(sources[kind], tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
@@ -177,7 +177,7 @@ def vocabulary_rows(folder: Path) -> set[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bridge_from_auto_config_takes_sizes_from_run_config(kind, sources, checkpoints, tmp_path):
+def test_from_auto_config_reads_model_dimensions_from_run_config(kind, sources, checkpoints, tmp_path):
     """Megatron-Bridge's `convert.sh` calls `AutoBridge.from_auto_config`. Here the model has fewer layers than the
     reference.
     """
@@ -192,7 +192,7 @@ def test_bridge_from_auto_config_takes_sizes_from_run_config(kind, sources, chec
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_load_model_config_of_megatron_bridge_run_gives_our_provider_with_settings(kind, sources, checkpoints):
+def test_load_model_config_builds_our_provider_from_megatron_bridge_run(kind, sources, checkpoints):
     """NeMo-RL builds its policy from `load_model_config`, and copies it with other fields."""
     provider, _ = load_model_config(str(checkpoints[kind] / "iter_0000000"))
     saved = yaml.safe_load((checkpoints[kind] / "iter_0000000/run_config.yaml").read_text())["model"]
@@ -269,7 +269,7 @@ def test_provider_saved_with_transformer_engine_loads_without_it(sources):
     found.finalize()
 
 
-def test_instantiate_without_call_returns_megatron_bridge_provider_class():
+def test_instantiate_with_call_false_returns_megatron_bridge_provider_class():
     name = "megatron.bridge.models.qwen_vl.qwen3_vl_provider.Qwen3VLModelProvider"
     assert instantiate({"it": {"_target_": name, "_call_": False}})["it"] is stock.Qwen3VLModelProvider
 
@@ -342,7 +342,7 @@ def test_check_model_of_run_same_model_passes(run_saved_models, tmp_path):
     assert check_model_of_run(written(tmp_path, config), saved, PATH)
 
 
-def test_check_model_of_run_changed_field_raises_with_its_name(run_saved_models, tmp_path):
+def test_check_model_of_run_raises_and_names_changed_field(run_saved_models, tmp_path):
     saved, config = run_saved_models
     with_experts = config["model_type"] == "qwen3_vl_moe"
     for name, value in (EVERY | (WITH_EXPERTS if with_experts else {})).items():
@@ -352,14 +352,14 @@ def test_check_model_of_run_changed_field_raises_with_its_name(run_saved_models,
         assert lines and all(name.rpartition(".")[2] in line for line in lines), (name, lines)
 
 
-def test_check_model_of_run_moe_config_for_dense_run_and_reverse_raises(folders, tmp_path):
+def test_check_model_of_run_raises_if_only_run_or_only_config_has_experts(folders, tmp_path):
     for one, other in (("untied", "experts"), ("experts", "untied")):
         config = json.loads((folders[one] / "config.json").read_text())
         with pytest.raises(CheckpointError, match="model_type is"):
             check_model_of_run(written(tmp_path, config), {"model": described("stock", folders[other])}, PATH)
 
 
-def test_check_model_of_run_other_rope_scaling_raises(folders, tmp_path):
+def test_check_model_of_run_raises_if_rope_scaling_differs(folders, tmp_path):
     config = json.loads((folders["untied"] / "config.json").read_text())
     scaled = changed(config, "text_config.rope_parameters", YARN)
     ours, stock = described("ours", folders["untied"]), described("stock", folders["untied"])

@@ -146,7 +146,7 @@ def shapes(state: ShardedStateDict) -> dict[str, set[tuple]]:
 
 
 @pytest.mark.parametrize("metadata", [{}, {"non_homogeneous_layers": True}])
-def test_vision_tower_checkpoint_names_match_megatron_bridge(folders, metadata):
+def test_sharded_state_dict_of_vision_tower_matches_megatron_bridge(folders, metadata):
     model, groups = build(folders["untied"])
     tower = model.vision_model.decoder
     tower.pp_group = groups.pp  # theirs keeps it there
@@ -155,7 +155,7 @@ def test_vision_tower_checkpoint_names_match_megatron_bridge(folders, metadata):
     assert shapes(tower.sharded_state_dict("decoder.", (), dict(metadata))) == theirs
 
 
-def test_norm_checkpoint_names_match_transformer_engine_layer_spec(folders):
+def test_sharded_state_dict_names_norms_as_transformer_engine_layer_spec(folders):
     """There the norm before a dense MLP belongs to its first linear layer, and the norm before experts is a module."""
     fused, own = "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"
     names = {kind: shapes(sharded(*build(folders[kind]))) for kind in ("untied", "mixed", "experts")}
@@ -192,7 +192,7 @@ def test_load_megatron_model_from_run_config_restores_every_weight(kind, folders
 
 
 @pytest.mark.parametrize(("kind", "made"), [("tied", Qwen3VLModelProvider), ("mixed", Qwen3VLMoEModelProvider)])
-def test_provider_from_hf_config_in_run_config_sets_given_fields(kind, made, folders, tmp_path):
+def test_provider_from_hf_config_sets_fields_given_in_run_config(kind, made, folders, tmp_path):
     hf_config = run_config(folders[kind], tmp_path, hf_model_id="some/model", seq_length=77)
     provider, _ = load_model_config(str(tmp_path))
     assert type(provider) is made
@@ -206,7 +206,7 @@ def test_provider_from_hf_config_does_not_change_given_config(folders):
     assert config == json.loads((folders["mixed"] / "config.json").read_text())
 
 
-def test_provider_from_hf_config_unknown_field_or_model_type_raises(folders):
+def test_provider_from_hf_config_raises_if_field_or_model_type_is_unknown(folders):
     config = json.loads((folders["tied"] / "config.json").read_text())
     with pytest.raises(TypeError, match="Qwen3VLModelProvider has no num_layer, sequence_paralel"):
         provider_from_hf_config(config, num_layer=3, sequence_paralel=True)
@@ -274,7 +274,7 @@ def go(cases: list[tuple[Path, dict[str, Any], Path, Path, bool]]) -> None:
 
 
 @pytest.mark.slow
-def test_torch_dist_checkpoint_loaded_in_every_parallel_layout_keeps_tensors(folders, tmp_path):
+def test_torch_dist_checkpoint_keeps_tensors_in_every_parallel_layout(folders, tmp_path):
     saved = {kind: tmp_path / kind for kind in folders}
     for kind, folder in folders.items():
         save(*build_chunks(folder), saved[kind])

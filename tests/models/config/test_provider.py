@@ -79,7 +79,7 @@ def test_hf_config_field_of_wrong_type_or_range_raises(name, value, expected):
     ("2B", DEEPSTACK, [24], r"is \[24\], expected ascending indices of the 24"),
     ("2B", f"{ROPE}.mrope_section", [24, 20, 21], r"\[24, 20, 21\] with the sum 65, expected half"),
     ("2B", f"{ROPE}.mrope_interleaved", False, "mrope_interleaved is False"),
-    ("2B", f"{ROPE}.mrope_section", None, "no mrope_section"), ("2B", f"{ROPE}.rope_type", "yarn", "no factor"),
+    ("2B", f"{ROPE}.mrope_section", None, "mrope_section is miss"), ("2B", f"{ROPE}.rope_type", "yarn", "factor is"),
     ("2B", f"{ROPE}.rope_type", "dynamic", "is 'dynamic', expected one of default, linear"),
     (MOE, "text_config.num_experts", "8", "num_experts is '8', expected a whole number up to 10000"),
     (MOE, "text_config.num_experts_per_tok", 2.0, "text_config.num_experts_per_tok is 2.0"),
@@ -93,12 +93,12 @@ def test_hf_config_field_of_wrong_type_or_range_raises(name, value, expected):
     (MOE, "text_config.attention_bias", True, "text_config.attention_bias is True, expected False"),
     (MOE, "quantization_config", {"quant_method": "awq"}, "quant_method is 'awq', expected 'fp8'"),
 ])  # fmt: skip
-def test_hf_config_unsupported_value_raises(size, name, value, message):
+def test_check_settings_raises_if_hf_config_value_is_unsupported(size, name, value, message):
     with pytest.raises(ValueError, match=message):
         check_settings(changed(size, name, value))
 
 
-def test_activation_names_match_implemented_and_transformers_activations():
+def test_supported_activation_names_match_our_and_transformers_implementations():
     assert set(TEXT_ACTIVATIONS) == set(fields._TEXT_ACTIVATIONS)
     modules = {name: ACT2FN[name] for name in ACT2FN}
     assert set(VISION_ACTIVATIONS) == {name for name, made in modules.items() if not list(made.parameters())}
@@ -163,7 +163,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     dict(position_embedding_type="yarn", yarn_rotary_scaling_factor=4.0, yarn_original_max_position_embeddings=64,
          yarn_mscale=1.0, yarn_mscale_all_dim=0.0),
 ], ids=["transformers", "Megatron-Bridge"])  # fmt: skip
-def test_yarn_settings_of_transformers_or_megatron_bridge_give_rope_parameters(settings, untied_folder):
+def test_finalize_converts_yarn_settings_to_rope_parameters(settings, untied_folder):
     provider = AutoBridge.from_hf_pretrained(str(untied_folder)).to_megatron_provider(load_weights=False)
     for name, value in settings.items():
         setattr(provider, name, value)
@@ -177,12 +177,12 @@ def test_yarn_settings_of_transformers_or_megatron_bridge_give_rope_parameters(s
 @pytest.mark.parametrize(("settings", "message"), [
     ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "no original_max_position_embeddings"),
     ({"rope_parameters": YARN | {"rope_theta": 7.0}},
-     "has rope_theta 7.0, and another field of the provider 5000000: expected the same"),
+     "has rope_theta 7.0, but another field of the provider sets 5000000: use the same"),
     ({"yarn_rotary_scaling_factor": 4.0}, "position_embedding_type='yarn'"),
     (dict(position_embedding_type="yarn", yarn_mscale=2.0),
-     "expected yarn_mscale and yarn_mscale_all_dim both above 0, or neither"),
+     "yarn_mscale is 2.0 and yarn_mscale_all_dim .*, expected both above 0, or neither"),
 ])  # fmt: skip
-def test_finalize_incomplete_or_contradicting_rope_scaling_raises(settings, message, untied_folder):
+def test_finalize_raises_if_rope_scaling_is_incomplete_or_contradictory(settings, message, untied_folder):
     provider = AutoBridge.from_hf_pretrained(str(untied_folder)).to_megatron_provider(load_weights=False)
     for name, value in settings.items():
         setattr(provider, name, value)

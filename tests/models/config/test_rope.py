@@ -69,7 +69,7 @@ def test_rope_parameters_read_from_config_match_transformers(name, settings):
 
 
 @pytest.mark.parametrize("rope", [YARN | {"original_max_position_embeddings": 128}, LLAMA3], ids=["yarn", "llama3"])
-def test_original_max_position_embeddings_of_text_config_matches_transformers(rope, untied_folder, tmp_path):
+def test_scaled_rope_reads_original_max_position_embeddings_of_text_config(rope, untied_folder, tmp_path):
     rope = rope | dict(rope_theta=5e6, mrope_section=[6, 5, 5])
     inner = make_pair(changed(untied_folder, tmp_path / "inner", rope_parameters=rope))
     outer = make_pair(changed(untied_folder, tmp_path / "outer", rope_parameters=rope, **LENGTH))

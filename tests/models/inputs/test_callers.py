@@ -1,5 +1,7 @@
 """Calls in the formats of callers return logits, losses and gradients in the caller's order."""
 
+from types import SimpleNamespace
+
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 
 import numpy as np
@@ -18,7 +20,7 @@ GRADIENT = 1e-6  # measured 0, relative to the largest entry of each gradient: t
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_padded_rows_give_logits_and_losses_of_transformers(pair, side):
+def test_logits_and_losses_of_padded_rows_match_transformers(pair, side):
     rows = rows_of(pair, side)
     expected = reference_logits(pair, rows)
     call = dict(attention_mask=rows.attention_mask, **rows.pixels)
@@ -31,7 +33,7 @@ def test_padded_rows_give_logits_and_losses_of_transformers(pair, side):
     assert (losses * rows.loss_mask).sum().item() == pytest.approx(wanted.item(), rel=LOSS)
 
 
-def test_gradients_are_equal_for_every_padding_side(pair):
+def test_gradients_do_not_depend_on_padding_side(pair):
     gradients = {}
     for side in SIDES:
         rows = rows_of(pair, side)
@@ -58,7 +60,7 @@ def test_row_of_padding_only_leaves_logits_of_other_rows_unchanged(pair):
 
 
 @pytest.mark.parametrize("axes", [3, 4])
-def test_given_position_ids_with_left_padding_match_transformers(pair, axes):
+def test_logits_with_caller_position_ids_and_left_padding_match_transformers(pair, axes):
     rows = rows_of(pair, "left")
     positions = torch.randint(0, 50, (axes, *rows.input_ids.shape), generator=torch.Generator().manual_seed(0))
     expected = reference_logits(pair, rows, position_ids=positions)
@@ -70,7 +72,7 @@ def test_given_position_ids_with_left_padding_match_transformers(pair, axes):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_two_dimensional_position_ids_of_text_match_transformers(pair, masked):
+def test_text_logits_with_two_dimensional_position_ids_match_transformers(pair, masked):
     rows = rows_of(pair, "left", "text only")
     if not masked:
         rows.attention_mask = torch.ones_like(rows.attention_mask)
@@ -120,7 +122,7 @@ def test_pipeline_stage_hidden_states_do_not_depend_on_padding_side(pair):
     assert (hidden[0] - hidden[1])[real].abs().max() <= LOGITS
 
 
-def test_model_inputs_together_with_batch_arguments_raise(pair):
+def test_forward_raises_if_given_model_inputs_and_batch_arguments(pair):
     batch = make_batch(make_samples("one image", pair.config, seed=2), pair.config, packed=True)
     no_grad(pair.megatron, inputs=batch.local(), pixel_values=None)
     for name in ("input_ids", "position_ids", "attention_mask", "labels", "pixel_values"):
@@ -128,7 +130,7 @@ def test_model_inputs_together_with_batch_arguments_raise(pair):
             pair.megatron(inputs=batch.local(), **{name: batch.input_ids})
 
 
-def test_labels_of_minus_100_where_loss_mask_is_0_give_same_losses(pair):
+def test_losses_do_not_change_if_labels_with_loss_mask_0_are_minus_100(pair):
     """The caller multiplies by the mask, because it may need the other log-probabilities too."""
     rows = rows_of(pair, "left")
     masked = rows.labels.masked_fill(rows.loss_mask == 0, -100)
@@ -150,7 +152,7 @@ TEXT = torch.tensor([[11, 12, 13, 14, 15, 16], [21, 22, 23, 24, 25, 26]])
     dict(input_ids=TEXT.view(1, 12), packed_seq_params=packed_params([0, 6, 12])),
     dict(input_ids=TEXT.view(1, 12), packed_seq_params=packed_params([0, 4, 10], [0, 6, 12])),
 ], ids=["rows", "left", "right", "rows packed", "rows packed and padded", "flat", "flat and padded"])  # fmt: skip
-def test_text_only_batch_of_every_format_gives_every_parameter_a_gradient(pair, given):
+def test_every_parameter_gets_gradient_from_text_only_batch_in_every_format(pair, given):
     """Without images no layer gets DeepStack features, but every parameter gets a gradient."""
     pair.megatron.zero_grad()
     features = []
@@ -169,21 +171,25 @@ def test_text_only_batch_of_every_format_gives_every_parameter_a_gradient(pair, 
     assert not any(p.grad.any() for p in pair.megatron.vision_model.parameters())
 
 
-def test_inference_context_with_full_prompt_works_and_with_offset_raises(pair):
-    """Megatron-Bridge's inference wrapper passes all tokens again for each new token."""
-    context = StaticInferenceContext(1, 8)
+def test_forward_with_inference_context_raises_for_wrong_step(pair):
+    context = StaticInferenceContext(2, 8)
     more = dict(inference_context=context, runtime_gather_output=True, position_ids=torch.arange(6).expand(2, 6))
-    assert torch.equal(no_grad(pair.megatron, TEXT, **more), no_grad(pair.megatron, TEXT))
+    for _ in range(2):  # Megatron-Bridge's inference wrapper passes all tokens again for each new token
+        assert torch.equal(no_grad(pair.megatron, TEXT, **more), no_grad(pair.megatron, TEXT))
     with pytest.raises(ValueError, match="runtime_gather_output is True with labels"):
         pair.megatron(TEXT, labels=TEXT, runtime_gather_output=True)
-    context.sequence_len_offset = 6
-    with pytest.raises(ValueError, match="inference_context holds tokens already"):
-        pair.megatron(TEXT[:, :1], inference_context=context)
+    context.increment_sequence_len_offset(6)
+    with pytest.raises(ValueError, match=r"input_ids has shape \[2, 2\] .* and inference_context holds 6 tokens"):
+        pair.megatron(TEXT[:, :2], inference_context=context)
+    with pytest.raises(ValueError, match="pixel_values is given and inference_context holds 6 tokens"):
+        pair.megatron(TEXT[:, :1], inference_context=context, pixel_values=torch.zeros(4, 1536))
+    with pytest.raises(ValueError, match="inference_context is a SimpleNamespace, expected a StaticInferenceContext"):
+        pair.megatron(TEXT, inference_context=SimpleNamespace(is_static_batching=lambda: False))
 
 
 @pytest.mark.parametrize("rounded", [False, True], ids=["true lengths", "lengths rounded up"])
 @pytest.mark.parametrize("side", ["right", "left", "both"])
-def test_padded_rows_with_packed_seq_params_return_packed_row(pair, side, rounded):
+def test_forward_of_padded_rows_with_packed_seq_params_returns_packed_logits(pair, side, rounded):
     """RL frameworks pass rows with a mask, and expect the packed row that the parameters describe."""
     rows = rows_of(pair, side)
     lengths, padded = rows.lengths, [-(-n // 8) * 8 for n in rows.lengths]
@@ -207,7 +213,7 @@ def test_padded_rows_with_packed_seq_params_return_packed_row(pair, side, rounde
     assert (unpack(losses, lengths, padded) - wanted).abs().max() <= LOGITS
 
 
-def test_padded_rows_with_packed_seq_params_and_no_mask_match_transformers(pair):
+def test_logits_of_padded_rows_with_packed_seq_params_only_match_transformers(pair):
     """Without a mask, the offsets determine the real tokens of rows padded on the right."""
     rows = rows_of(pair, "right")
     params = packed_params(offsets(rows.lengths))
@@ -215,7 +221,7 @@ def test_padded_rows_with_packed_seq_params_and_no_mask_match_transformers(pair)
     assert (logits[0] - rows.real(reference_logits(pair, rows))).abs().max() <= LOGITS
 
 
-def test_several_documents_per_row_match_transformers(pair):
+def test_logits_and_losses_of_rows_with_several_documents_match_transformers(pair):
     """The concatenated rows are the packed row, as in Megatron-Bridge's step with full rows."""
     alone = rows_of(pair, "right")
     samples, lengths = alone.samples, alone.lengths

@@ -162,7 +162,7 @@ IDS = torch.arange(1, 9)[None]
     (dict(packed_seq_params=packed_params([0, 8, 18])), None, "18 tokens in all.*expected 8 tokens.* also takes"),
     (dict(packed_seq_params=packed_params([0, 8, 18], [0, 8, 16])), None, r"segments of \[8, 10\] tokens in"),
     # All give one row without a mask, whose tokens are then not as many as the offsets count.
-    (dict(packed_seq_params=packed_params([0, 16], [0, 16])), dict(input_ids=IDS), "16 tokens for row 0 of 8"),
+    (dict(packed_seq_params=packed_params([0, 16], [0, 16])), dict(input_ids=IDS), "16 tokens for row 0, which"),
     (dict(labels=IDS.repeat(1, 2)), None, r"labels has shape \[1, 16\], expected \[1, 8\]: .*row of 16 tokens"),
     (dict(loss_mask=IDS[0] * 1.0), None, r"loss_mask has shape \[8\], expected \[1, 8\]"),
     (dict(position_ids=IDS.expand(3, 2, 8)), None, r"position_ids has shape \[3, 2, 8\], expected \[3, 1, 8\]"),
@@ -196,7 +196,7 @@ def test_invalid_context_parallel_slices_raise_on_every_rank(provider, monkeypat
     [([0, 16], [7] * 8, [7] * 8), ([0, 8, 16], [1, 2] * 4, [1, 2] * 4), ([0, 16], [1, 2] * 4, [2, 1] * 4)],
     ids=["one token", "two segments", "others"],
 )
-def test_slices_with_equal_or_repeating_tokens_are_gathered(provider, monkeypatch, offsets, one, other):
+def test_context_parallel_slices_with_equal_or_repeated_tokens_are_gathered(provider, monkeypatch, offsets, one, other):
     call = dict(packed_seq_params=packed_params(offsets))
     found = Ranks(2, monkeypatch).inputs(
         provider, lambda rank: dict(call, input_ids=torch.tensor([other if rank else one]))
@@ -204,7 +204,7 @@ def test_slices_with_equal_or_repeating_tokens_are_gathered(provider, monkeypatc
     assert [inputs.input_ids.tolist() for inputs in found] == [[one], [other]]
 
 
-def test_image_tokens_in_slice_of_one_rank_need_pixels_on_all_ranks(provider, config, monkeypatch):
+def test_every_context_parallel_rank_needs_pixels_if_one_slice_has_image_tokens(provider, config, monkeypatch):
     """All ranks must pass the images of the full row; if one rank omits them, all raise."""
     ids = torch.full((1, 16), 5)
     ids[0, 1:3] = torch.tensor([config.vision_start_token_id, config.image_token_id])
@@ -226,7 +226,7 @@ ROUNDED_UP = dict(attention_mask=torch.ones(1, 8).bool(), packed_seq_params=pack
 
 
 @pytest.mark.parametrize("ids", [IDS, IDS * 0 + 7], ids=["text", "one token over and over"])
-def test_full_row_with_length_of_a_slice_is_not_gathered(provider, monkeypatch, ids):
+def test_full_row_is_not_gathered_if_it_is_as_long_as_a_slice(provider, monkeypatch, ids):
     found = Ranks(2, monkeypatch).inputs(provider, lambda rank: dict(ROUNDED_UP, input_ids=ids))
     for rank, inputs in enumerate(found):
         row = torch.nn.functional.pad(ids, (0, 8), value=inputs.input_ids[0, -1] if rank else 0)
@@ -235,7 +235,7 @@ def test_full_row_with_length_of_a_slice_is_not_gathered(provider, monkeypatch, 
         assert torch.equal(inputs.input_ids[kept], share_of(row, (16,), 2, rank)[kept])
 
 
-def test_full_row_with_labels_sliced_for_rank_keeps_labels(provider, monkeypatch):
+def test_labels_sliced_for_rank_are_kept_if_input_ids_are_full_row(provider, monkeypatch):
     """Verl's fused kernels pass full rows and sliced labels: only the labels differ between ranks."""
     labels = torch.arange(1, 17)[None]
     found = Ranks(2, monkeypatch).inputs(
@@ -245,7 +245,7 @@ def test_full_row_with_labels_sliced_for_rank_keeps_labels(provider, monkeypatch
 
 
 @pytest.mark.parametrize("name", ["position_ids", "attention_mask"])
-def test_slices_of_equal_tokens_are_recognized_by_positions_or_mask(provider, monkeypatch, name):
+def test_slices_with_equal_tokens_are_gathered_if_positions_or_masks_differ(provider, monkeypatch, name):
     """In a repetitive text all ranks have the same tokens, but other positions or padding."""
     positions = torch.arange(16).expand(3, 1, 16)
     mask = torch.tensor([[1] * 14 + [0] * 2])

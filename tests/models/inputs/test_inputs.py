@@ -48,7 +48,7 @@ def assert_same(ours, expected):
 
 @pytest.mark.parametrize("dtype", [torch.long, torch.bool, torch.float32])
 @pytest.mark.parametrize("shift", [0, 3], ids=["right", "left"])
-def test_rows_with_attention_mask_match_collated_batch(provider, config, dtype, shift):
+def test_as_model_inputs_of_padded_rows_matches_collated_batch(provider, config, dtype, shift):
     """`make_batch` adds 3 tokens of padding to the longest row, so all rows can be rolled by 3."""
     samples = make_samples("mixed", config, seed=0)
     batch = make_batch(samples, config, packed=False)
@@ -59,7 +59,7 @@ def test_rows_with_attention_mask_match_collated_batch(provider, config, dtype, 
     assert (order is None) == (shift == 0)
 
 
-def test_packed_row_with_offsets_matches_collated_batch(provider, config):
+def test_as_model_inputs_of_packed_row_matches_collated_batch(provider, config):
     samples = make_samples("mixed", config, seed=0)
     batch = make_batch(samples, config, packed=True)
     for mask in (None, mask_of(batch)):
@@ -71,7 +71,7 @@ def test_packed_row_with_offsets_matches_collated_batch(provider, config):
         assert order is None
 
 
-def test_packed_row_attention_mask_marks_padding_within_offsets(provider, config):
+def test_attention_mask_marks_padding_inside_segments_of_packed_row(provider, config):
     samples = make_samples("mixed", config, seed=0)
     batch = make_batch(samples, config, packed=True)
     stretched = packed_params(batch.layout.cu_seqlens_padded.tolist())
@@ -79,20 +79,20 @@ def test_packed_row_attention_mask_marks_padding_within_offsets(provider, config
     assert_same(as_model_inputs(provider, GROUPS, batch.input_ids, **call, **pictures(samples))[0], batch.local())
 
 
-def test_packed_row_attention_mask_marks_padding_after_last_offset(provider):
+def test_attention_mask_marks_padding_after_last_segment_of_packed_row(provider):
     call = dict(packed_seq_params=packed_params([0, 4, 6]), attention_mask=torch.tensor([[1] * 6 + [0] * 2]))
     ours, _ = as_model_inputs(provider, GROUPS, torch.ones(1, 8, dtype=torch.long), **call)
     assert ours.layout == SequenceLayout.packed_row([4, 2], total=8)
     assert ours.padding_mask.tolist() == [[False] * 6 + [True] * 2]
 
 
-def test_packed_row_repeated_offsets_are_ignored(provider):
+def test_repeated_offsets_of_packed_row_are_ignored(provider):
     call = dict(packed_seq_params=packed_params([0, 4, 4, 6, 6, 6]))
     ours, _ = as_model_inputs(provider, GROUPS, torch.ones(1, 6, dtype=torch.long), **call)
     assert ours.layout == SequenceLayout.packed_row([4, 2])
 
 
-def test_padded_rows_with_packed_seq_params_match_packed_batch(provider, config):
+def test_as_model_inputs_packs_padded_rows_if_packed_seq_params_are_given(provider, config):
     """Row i has segment i. The result does not depend on the side of the padding."""
     samples = make_samples("mixed", config, seed=0)
     packed, rows = (make_batch(samples, config, packed=packed) for packed in (True, False))
@@ -113,7 +113,7 @@ def test_packed_row_positions_restart_in_each_document(provider):
     assert ours.position_ids.tolist() == [[list(range(6)) * 3]] * 3
 
 
-def test_given_position_ids_become_zero_for_padding(provider):
+def test_position_ids_of_caller_become_zero_for_padding(provider):
     positions = torch.arange(1, 25).view(3, 2, 4)
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]])
     ours, _ = as_model_inputs(
@@ -128,7 +128,7 @@ def test_given_position_ids_become_zero_for_padding(provider):
     [(None, None, (5, 5, 5)), (7, None, (3, 5, 0)), (7, [[1, 1, 1, 1, 0], [1] * 5, [1] * 5], (4, 5, 5))],
     ids=["no pad id", "trailing run", "a mask comes first"],
 )
-def test_rows_without_mask_trailing_pad_tokens_are_padding(provider, pad, mask, lengths, monkeypatch):
+def test_trailing_pad_tokens_are_padding_if_no_mask_is_given(provider, pad, mask, lengths, monkeypatch):
     monkeypatch.setattr(provider, "pad_token_id", pad)
     ids = torch.tensor([[1, 7, 2, 7, 7], [7, 7, 7, 7, 3], [7, 7, 7, 7, 7]])
     mask = None if mask is None else torch.tensor(mask)
@@ -169,7 +169,7 @@ def test_output_conversion_restores_token_order_of_caller(data):
     assert flat_row or not outputs[~mask].any()
 
 
-def test_packed_seq_params_of_layout_have_no_padding_between_sequences():
+def test_layout_packed_seq_params_sets_pad_between_seqs_to_false():
     """Otherwise Transformer Engine disables FlashAttention, and no backend is left in float32."""
     found = layout_packed_seq_params(SequenceLayout.from_lengths(1, [5, 0, 3, 0], [8, 4, 4, 8]))
     assert found.cu_seqlens_q.tolist() == [0, 8, 12, 16, 24] and found.cu_seqlens_q.dtype == torch.int32
@@ -221,7 +221,7 @@ def test_text_position_ids_of_packed_row_with_images_are_ignored(provider, confi
     assert torch.equal(ours.position_ids, expected.position_ids)
 
 
-def test_ignored_text_position_ids_warn_once(provider, config, caplog):
+def test_as_model_inputs_warns_once_about_ignored_text_position_ids(provider, config, caplog):
     caller_batches._warn_once.cache_clear()
     samples = make_samples("one image", config, seed=0)
     ids = samples[0].ids[None]
@@ -246,7 +246,7 @@ def test_language_model_with_text_position_ids_matches_full_model(pair):
 
 
 @pytest.mark.parametrize("shape", [(5,), (2, 4, 5), (1, 4, 5), (3, 1, 4, 5)])
-def test_rope_position_ids_of_invalid_shape_raise(shape):
+def test_rope_raises_if_position_ids_have_invalid_shape(shape):
     rope = InterleavedMRoPE(8, 1e4, [2, 1, 1], torch.float32)
     assert rope(torch.zeros(4, 5).long()).shape == rope(torch.zeros(3, 4, 5).long()).shape == (2, 5, 4, 1, 8)
     with pytest.raises(ValueError, match=r"expected \[3, rows, tokens\], or \[rows, tokens\] for text"):
@@ -275,7 +275,7 @@ def test_loss_mask_without_labels_has_no_effect(pair):
     ("given", "shapes"), [(dict(input_ids=IDS), r"\[2, 8\]"), (ROWS, r"\[2, 8\] or \[1, 16\]"), (FLAT, r"\[1, 16\]")],
     ids=["rows", "rows packed", "flat"],
 )  # fmt: skip
-def test_loss_mask_of_wrong_shape_without_labels_raises(provider, given, shapes):
+def test_as_model_inputs_raises_if_loss_mask_without_labels_has_wrong_shape(provider, given, shapes):
     with pytest.raises(ValueError, match=rf"loss_mask has shape \[2, 7\], expected {shapes}$"):
         as_model_inputs(provider, GROUPS, **given, loss_mask=torch.ones(2, 7))
     for mask in (torch.ones(2, 8), torch.ones(1, 16)):
@@ -296,7 +296,7 @@ def test_labels_of_minus_100_have_zero_loss(pair):
 
 
 @pytest.mark.parametrize("given", [dict(input_ids=IDS), ROWS, FLAT], ids=["rows", "rows packed", "flat"])
-def test_context_parallel_labels_of_rank_with_full_tokens_are_kept(provider, given):
+def test_as_model_inputs_keeps_sliced_labels_if_tokens_are_full(provider, given):
     """Megatron-Bridge's `qwen3_vl_step` and verl's fused kernels pass such labels."""
     rows = 2 if given.keys() == {"input_ids"} else 1
     own = LABELS.view(2, 4, 2)[:, 1:3].reshape(rows, -1)  # the second of two ranks has the middle
@@ -310,19 +310,19 @@ def test_context_parallel_labels_of_rank_with_full_tokens_are_kept(provider, giv
 
 
 @pytest.mark.parametrize("given", ["labels", "loss_mask"])
-def test_context_parallel_labels_of_rank_with_left_padding_raise(provider, given):
+def test_as_model_inputs_raises_if_labels_are_sliced_and_rows_left_padded(provider, given):
     """Tokens are rolled to the front of their rows; labels divided before are not."""
     mask = torch.ones_like(IDS)
     mask[0, :2] = 0
     own = LABELS.view(2, 4, 2)[:, 1:3].reshape(2, -1)
-    with pytest.raises(ValueError, match=r"context parallelism over 2 ranks .* expected rows padded on the right"):
+    with pytest.raises(ValueError, match=r"context parallelism over 2 ranks.* Pad rows on the right"):
         as_model_inputs(provider, SECOND_OF_TWO, IDS, attention_mask=mask, **{given: own})
     right = mask.flip(1)
     inputs, _ = as_model_inputs(provider, SECOND_OF_TWO, IDS, attention_mask=right, **{given: own})
     assert torch.equal(getattr(inputs, given).long(), own)
 
 
-def test_context_parallel_labels_of_minus_100_have_zero_loss(provider):
+def test_sliced_labels_of_minus_100_have_zero_loss(provider):
     own = torch.tensor([[3, -100, 5, 6], [11, 12, -100, 14]])
     inputs, answer = as_model_inputs(provider, SECOND_OF_TWO, IDS, labels=own)
     assert torch.equal(inputs.labels, own.clamp(min=0)) and torch.equal(answer.ignored_labels, own < 0)
@@ -332,7 +332,7 @@ def test_context_parallel_labels_of_minus_100_have_zero_loss(provider):
 
 @pytest.mark.parametrize("given", [dict(input_ids=IDS), FLAT], ids=["rows", "flat"])
 @pytest.mark.parametrize("labels", [True, False])
-def test_full_loss_mask_is_returned_as_slice_of_context_parallel_rank(provider, given, labels):
+def test_output_conversion_returns_loss_mask_slice_of_context_parallel_rank(provider, given, labels):
     """Megatron-Bridge's `vlm_step` expects the tuple that its own model returns."""
     shape = given["input_ids"].shape
     mask = (IDS % 3 > 0).view(shape).float()
@@ -345,25 +345,25 @@ def test_full_loss_mask_is_returned_as_slice_of_context_parallel_rank(provider, 
     assert as_model_inputs(provider, GROUPS, **given, loss_mask=mask, **more)[1] is None
 
 
-def test_labels_and_loss_mask_of_different_shapes_raise(provider):
+def test_as_model_inputs_raises_if_labels_and_loss_mask_have_different_shapes(provider):
     with pytest.raises(ValueError, match=r"loss_mask has shape \[2, 8\], expected \[2, 4\] as labels"):
         as_model_inputs(provider, SECOND_OF_TWO, IDS, labels=LABELS[:, :4], loss_mask=torch.ones(2, 8))
     with pytest.raises(ValueError, match=r"labels has shape \[2, 4\] .* expected \[2, 8\] token ids below 512"):
         as_model_inputs(provider, GROUPS, IDS, labels=LABELS[:, :4])
 
 
-def test_label_of_minus_100_where_loss_mask_is_1_raises(provider):
+def test_as_model_inputs_raises_if_label_with_loss_mask_1_is_minus_100(provider):
     labels = LABELS.masked_fill(LABELS == 5, -100)
     with pytest.raises(ValueError, match=r"entries in \[-100, 17\], expected .* only where loss_mask is 0"):
         as_model_inputs(provider, GROUPS, IDS, labels=labels, loss_mask=torch.ones(2, 8))
 
 
-def test_labels_whose_token_order_is_ambiguous_raise(provider):
+def test_as_model_inputs_raises_if_token_order_of_labels_is_ambiguous(provider):
     """A row that begins with padding may be as long as its segment, by chance also in verl."""
     call = dict(attention_mask=torch.tensor([[0] + [1] * 7]), packed_seq_params=packed_params([0, 8]))
     inputs, answer = as_model_inputs(provider, GROUPS, IDS[:1], **call)
     assert answer is None and inputs.input_ids[0, :7].tolist() == IDS[0, 1:].tolist()
-    with pytest.raises(ValueError, match="its order could be either's"):
+    with pytest.raises(ValueError, match="so their token orders differ"):
         as_model_inputs(provider, GROUPS, IDS[:1], labels=LABELS[:1], **call)
 
 
@@ -398,13 +398,13 @@ def flat(logical, mask=None):
     (dict(packed_seq_params=packed_params([0, 6, 4])), r"cu_seqlens_q is \[0, 6, 4\], expected offsets"),
     (dict(packed_seq_params=packed_params([1, 6, 12])), "expected offsets that ascend from 0"),
     (dict(packed_seq_params=packed_params([0, 6, 12], [0, 12])), "has 3 entries, cu_seqlens_q_padded 2"),
-    (dict(packed_seq_params=packed_params([0, 6, 12], [0, 4, 12])), r"tokens in lengths of \[4, 8\]"),
-    (dict(packed_seq_params=packed_params([0, 8, 12])), "8 tokens for row 0 of 6; expected its real tokens"),
-    (dict(packed_seq_params=packed_params([0, 4, 8, 12])), "row 1 of 6 tokens begins inside one"),
+    (dict(packed_seq_params=packed_params([0, 6, 12], [0, 4, 12])), r"tokens in padded lengths of \[4, 8\]"),
+    (dict(packed_seq_params=packed_params([0, 8, 12])), "8 tokens for row 0, which is only 6 .* its real tokens"),
+    (dict(packed_seq_params=packed_params([0, 4, 8, 12])), "row 1 of 6 tokens begins inside a segment"),
     (dict(packed_seq_params=packed_params([0, 4, 8, 9])), r"9 tokens in all.*expected 12 tokens.*each of 2 rows"),
     (dict(packed_seq_params=packed_params([0, 5, 10]), attention_mask=ids(2, 6)), "segment 0: attention_mask has"),
     (dict(packed_seq_params=packed_params([0, 5, 10], [0, 6, 12]), attention_mask=torch.eye(2, 6).cummax(1)[0]),
-     "segment 0: attention_mask has 6 real tokens, packed_seq_params 5 in a length of 6"),
+     "segment 0: attention_mask has 6 real tokens, but packed_seq_params gives 5 tokens and a padded length of 6"),
     (dict(ONE_PICTURE), "found 0 image tokens in the batch, expected 1 for 1 images"),
     (dict(pixel_values=torch.zeros(4, 1536)), "image pixels: found 4 patches, expected 0"),
     (dict(pixel_values=torch.zeros(1, 4, 1536)), r"pixel_values has shape \[1, 4, 1536\]"),
@@ -412,34 +412,34 @@ def flat(logical, mask=None):
     (dict(pixel_values=torch.zeros(4, 1536).byte()), "torch.uint8, expected .* floating point"),
     (dict(ONE_PICTURE, image_grid_thw=torch.tensor([1, 2, 2])), r"image grids: found \[3\]"),
     (dict(ONE_PICTURE, image_grid_thw=torch.tensor([[1, 2, 3]])), "divisible by 2"),
-    (flat([0, 4, 6]), "6 tokens in all.* expected 8 tokens.*an attention_mask that says the rest is padding"),
-    (flat([0, 4, 6], [[1] * 8]), "an attention_mask that says the rest is padding"),
+    (flat([0, 4, 6]), "6 tokens in all.* expected 8 tokens.*an attention_mask that marks the rest as padding"),
+    (flat([0, 4, 6], [[1] * 8]), "an attention_mask that marks the rest as padding"),
     (flat([0, 4, 16]), "16 tokens in all.* expected 8 tokens, the whole batch. .* also takes one flat row"),
-    (flat([0, 16]), "16 tokens for row 0 of 8; expected .*its tokens times the ranks"),
+    (flat([0, 16]), "16 tokens for row 0, .*counts the tokens of all ranks"),
     (flat([0, 4, 8], [[0, 1, 1, 1, 1, 1, 1, 1]]), "padding before real tokens in segment 0"),
     (flat([0, 4, 8], [[1, 1, 1, 1, 1, 0, 1, 1]]), "padding before real tokens in segment 1"),
     (flat([0, 8], [[1, 1, 0, 1, 1, 1, 1, 1]]), "padding before real tokens in segment 0"),
     (dict(labels=torch.full((2, 6), 512)), r"entries in \[512, 512\]"),
     (dict(labels=torch.ones(2, 6)), "torch.float32"),
-    (dict(labels=torch.full((2, 6), -1)), r"in \[-1, -1\], expected \[2, 6\] token ids below 512, and anything"),
+    (dict(labels=torch.full((2, 6), -1)), r"in \[-1, -1\], expected \[2, 6\] token ids below 512. Other values"),
     (dict(labels=torch.ones(2, 5, dtype=torch.long)), r"labels has shape \[2, 5\]"),
     (dict(labels=torch.ones(1, 12, dtype=torch.long)), r"labels has shape \[1, 12\]"),
     *[(dict.fromkeys([name], object()), f"{name} is given, expected None: ") for name in UNSUPPORTED],
 ])  # fmt: skip
-def test_as_model_inputs_invalid_arguments_raise(provider, arguments, message):
+def test_as_model_inputs_raises_if_arguments_are_invalid(provider, arguments, message):
     with pytest.raises(ValueError, match=message):
         as_model_inputs(provider, GROUPS, **{"input_ids": ids(2, 6), **arguments})
 
 
-def test_as_model_inputs_unknown_argument_raises(provider):
+def test_as_model_inputs_raises_if_argument_is_unknown(provider):
     as_model_inputs(provider, GROUPS, ids(2, 6), loss_mask=None, extra_block_kwargs=None, inference_params=None)
     with pytest.raises(TypeError, match="unexpected argument 'image_grid_hwt'"):
         as_model_inputs(provider, GROUPS, ids(2, 6), image_grid_hwt=None)
 
 
-def test_context_parallel_outputs_that_need_reordering_raise(provider):
+def test_as_model_inputs_raises_if_context_parallel_outputs_need_reordering(provider):
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])
-    with pytest.raises(ValueError, match=r"context parallelism over 2 ranks.*padded on the right"):
+    with pytest.raises(ValueError, match=r"context parallelism over 2 ranks.*Pad rows on the right"):
         as_model_inputs(provider, SECOND_OF_TWO, ids(1, 8), attention_mask=mask)
     as_model_inputs(provider, SECOND_OF_TWO, ids(1, 8), attention_mask=mask.flip(1))
     packed = dict(packed_seq_params=packed_params([0, 8, 16]))
@@ -449,7 +449,7 @@ def test_context_parallel_outputs_that_need_reordering_raise(provider):
     assert inputs.labels.tolist() == [[2, 3, 4, 5, 10, 11, 12, 13]]
 
 
-def test_text_position_ids_not_in_token_order_with_images_raise(provider, config):
+def test_as_model_inputs_raises_if_position_ids_with_images_are_not_ascending(provider, config):
     """Megatron-Bridge ignores them, although they do not express the order of tokens."""
     found = torch.tensor([[5, config.vision_start_token_id, config.image_token_id, config.vision_end_token_id]])
     given = dict(position_ids=torch.tensor([[0, 1, 1, 2]]), attention_mask=torch.ones(1, 4))
@@ -459,7 +459,7 @@ def test_text_position_ids_not_in_token_order_with_images_raise(provider, config
 
 @pytest.mark.parametrize("kind", ["image", "video"])
 @pytest.mark.parametrize("left_out", ["pixels", "grid", "both"])
-def test_vision_tokens_without_pixels_or_grid_raise(provider, config, kind, left_out):
+def test_as_model_inputs_raises_if_vision_tokens_have_no_pixels_or_grid(provider, config, kind, left_out):
     token = getattr(config, f"{kind}_token_id")
     found = torch.tensor([[5, config.vision_start_token_id, token, config.vision_end_token_id]])
     names = dict(pixels="pixel_values", grid="image_grid_thw")
@@ -568,8 +568,8 @@ def changed(row, token, other, value):
     (changed(1, 2, 3, False), "has False for token 2 and token 3 of row 1"),
     (~torch.block_diag(*[torch.ones(3, 3).tril()] * 2).bool()[None, None], "has True for token 3 and token 0"),
     (torch.zeros(1, 1, ROOM, ROOM) - torch.arange(ROOM), "has -1.0 for token 0 and token 1"),  # a bias
-    (torch.full((1, 1, ROOM, ROOM), 2), "has 2 for token 0 and token 0 of row 0. Expected .* of booleans, 0 and 1"),
-    (swift_mask(REAL)[:, :, :5], r"\[2, 1, 5, 6\], expected \[2, 6\], .* or what tokens see, \[2 or 1, 1, 6, 6\]"),
+    (torch.full((1, 1, ROOM, ROOM), 2), "has 2 for token 0 and token 0 of row 0. Give .* with booleans, 0 and 1"),
+    (swift_mask(REAL)[:, :, :5], r"\[2, 1, 5, 6\], expected \[2, 6\], .* or a causal mask, \[2 or 1, 1, 6, 6\]"),
     (swift_mask(REAL).expand(2, 3, ROOM, ROOM), r"has shape \[2, 3, 6, 6\]"),
     (REAL[:, None, None], r"has shape \[2, 1, 1, 6\]"),
 ])  # fmt: skip

@@ -92,7 +92,7 @@ def test_export_keeps_dtypes_of_released_checkpoint(released, ckpt_format, tmp_p
 
 
 @pytest.mark.parametrize("ckpt_format", FORMATS)
-def test_export_of_float32_checkpoint_as_bfloat16_gives_released_dtypes(released, ckpt_format, tmp_path):
+def test_export_with_torch_dtype_bfloat16_restores_released_dtypes(released, ckpt_format, tmp_path):
     """Megatron-FSDP saves everything in float32. Parameters that the model keeps in float32 are not rounded."""
     whole = rewritten(released, {name: one.float() for name, one in weights(released).items()}, tmp_path / "in")
     import_checkpoint(whole, tmp_path / "megatron", ckpt_format=ckpt_format)
@@ -164,7 +164,7 @@ def load_strictly(model: torch.nn.Module, checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_megatron_bridge_load_and_save_of_imported_checkpoint_keep_weights(qwen3_5_folders, kind, tmp_path):
+def test_megatron_bridge_loads_and_saves_imported_checkpoint_unchanged(qwen3_5_folders, kind, tmp_path):
     """Megatron-Bridge needs only the checkpoint with its `run_config.yaml`."""
     folder = qwen3_5_folders[kind]
     expected = parameters(load_model(folder))

@@ -46,7 +46,7 @@ def test_flash_linear_attention_kernels_match_our_torch_functions(errors, case):
         assert error < min(LARGEST, UNITS[case.partition(",")[0]] * rounding)
 
 
-def test_interpreted_kernels_support_pinned_flash_linear_attention_version():
+def test_pinned_flash_linear_attention_version_meets_our_minimum():
     lines = [(ROOT / f"requirements/{name}.txt").read_text().splitlines() for name in ("fla", "cpu")]
     beside, inside = (dict(line.split("==") for line in file if re.match(r"\w.*==", line)) for file in lines)
     assert beside.keys() == {"flash-linear-attention", "fla-core"} and len(set(beside.values())) == 1

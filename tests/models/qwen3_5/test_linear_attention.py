@@ -88,7 +88,7 @@ def hidden(*shape: int) -> Tensor:
     return torch.randn(*shape, megatron_config().hidden_size, generator=torch.Generator().manual_seed(1))
 
 
-def test_linear_attention_rows_match_transformers(reference):
+def test_linear_attention_of_batch_rows_matches_transformers(reference):
     compare(ours(reference), reference, hidden(2, 150), reference)
 
 
@@ -130,7 +130,7 @@ def test_linear_attention_initial_a_log_is_log_of_uniform_samples(dtype):
         (torch.bfloat16, False, True, "megatron-core's"),
     ],
 )
-def test_linear_attention_chooses_delta_rule_by_dtype_and_installed_package(
+def test_choose_delta_rule_depends_on_dtype_package_and_deterministic_mode(
     monkeypatch, dtype, missing, deterministic, expected
 ):
     layer = SimpleNamespace(config=SimpleNamespace(params_dtype=dtype, deterministic_mode=deterministic))
@@ -186,7 +186,7 @@ def test_with_chunks_passes_chunk_indices_of_packed_row(lengths):
     assert first is second
 
 
-def test_with_chunks_passes_no_chunk_indices_for_other_offsets():
+def test_with_chunks_passes_no_chunk_indices_if_offsets_are_not_of_packed_row():
     told = delta_rule.with_chunks(lambda **given: given)
     row = packed_seq_params(torch.tensor([0, 5]).int(), (5,))
     for offsets in (None, torch.tensor([0, 5]), row.cu_seqlens_q.clone()):
@@ -226,7 +226,7 @@ def test_unsupported_flash_linear_attention_or_triton_version_raises(
         delta_rule.check_package()
 
 
-def test_building_linear_attention_without_package_replaces_megatron_kernels():
+def test_linear_attention_replaces_megatron_kernels_only_if_package_is_missing():
     attention(torch.float32)
     gdn = importlib.import_module(f"{_KERNELS}.gdn")
     common = importlib.import_module(f"{_KERNELS}.common")
@@ -295,7 +295,7 @@ def test_delta_rule_on_packed_row_matches_definition_in_float64(lengths, seed):
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 64, 150])
-def test_delta_rule_on_rows_matches_definition_in_float64(tokens):
+def test_delta_rule_on_batch_rows_matches_definition_in_float64(tokens):
     tensors = inputs(3, tokens, seed=0)
     compare_rule(chunk_gated_delta_rule(*tensors)[0], definition(*tensors), tensors)
 

@@ -88,7 +88,7 @@ def test_mtp_treats_labels_of_minus_100_like_loss_mask_of_0(pair, packed):
     assert ignored.labels.min() >= 0
 
 
-def test_load_weights_from_checkpoint_without_mtp_raises(qwen3_5_folders, tmp_path):
+def test_load_weights_raises_if_checkpoint_has_no_mtp(qwen3_5_folders, tmp_path):
     shutil.copytree(qwen3_5_folders["dense"], without := tmp_path / "without")
     tensors = load_file(without / "model.safetensors")
     left = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
@@ -168,14 +168,14 @@ def test_mtp_labels_sliced_over_ranks_give_same_inputs_as_full_labels(
 
 
 @pytest.mark.parametrize("cut", [True, False])
-def test_mtp_loss_mask_without_labels_gives_no_next_tokens(provider, monkeypatch, cut):
+def test_model_inputs_have_no_next_tokens_if_loss_mask_is_given_without_labels(provider, monkeypatch, cut):
     """There are no next labels. Such a call asks for logits; a model that trains raises."""
     mask = torch.ones(2, 4 if cut else 8)
     for inputs in Ranks(2, monkeypatch).inputs(provider, lambda rank: dict(input_ids=IDS, loss_mask=mask)):
         assert inputs.labels is None and inputs.next_tokens is None
 
 
-def test_untrained_mtp_gathers_no_labels_over_ranks(provider, monkeypatch):
+def test_labels_are_not_gathered_over_ranks_if_mtp_is_not_trained(provider, monkeypatch):
     ranks = Ranks(2, monkeypatch)
     with pytest.MonkeyPatch.context() as untrained:
         untrained.setattr(provider, "mtp_loss_scaling_factor", 0.0)

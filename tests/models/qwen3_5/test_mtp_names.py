@@ -41,7 +41,7 @@ def test_find_renamed_weights_matches_former_and_present_mtp_names(provider, ask
     assert all(renamed[spell[stored](name)] is weights[spell[asked](name)] for name in of_mtp if renamed)
 
 
-def test_model_keys_of_checkpoint_with_former_mtp_name_are_present_names(qwen3_5_folders, tmp_path):
+def test_model_keys_translates_former_mtp_names_of_checkpoint(qwen3_5_folders, tmp_path):
     import_checkpoint(qwen3_5_folders["moe"], tmp_path / "megatron", progress=False)
     metadata = read_metadata(tmp_path / "megatron" / "iter_0000000")
     former = DcpMetadata(

@@ -31,7 +31,7 @@ def test_qwen3_5_logits_loss_and_gradients_match_transformers(pair, content):
     check_parity(pair, samples, *(make_batch(samples, pair.config, packed=packed) for packed in (False, True)))
 
 
-def test_qwen3_5_has_one_full_attention_layer_after_three_linear_ones(pair):
+def test_qwen3_5_layers_are_three_linear_attention_and_one_full_attention(pair):
     layers = [type(layer.self_attention).__name__ for layer in pair.megatron.language_model.decoder.layers]
     assert layers == ["LinearAttention"] * 3 + ["RotarySelfAttention"]
     assert not pair.megatron.vision_model.deepstack_layers

@@ -38,7 +38,7 @@ def test_planned_parameter_counts_match_built_qwen3_5_model():
 
 
 @pytest.mark.parametrize("size", PRESETS)
-def test_plan_of_every_released_qwen3_5_size_finds_fitting_layouts(size, capsys):
+def test_plan_command_finds_fitting_layouts_for_every_released_qwen3_5_size(size, capsys):
     gpus = {"122B-A10B": 64, "397B-A17B": 256}.get(size, 16)
     words = [
         "--model", hub_ids(size)[0], "--gpus", str(gpus), "--seq-length", "8192", "--max-patches", "8192", "--json",

@@ -57,7 +57,7 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
 @pytest.mark.parametrize(
     "make", [replicated, pytest.param(sharded, marks=pytest.mark.slow)], ids=["distributed optimizer", "Megatron-FSDP"]
 )
-def test_resume_may_stop_training_mtp_but_start_it_only_without_optimizer_state(make, inputs, tmp_path):
+def test_resume_that_starts_training_mtp_raises_unless_load_optim_is_false(make, inputs, tmp_path):
     kept, trained, again = (tmp_path / name for name in ("kept", "trained", "again"))
     first = step(run(make, inputs, kept, **{FACTOR: 0.0}))
     message = "mtp_loss_scaling_factor is 0.1, the checkpoint has 0.0: .* does not have the state of .*load_optim=false"
@@ -81,7 +81,7 @@ def test_resume_may_stop_training_mtp_but_start_it_only_without_optimizer_state(
 
 
 @pytest.mark.parametrize("change", [(0.0, 0.1), (0.1, 0.0)])
-def test_resume_with_changed_mtp_training_and_optimizer_state_by_index_raises(change, inputs, tmp_path):
+def test_resume_raises_if_mtp_training_changes_and_optimizer_state_is_by_index(change, inputs, tmp_path):
     before, after = change
     step(run(replicated, inputs, tmp_path / "before", **{FACTOR: before}, **NUMBERED))
     with pytest.raises(
@@ -90,7 +90,7 @@ def test_resume_with_changed_mtp_training_and_optimizer_state_by_index_raises(ch
         run(replicated, inputs, tmp_path / "after", tmp_path / "before", **{FACTOR: after}, **NUMBERED)
 
 
-def test_resume_that_unfreezes_component_needs_load_optim_false(inputs, tmp_path):
+def test_resume_that_unfreezes_component_raises_unless_load_optim_is_false(inputs, tmp_path):
     frozen, later = tmp_path / "frozen", tmp_path / "later"
     step(run(replicated, inputs, frozen, model__freeze_vision_model=True))
     with pytest.raises(CheckpointError, match=r"freeze_vision_model is False, the checkpoint has True: .*load_optim="):
@@ -130,7 +130,7 @@ def text(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @wrapped
-def test_frozen_language_model_is_exported_unchanged_after_training_tower(released_inputs, wrap, tmp_path):
+def test_export_keeps_frozen_language_model_after_training_vision_tower(released_inputs, wrap, tmp_path):
     """Only the tower is trained. The export casts all tensors to the dtypes of the released file."""
     assert train(config_of(released_inputs, tmp_path / "run", wrap, model__freeze_language_model=True))
     export_checkpoint(tmp_path / "run", tmp_path / "kept", progress=False)
@@ -225,7 +225,7 @@ def test_float32_parameters_stored_in_bfloat16_are_float32_after_loading(release
     assert not moved(found, expected) and {one.dtype for one in found.values()} == {torch.float32, torch.bfloat16}
 
 
-def test_saved_config_states_dtype_of_weights_and_absence_of_mtp(qwen3_5_folders, tmp_path):
+def test_save_hf_pretrained_writes_dtype_and_zero_mtp_layers_to_config(qwen3_5_folders, tmp_path):
     """Also for a model without multi-token prediction, or with another precision than its file."""
     bridge = AutoBridge.from_hf_pretrained(str(qwen3_5_folders["dense"]))
     provider = bridge.to_megatron_provider()
@@ -285,7 +285,7 @@ def test_linear_attention_in_16_bits_is_as_accurate_as_transformers(dtype):
     (dict(model__virtual_pipeline_model_parallel_size=2, ddp__grad_reduce_in_fp32=False),
      r"ddp.grad_reduce_in_fp32 is False with .*virtual_pipeline_model_parallel_size 2 and .*, expected True"),
 ])  # fmt: skip
-def test_setting_that_needs_single_parameter_dtype_raises(released_inputs, settings, message):
+def test_validate_raises_if_setting_needs_single_parameter_dtype(released_inputs, settings, message):
     cfg = config_of(released_inputs, None, WRAPPERS["replicated"], **settings)
     cfg.mixed_precision, cfg.model.bf16, cfg.model.params_dtype = None, True, torch.bfloat16
     with pytest.raises(ValueError, match=message):
@@ -297,7 +297,7 @@ def test_setting_that_needs_single_parameter_dtype_raises(released_inputs, setti
     assert "float32" not in str(later.value)
 
 
-def test_resume_from_checkpoint_with_rounded_float32_parameters_raises(released_inputs, tmp_path, monkeypatch):
+def test_resume_raises_if_checkpoint_has_rounded_float32_parameters(released_inputs, tmp_path, monkeypatch):
     """Megatron-Bridge's own model saves such states. Resuming raises; its weights can be loaded."""
     how = dict(checkpoint__dist_ckpt_optim_fully_reshardable=False)
     with monkeypatch.context() as patch:
@@ -306,7 +306,7 @@ def test_resume_from_checkpoint_with_rounded_float32_parameters_raises(released_
     assert {one.dtype for one in parameters(run).values()} == {torch.bfloat16}
     train_step(run)
     save(run)
-    with pytest.raises(CheckpointError, match=r"has language_model\.\S+\.A_log in 16 bits.*by index.*load_optim=false"):
+    with pytest.raises(CheckpointError, match=r"stores language_model\.\S+\.A_log in 16 .*by index.*load_optim=false"):
         set_up(config_of(released_inputs, tmp_path, WRAPPERS["distributed optimizer"], **how))
     run = set_up(
         config_of(released_inputs, tmp_path, WRAPPERS["distributed optimizer"], checkpoint__load_optim=False, **how)

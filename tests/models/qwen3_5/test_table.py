@@ -68,7 +68,7 @@ def test_weight_table_mtp_tensors_match_released_format(qwen3_5_folders, kind):
     assert any(name.startswith("mtp.") for name in shapes)
 
 
-def test_layer_types_missing_in_config_follow_full_attention_interval():
+def test_dimensions_use_full_attention_interval_if_config_has_no_layer_types():
     """Transformers drops the interval when it saves; older files have only the interval."""
     config = config_dict("2B")
     listed = dimensions_of(config)
@@ -184,7 +184,7 @@ def test_import_dry_run_of_2_4t_parameter_model_needs_less_than_2_gb(tmp_path):
         dimensions_of({**text, "architectures": ["Qwen3_5MoeForCausalLM"]})
 
 
-def test_preset_size_shared_by_families_gives_qwen3_vl():
+def test_preset_returns_qwen3_vl_if_several_families_have_the_size():
     assert {"8B", "9B"} <= set(preset_sizes())
     found = {name: preset(name)["model_type"] for name in ("4B", "Qwen/Qwen3.5-4B", "9B", "397B-A17B")}
     assert found == {"4B": "qwen3_vl", "Qwen/Qwen3.5-4B": "qwen3_5", "9B": "qwen3_5", "397B-A17B": "qwen3_5_moe"}
@@ -205,7 +205,7 @@ def test_preset_size_shared_by_families_gives_qwen3_vl():
      r"recompute_modules is \['gdn_norm_out'\] with .* 'local', expected .*: recomputing 'gdn_norm_out' or"),
     ({"rotary_percent": 0.5}, r"mrope_section is \[11, 11, 10\] with the sum 32, expected half of the 128"),
 ])  # fmt: skip
-def test_qwen3_5_provider_unsupported_settings_raise(settings, message):
+def test_qwen3_5_provider_raises_if_setting_is_unsupported(settings, message):
     from qwen3vl_bridge.models.qwen3_5.bridge import provider_from_hf_config
 
     provider = provider_from_hf_config(config_dict("2B"))
@@ -215,7 +215,7 @@ def test_qwen3_5_provider_unsupported_settings_raise(settings, message):
         provider.finalize()
 
 
-def test_check_gates_tensor_parallel_groups_larger_than_query_groups_raise():
+def test_check_gates_raises_if_tensor_parallel_size_exceeds_query_groups():
     from qwen3vl_bridge.models.common.hybrid_model import check_gates
     from qwen3vl_bridge.models.qwen3_5.bridge import provider_from_hf_config
 
@@ -246,7 +246,7 @@ def test_qwen3_5_config_with_unsupported_value_raises(section, field, value, mes
 
 
 @pytest.mark.parametrize(("size", "kind"), [("2B", "qwen3_5"), ("35B-A3B", "qwen3_5_moe")])
-def test_import_of_text_only_qwen3_5_model_raises_with_advice(size, kind, tmp_path):
+def test_import_raises_if_qwen3_5_model_is_text_only(size, kind, tmp_path):
     name = "Qwen3_5ForCausalLM" if kind == "qwen3_5" else "Qwen3_5MoeForCausalLM"
     config = config_dict(size)["text_config"] | {"architectures": [name]}
     assert config["model_type"] == f"{kind}_text"
@@ -320,7 +320,7 @@ def test_every_text_config_field_changes_provider_or_is_rejected(size):
     assert ignored <= INERT
 
 
-def test_null_rope_fields_of_config_give_default_rope_theta():
+def test_rope_theta_is_default_if_rope_fields_of_config_are_null():
     config = config_dict("2B")
     config["text_config"] |= {"rope_parameters": None, "rope_theta": None, "partial_rotary_factor": None}
     assert family_of(config).fields(config)["text_config.rope_parameters.rope_theta"] == 10_000

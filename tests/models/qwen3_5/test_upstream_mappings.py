@@ -82,7 +82,7 @@ def names_of(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_loaded_parameters_equal_those_of_megatron_bridge_mappings(qwen3_5_folders, kind):
+def test_loaded_parameters_equal_values_of_megatron_bridge_mappings(qwen3_5_folders, kind):
     folder = qwen3_5_folders[kind]
     (model,) = load_model(folder)
     values, parameters = stock_values(folder, model, names_of(folder)), dict(model.named_parameters())
@@ -160,7 +160,7 @@ def test_model_saved_with_transformer_engine_settings_loads_without_it(stock, tm
     check_ours(tmp_path, values)
 
 
-def test_load_model_config_of_megatron_bridge_run_gives_our_provider_with_settings(stock, saved):
+def test_load_model_config_builds_our_provider_from_megatron_bridge_run(stock, saved):
     """The provider equals the one of the folder, except for fields with other defaults in Megatron-Bridge."""
     folder, model, _ = stock
     provider, _ = load_model_config(str(saved / "iter_0000000"))

@@ -163,7 +163,7 @@ def test_qwen4_exp_export_resumed_after_disk_error_gives_same_bytes(folders, tmp
         ("ngram_heads_offsets", lambda one: one.int(), r"found \[4\] int32, expected the int64 values \[0, 101, "),
     ],
 )
-def test_import_and_verify_wrong_hash_constant_raise(folders, name, change, message, tmp_path):
+def test_import_and_verify_raise_if_hash_constant_is_wrong(folders, name, change, message, tmp_path):
     def alter(tensors):
         tensors[PLE + name] = change(tensors[PLE + name])
 
@@ -176,7 +176,7 @@ def test_import_and_verify_wrong_hash_constant_raise(folders, name, change, mess
         verify_checkpoint(folder, tmp_path / "good")
 
 
-def test_import_other_seed_in_config_raises(folders, tmp_path):
+def test_import_raises_if_hash_constants_do_not_follow_from_seed_in_config(folders, tmp_path):
     folder = shutil.copytree(folders["fused"], tmp_path / "hf")
     config = json.loads((folder / "config.json").read_text())
     config["text_config"]["seed"] = 4321
@@ -185,7 +185,7 @@ def test_import_other_seed_in_config_raises(folders, tmp_path):
         import_checkpoint(folder, tmp_path / "megatron")
 
 
-def test_import_missing_hash_constants_adds_note_and_export_writes_them(folders, tmp_path):
+def test_import_reports_missing_hash_constants_and_export_writes_them(folders, tmp_path):
     expected = tensors_of(folders["fused"])
     names = FAMILY.constants(json.loads((folders["fused"] / "config.json").read_text()))
     folder = model_with(tmp_path / "in", folders["fused"], lambda tensors: [tensors.pop(name) for name in names])
@@ -270,7 +270,7 @@ LAYOUTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_imported_qwen4_exp_on_ranks_loads_and_is_saved_with_every_byte(layout, tmp_path):
+def test_load_and_save_of_imported_qwen4_exp_on_ranks_keep_every_byte(layout, tmp_path):
     """With eight ranks and four hash heads, a rank has half of the columns of a head."""
     ranks, settings = LAYOUTS[layout]
     folder = make_checkpoint(tmp_path / "in", num_experts=8)
@@ -370,7 +370,7 @@ def values_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("ckpt_format", FORMATS)
-def test_import_fp8_table_with_one_scale_gives_dequantized_values(in_8_bits, ckpt_format, tmp_path):
+def test_import_dequantizes_fp8_ngram_table_with_one_scale(in_8_bits, ckpt_format, tmp_path):
     report = import_checkpoint(in_8_bits, tmp_path / "megatron", ckpt_format=ckpt_format, verify=True)
     in_fp8 = sum(one.dtype is torch.float8_e4m3fn for one in tensors_of(in_8_bits).values())
     assert any(f"{in_fp8} of " in note and "are in FP8" in note for note in report.notes)
@@ -394,7 +394,7 @@ def test_autobridge_load_of_fp8_checkpoint_gives_dequantized_values(in_8_bits, f
         assert torch.equal(found[name], tensor.to(found[name].dtype)), name
 
 
-def test_autobridge_load_with_wrong_hash_constant_raises(folders, tmp_path):
+def test_autobridge_load_raises_if_hash_constant_is_wrong(folders, tmp_path):
     def change(tensors):
         (name,) = (name for name in tensors if name.endswith("ngram_heads_offsets"))
         tensors[name][1] += 1
@@ -412,7 +412,7 @@ def test_export_fp8_of_unchanged_qwen4_exp_restores_every_byte(in_8_bits, ckpt_f
     assert verify_checkpoint(tmp_path / "hf", tmp_path / "megatron").same
 
 
-def test_export_fp8_of_bfloat16_model_leaves_table_in_bfloat16(folders, tmp_path):
+def test_fp8_export_of_bfloat16_model_keeps_ngram_table_in_bfloat16(folders, tmp_path):
     import_checkpoint(folders["bfloat16"], tmp_path / "megatron")
     export_checkpoint(tmp_path / "megatron", tmp_path / "hf", quantize="fp8", verify=True)
     found, before = tensors_of(tmp_path / "hf"), tensors_of(folders["bfloat16"])
@@ -424,7 +424,7 @@ def test_export_fp8_of_bfloat16_model_leaves_table_in_bfloat16(folders, tmp_path
     import_checkpoint(tmp_path / "hf", tmp_path / "again", verify=True)
 
 
-def test_export_fp8_of_table_value_beyond_scale_raises(in_8_bits, folders, tmp_path):
+def test_fp8_export_raises_if_ngram_table_value_exceeds_range_of_scale(in_8_bits, folders, tmp_path):
     """A trained table may have outgrown the scale of the imported model."""
 
     def grow(tensors):
@@ -439,7 +439,7 @@ def test_export_fp8_of_table_value_beyond_scale_raises(in_8_bits, folders, tmp_p
     assert not (tmp_path / "hf").exists()
 
 
-def test_import_fp8_table_without_or_with_wrong_scale_raises(in_8_bits, tmp_path):
+def test_import_raises_if_scale_of_fp8_ngram_table_is_missing_or_wrong(in_8_bits, tmp_path):
     def break_scale(scale):
         return model_with(
             tmp_path / str(len(list(tmp_path.iterdir()))),

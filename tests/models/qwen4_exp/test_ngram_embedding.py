@@ -168,7 +168,7 @@ def test_ngram_injection_in_bfloat16_returns_bfloat16():
     assert error(found[:, 0], expected) <= 3e-2
 
 
-def test_ngram_injection_with_frozen_table_saves_no_ids():
+def test_ngram_injection_saves_no_ids_for_backward_if_table_is_frozen():
     layout = SequenceLayout.packed_row([17, 2])
     module, index = NgramInjection(make_config(), ROWS[4], one_rank()), token_index(layout, 1, 0)
     module.ngram_embedding.requires_grad_(False)
@@ -244,12 +244,12 @@ def test_ngram_embedding_divides_heads_and_columns_over_ranks(ranks, held):
 
 
 @pytest.mark.parametrize("ranks", [3, 6, 16])
-def test_ngram_embedding_with_indivisible_ranks_raises(ranks):
+def test_ngram_embedding_raises_if_ranks_cannot_divide_heads_or_columns(ranks):
     with pytest.raises(ValueError, match=rf"is {ranks}, expected one of \[1, 2, 4, 8, 12, 24\]"):
         NgramEmbedding(make_config(), ROWS[4], DIM, ProcessGroupCollection(tp_ep=Group(ranks)))
 
 
-def test_ngram_injection_with_indivisible_channels_raises():
+def test_ngram_injection_raises_if_ranks_do_not_divide_channels():
     groups = ProcessGroupCollection(tp=Group(1), cp=Group(5), tp_ep=Group(1))
     with pytest.raises(ValueError, match="hc_count \\* hidden_size is 48, expected a multiple of 5"):
         NgramInjection(make_config(), ROWS[4], groups)

@@ -158,7 +158,7 @@ def gradients_alone(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]
     return losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_qwen4_exp_under_megatron_fsdp_has_gradients_of_one_process(folder):
+def test_qwen4_exp_gradients_with_megatron_fsdp_match_one_process(folder):
     losses, expected = results_of_ranks(gradients_alone, 1, folder)
     ranks = results_of_ranks(gradients_under_fsdp, 2, folder)
     assert [loss for loss, _ in ranks] == pytest.approx(losses, rel=1e-6)

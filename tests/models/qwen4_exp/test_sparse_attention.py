@@ -184,7 +184,7 @@ def chunk_size(monkeypatch, request):
 
 @given(layouts())
 @settings(max_examples=100, deadline=None)
-def test_query_chunks_span_from_segment_start_to_last_query(case):
+def test_query_chunks_cover_keys_from_segment_start_to_last_query(case):
     layout, cp, sp = case
     ids = layout.segment_ids()
     for cp_rank in range(cp):
@@ -270,7 +270,7 @@ def test_indexer_in_bfloat16_selects_by_float32_scores_of_rounded_keys():
         assert as_sets(found)[t] == set(scores[t, : (t + 1) // RATIO].topk(BUDGET // RATIO).indices.tolist())
 
 
-def test_indexer_parameters_are_frozen_and_follow_configuration():
+def test_indexer_parameters_are_frozen_and_have_configured_shapes():
     module = make_indexer(make_config(params_dtype=torch.bfloat16))
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
     assert shapes == {
@@ -349,7 +349,7 @@ def test_sparse_core_attention_up_to_budget_matches_causal_attention(packed):
     check(relative(found, expected), dict.fromkeys(found, 2e-6))  # measured 3.2e-7 of the largest entry
 
 
-def test_sparse_core_attention_active_dropout_raises():
+def test_sparse_core_attention_raises_if_dropout_is_active():
     layout, module = SequenceLayout.packed_row([40]), core(attention_dropout=0.1)
     selection = torch.zeros(40, 1, 4, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"attention_dropout=0\.1"):
@@ -454,7 +454,7 @@ def rotated_as_angles(x: Tensor, angles: Tensor) -> Tensor:
     return turn(x, angles.cos(), angles.sin())
 
 
-def test_indexer_with_fused_angles_matches_cosines_and_sines(monkeypatch):
+def test_indexer_selects_same_blocks_with_fused_rotation_angles(monkeypatch):
     from megatron.core.models.common.embeddings import rope_utils
 
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", rotated_as_angles, raising=False)
@@ -523,7 +523,7 @@ def groups():
 LAYOUTS = (SequenceLayout.packed_row([37, 3, 1, 90, 16], multiple=16), SequenceLayout.padded_rows([50, 64, 31], 64))
 
 
-def test_sparse_self_attention_recomputed_matches_stored(groups):
+def test_sparse_self_attention_with_recomputation_matches_stored_activations(groups):
     stored = make_attention(make_config(), groups)
     core_recomputed = make_attention(
         make_config(recompute_granularity="selective", recompute_modules=["core_attn"]), groups

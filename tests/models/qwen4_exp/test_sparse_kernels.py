@@ -75,13 +75,13 @@ SLOW = [f"{case}, {dtype}" for case in CASES for dtype in LIMITS if (case, dtype
 @pytest.mark.parametrize(
     "cases", [["several tiles, float32"], pytest.param(SLOW, marks=pytest.mark.slow)], ids=["one", "all"]
 )
-def test_sparse_kernels_interpreted_match_attention_with_masks(cases):
+def test_interpreted_sparse_kernels_match_masked_attention(cases):
     for case, errors in run_interpreted(__name__, json.dumps(cases)).items():
         print(case, errors)
         assert max(errors.values()) < LIMITS[case.rpartition(" ")[2]], case
 
 
-def test_planner_has_piece_size_of_kernels():
+def test_planner_and_sparse_kernels_use_same_piece_size():
     """The planner cannot import the kernels, because it needs neither torch nor Triton."""
     from qwen3vl_bridge.models.qwen4_exp import sparse_kernels
 

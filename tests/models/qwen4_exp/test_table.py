@@ -58,7 +58,7 @@ def test_ngram_heads_of_random_sizes_match_concatenated_table(seed):
             assert torch.equal(torch.cat(slices).view(-1, dim), expected)
 
 
-def test_torch_dist_names_keep_layer_and_head_of_ngram_tables():
+def test_torch_dist_name_of_ngram_table_contains_layer_and_head():
     rows, dimensions = heads_of(make_config())
     names = [TorchDist.for_model(dimensions).name(row) for row in rows]
     prefix = "language_model.decoder.layers.1.ple.ngram_embedding.weight"
@@ -68,7 +68,7 @@ def test_torch_dist_names_keep_layer_and_head_of_ngram_tables():
 @pytest.mark.parametrize(("ep", "etp", "expected"), [
     (1, 1, [0, 0, 0, 0]), (2, 1, [0, 0, 1, 1]), (2, 2, [0, 1, 2, 3]), (4, 2, [0, 1, 2, 3]),
 ])  # fmt: skip
-def test_find_row_owners_of_ngram_heads_are_ranks_that_hold_them(ep, etp, expected):
+def test_find_row_owners_assigns_ngram_heads_to_ranks_that_hold_them(ep, etp, expected):
     """With eight ranks, two read each head."""
     rows, dimensions = heads_of(make_config())
     layout = TorchDist.for_model(dimensions)
@@ -77,7 +77,7 @@ def test_find_row_owners_of_ngram_heads_are_ranks_that_hold_them(ep, etp, expect
     assert all(len(owners[row.megatron][()]) == 1 for row in rows)
 
 
-def test_find_row_owners_replicated_convolution_is_read_by_every_rank():
+def test_find_row_owners_lets_every_rank_read_replicated_convolution():
     dimensions = FAMILY.dimensions(make_config())
     rows = list(expand(FAMILY.rows(), dimensions))
     for layout in (TorchDist.for_model(dimensions), FsdpDtensor(dimensions)):

@@ -131,15 +131,15 @@ def test_config_without_experts_raises():
         FAMILY.check(make_config(num_experts=0, intermediate_size=64))
 
 
-def test_megatron_fsdp_with_divided_ngram_tables_raises(folder):
+def test_check_wrapping_raises_if_fsdp_is_used_with_divided_ngram_tables(folder):
     provider = AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider(load_weights=False)
     provider.expert_model_parallel_size = 2
     provider.check_wrapping(fsdp=False)
-    with pytest.raises(ValueError, match=r"Megatron-FSDP .* n-gram tables .* expected expert_model_parallel_size=1"):
+    with pytest.raises(ValueError, match=r"Megatron-FSDP .* n-gram tables .* Set expert_model_parallel_size=1"):
         provider.check_wrapping(fsdp=True)
 
 
-def test_callers_batch_with_shared_tables_needs_variable_lengths(folder):
+def test_forward_raises_if_ranks_share_ngram_tables_and_lengths_are_fixed(folder):
     provider = AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider(load_weights=False)
     model = build(provider).train()
     ids = torch.arange(8)[None]
@@ -154,7 +154,7 @@ def exported(folder: Path, model: list[torch.nn.Module], **settings: Any) -> dic
     return dict(bridge.export_hf_weights(model, show_progress=False, **settings))
 
 
-def test_export_of_running_model_has_every_tensor_of_its_folder(folder):
+def test_export_of_model_in_memory_restores_every_tensor_of_hf_folder(folder):
     """On the device of the model too, and with a configuration alone."""
     bridge = AutoBridge.from_hf_pretrained(str(folder))
     model = [build(bridge.to_megatron_provider(load_weights=True))]
@@ -168,7 +168,7 @@ def test_export_of_running_model_has_every_tensor_of_its_folder(folder):
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_adapters_of_running_model_are_exported(folder, tmp_path):
+def test_export_adapter_weights_returns_adapters_of_model_in_memory(folder, tmp_path):
     bridge = AutoBridge.from_hf_pretrained(str(folder))
     provider = bridge.to_megatron_provider(load_weights=True)
     provider.register_pre_wrap_hook(lambda chunks: [Qwen3VLLoRA(dim=2)(chunk, training=True) for chunk in chunks])

@@ -9,7 +9,7 @@ from qwen3vl_bridge.config.model_validation import (
     _check_quantized_sizes,
     check_token_count,
 )
-from qwen3vl_bridge.inference.generation import _round_up
+from qwen3vl_bridge.inference.decoder import round_up, step_multiple
 from qwen3vl_bridge.models.qwen3_5.provider import Qwen35VLModelProvider
 
 import pytest
@@ -31,7 +31,7 @@ def provider_with_te(size, fields):
 
 
 @pytest.mark.parametrize(("fields", "multiple"), [({}, 1), (CS, 16), (MX, 32), (FP4, 128)])
-def test_token_multiple_is_1_16_32_or_128_by_precision(fields, multiple):
+def test_token_multiple_is_1_16_32_or_128_depending_on_precision(fields, multiple):
     assert token_multiple(provider_with_te(DENSE, fields)) == multiple
 
 
@@ -39,7 +39,7 @@ def test_token_multiple_is_1_16_32_or_128_by_precision(fields, multiple):
     (CS, 1048, 16), (dict(SP2, **CS), 1040, 32), (dict(SP2, **MX), 1056, 64), (dict(CP2, **CS), 1040, 32),
     (dict(SP2, **CP2, **MX), 1088, 128),
 ])  # fmt: skip
-def test_fp8_row_length_not_multiple_of_alignment_raises(fields, tokens, multiple):
+def test_checks_raise_if_seq_length_is_not_multiple_of_fp8_alignment(fields, tokens, multiple):
     provider = provider_with_te(EXPERTS, fields)
     provider.seq_length = tokens
     message = (
@@ -51,17 +51,17 @@ def test_fp8_row_length_not_multiple_of_alignment_raises(fields, tokens, multipl
     run_checks(AFTER_FINALIZE, provider)
 
 
-def test_fp8_forward_with_unaligned_token_count_raises(pair, monkeypatch):
+def test_fp8_forward_raises_if_token_count_is_not_aligned(pair, monkeypatch):
     for name, value in CS.items():
         monkeypatch.setattr(pair.megatron.config, name, value)
     with pytest.raises(
         ValueError, match=r"a microbatch has 24 tokens on each context-parallel rank, .* multiple of 16"
     ):
         pair.megatron(torch.arange(24)[None])
-    assert _round_up(24, pair.megatron) == 32  # the row length that `generate` uses
+    assert round_up(24, step_multiple(pair.megatron)) == 32  # the row length that `generate` uses
 
 
-def test_check_token_count_not_multiple_of_alignment_raises():
+def test_check_token_count_raises_if_count_is_not_multiple_of_alignment():
     provider = provider_with_te(DENSE, dict(SP2, **CP2, **CS))
     check_token_count(provider, 2 * 16)
     with pytest.raises(
@@ -85,7 +85,7 @@ def qwen35(size, tensor, fields):
     ("9B", 8, CS, "1544"), ("9B", 4, CS, None), ("9B", 4, MX, "3088"), ("9B", 2, MX, None), ("27B", 4, CS, "4120"),
     ("35B-A3B", 4, MX, "3088"), ("122B-A10B", 8, CS, None), ("122B-A10B", 8, MX, "2576"),
 ])  # fmt: skip
-def test_fp8_linear_attention_in_proj_not_aligned_raises(size, tensor, fields, part):
+def test_checks_raise_if_fp8_linear_attention_in_proj_is_not_aligned(size, tensor, fields, part):
     provider = qwen35(size, tensor, fields)
     if part is not None:
         message = rf"self_attention\.in_proj has \d+ outputs, {part} on each of {tensor} .*in_proj_bf16=True: fp8 with"
@@ -95,7 +95,7 @@ def test_fp8_linear_attention_in_proj_not_aligned_raises(size, tensor, fields, p
     run_checks(AFTER_FINALIZE, provider)
 
 
-def test_linear_attention_in_proj_bf16_without_fp8_raises():
+def test_checks_raise_if_linear_attention_in_proj_bf16_is_set_without_fp8():
     provider = qwen35("9B", 2, dict(linear_attention_in_proj_bf16=True))
     with pytest.raises(ValueError, match="linear_attention_in_proj_bf16 is True with fp8 None and fp4 None, expected"):
         run_checks(provider.checks, provider)

@@ -81,7 +81,7 @@ def installed(monkeypatch):
 @pytest.mark.parametrize("apex", [True, False])
 @pytest.mark.parametrize("cuda", [True, False])
 @pytest.mark.parametrize("transformer_engine", [True, False])
-def test_gradient_accumulation_fusion_needs_apex_and_cuda(monkeypatch, apex, cuda, transformer_engine):
+def test_gradient_accumulation_fusion_default_requires_apex_and_cuda(monkeypatch, apex, cuda, transformer_engine):
     """With Megatron-Bridge's default, True with Transformer Engine alone, no model could be built."""
     monkeypatch.setattr(layers, "_grad_accum_fusion_available", apex)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
@@ -90,7 +90,7 @@ def test_gradient_accumulation_fusion_needs_apex_and_cuda(monkeypatch, apex, cud
     assert Qwen3VLModelProvider().gradient_accumulation_fusion is (apex and cuda)
 
 
-def test_gradient_accumulation_fusion_unavailable_is_turned_off(caplog):
+def test_finalize_turns_off_gradient_accumulation_fusion_if_unavailable(caplog):
     assert finalized(DENSE, dict(gradient_accumulation_fusion=True)).gradient_accumulation_fusion is False
     assert "gradient_accumulation_fusion is set to False" in caplog.text
 
@@ -113,7 +113,7 @@ def test_bias_activation_fusion_is_on_only_for_silu(activation, fused):
     assert finalized(DENSE, dict(activation_func=activation)).bias_activation_fusion is fused
 
 
-def test_transformer_engine_cross_entropy_with_local_layers_raises():
+def test_checks_raise_if_te_cross_entropy_is_used_with_local_layers():
     provider = finalized(DENSE, dict(cross_entropy_fusion_impl="te"))
     with pytest.raises(ValueError, match=r"cross_entropy_fusion_impl is 'te' with .* 'local', expected 'nativ"):
         run_checks(ON_TRAIN, provider)
@@ -122,7 +122,7 @@ def test_transformer_engine_cross_entropy_with_local_layers_raises():
 
 
 @pytest.mark.parametrize("precision", [dict(fp8="e4m3"), dict(fp4="e2m1")])
-def test_fp8_and_fp4_with_local_layers_raise(precision, caplog):
+def test_checks_raise_if_fp8_or_fp4_is_used_with_local_layers(precision, caplog):
     caplog.set_level(logging.INFO)
     (name,) = precision
     with pytest.raises(ValueError, match=f"{name} is .* with transformer_impl 'local', .*: it would be ignored"):
@@ -134,7 +134,7 @@ def test_fp8_and_fp4_with_local_layers_raise(precision, caplog):
     assert f"{name} applies to the text model's layers" in caplog.text
 
 
-def test_local_attention_backend_with_transformer_engine_raises():
+def test_checks_raise_if_transformer_engine_has_local_attention_backend():
     with pytest.raises(ValueError, match="attention_backend is local with transformer_impl 'transformer_engine'"):
         run_checks(BEFORE_FINALIZE, with_transformer_engine(DENSE, dict(attention_backend=AttnBackend.local)))
     finalized(DENSE, dict(attention_backend=AttnBackend.local))
@@ -144,7 +144,7 @@ def test_local_attention_backend_with_transformer_engine_raises():
     ("2.10", {}, True), ("2.11", {}, False), ("2.18", CP2, True), ("2.10", dict(params_dtype=torch.bfloat16), False),
     ("2.10", dict(transformer_impl="local"), False),
 ])  # fmt: skip
-def test_float32_raises_if_transformer_engine_has_no_attention_for_it(release, fields, raises, installed):
+def test_checks_raise_if_transformer_engine_has_no_float32_attention(release, fields, raises, installed):
     """In float32 only the unfused attention is left, which supports packed rows from 2.11 on."""
     installed(release)
     provider = with_transformer_engine(DENSE, dict(params_dtype=torch.float32) | fields)
@@ -155,7 +155,7 @@ def test_float32_raises_if_transformer_engine_has_no_attention_for_it(release, f
         run_checks(ON_FORWARD, provider)
 
 
-def test_chunked_loss_with_deferred_embedding_weight_gradient_raises():
+def test_checks_raise_if_loss_is_chunked_and_embedding_gradient_deferred():
     assert finalized(DENSE, {}).loss_chunk_tokens == 2048
     deferred = with_transformer_engine(DENSE, dict(defer_embedding_wgrad_compute=True))
     with pytest.raises(ValueError, match="defer_embedding_wgrad_compute is True with loss_chunk_tokens 2048, expected"):
@@ -224,7 +224,7 @@ def build(monkeypatch):
     (DENSE, dict(VPP2, batch_p2p_comm=False), "overlap_p2p_comm is False with .* expected True: two interleaved"),
     (DENSE, dict(PP2, pipeline_dtype=torch.float16), "pipeline_dtype is torch.float16, expected torch.bfloat16"),
 ])  # fmt: skip
-def test_provide_distributed_model_invalid_training_settings_raise_only_with_ddp(build, size, fields, message):
+def test_provide_distributed_model_with_ddp_raises_if_setting_is_invalid(build, size, fields, message):
     with pytest.raises(ValueError, match=message):
         build(size, fields, ddp_config=SimpleNamespace(average_in_collective=False))
     assert build(size, fields, wrap_with_ddp=False)
@@ -257,14 +257,14 @@ def test_fsdp_turns_off_gradient_accumulation_fusion_of_reused_weights(build, si
         caplog.clear()
 
 
-def test_provide_distributed_model_reads_positional_wrap_with_ddp(build):
+def test_provide_distributed_model_accepts_wrap_with_ddp_as_positional_argument(build):
     provider = finalized(DENSE, VPP2)
     assert provider.provide_distributed_model(None, False) == ["model"]
     with pytest.raises(ValueError, match="stages would confuse"):
         provider.provide_distributed_model(None, True)
 
 
-def test_tp_comm_overlap_in_training_raises():
+def test_training_checks_raise_if_tp_comm_overlap_is_true():
     provider = finalized(DENSE, dict(SP2, tp_comm_overlap=True))
     with pytest.raises(ValueError, match="tp_comm_overlap is True, expected False: it has not been compared with"):
         run_checks(ON_TRAIN, provider)
@@ -294,7 +294,7 @@ def first_of_two(untied_folder):
     return provider.provide(pre_process=True, post_process=False, vp_stage=0)
 
 
-def test_model_from_provide_with_invalid_settings_raises_in_first_step(first_of_two):
+def test_model_with_invalid_training_settings_raises_in_first_training_step(first_of_two):
     """With megatron-core's defaults two stages confuse the tensors they send, and only gradients are wrong."""
     ids = torch.arange(8)[None]
     with pytest.raises(ValueError, match=r"overlap_p2p_comm is False .* expected True: two interleaved stages would"):
@@ -307,7 +307,7 @@ def test_model_from_provide_with_invalid_settings_raises_in_first_step(first_of_
     assert first_of_two.train()(ids).requires_grad
 
 
-def test_model_checks_settings_once_per_mode_and_change(pair, monkeypatch):
+def test_model_checks_settings_once_per_mode_and_again_after_change(pair, monkeypatch):
     """Settings are not checked in every forward pass, but again after a change."""
     ids, checked = torch.arange(8)[None], []
     monkeypatch.setattr("qwen3vl_bridge.models.common.model.run_checks", lambda checks, _: checked.append(checks))
@@ -322,7 +322,7 @@ def test_model_checks_settings_once_per_mode_and_change(pair, monkeypatch):
     assert checked == [ON_TRAIN, ON_FORWARD, ON_TRAIN]
 
 
-def test_provider_changes_counts_assignments_of_public_settings():
+def test_provider_attribute_changes_counts_assignments_of_public_settings():
     provider = Qwen3VLModelProvider()
     before = provider.changes
     provider._private, _ = 1, provider.hidden_size
@@ -332,7 +332,7 @@ def test_provider_changes_counts_assignments_of_public_settings():
     assert copy.deepcopy(provider).changes > 0 and "changes" not in vars(provider)
 
 
-def test_float32_with_old_transformer_engine_raises_in_first_forward(pair, monkeypatch):
+def test_first_forward_raises_if_transformer_engine_is_too_old_for_float32(pair, monkeypatch):
     """Also without gradients: no release before 2.11 has an attention for packed rows."""
     monkeypatch.setattr("megatron.core.utils._te_version", Version("2.10"))
     monkeypatch.setattr(pair.megatron.config, "transformer_impl", "transformer_engine")
@@ -405,7 +405,7 @@ def assert_settings_exist(checks, settings):
 
 
 @pytest.mark.parametrize(("family", "size"), MODELS)
-def test_changed_model_setting_that_must_stay_default_raises(family, size):
+def test_model_checks_raise_if_setting_that_must_stay_default_is_changed(family, size):
     config = registry.family(family).presets.hf_config(size)
     provider = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
     of_kind = model_validation.MOE if isinstance(provider, ExpertsMixin) else model_validation.DENSE
@@ -431,7 +431,7 @@ def run():
     return finalize_copy(cfg, 8)
 
 
-def test_changed_run_setting_that_must_stay_default_raises(run):
+def test_run_checks_raise_if_setting_that_must_stay_default_is_changed(run):
     checks = of_this_release((*run_validation.BEFORE_VALIDATE, *run_validation.AFTER_VALIDATE), run)
     assert_settings_exist(checks, run)
     rows = default_rows(checks)
@@ -463,7 +463,7 @@ def test_no_code_reads_run_settings_listed_as_ignored():
 
 
 @pytest.mark.parametrize("off", [None, False, 0, 0.0, "", []])
-def test_ignored_setting_with_any_off_value_is_accepted(off):
+def test_finalize_accepts_every_off_value_of_ignored_setting(off):
     """ms-swift sets dsa_indexer_loss_coeff to 0.0 where megatron-core has None."""
     fields = Qwen3VLModelProvider.__dataclass_fields__
     names = [
@@ -479,13 +479,13 @@ def test_ignored_setting_with_any_off_value_is_accepted(off):
     ("dsa_indexer_loss_coeff", 0.1), ("dsa_indexer_topk", 2048), ("dsa_indexer_rotate_activation", False),
     ("mamba_state_dim", 0), ("softmax_scale", 0.0), ("seq_len_interpolation_factor", 0.0),
 ])  # fmt: skip
-def test_unsupported_setting_with_effective_value_raises(name, value):
+def test_finalize_raises_if_unsupported_setting_would_change_the_model(name, value):
     """Where a setting is read, 0.0 is a value and not "off"."""
     with pytest.raises(ValueError, match=f"{name} is {value}, expected "):
         finalized(DENSE, {name: value})
 
 
-def test_transformer_engine_stub_in_sys_modules_counts_as_not_installed(monkeypatch):
+def test_has_transformer_engine_is_false_if_sys_modules_contains_stub(monkeypatch):
     """Frameworks put such a stub into `sys.modules`; `find_spec` raises ValueError for it."""
     monkeypatch.setitem(sys.modules, TE, ModuleType(TE))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

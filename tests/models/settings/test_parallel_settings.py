@@ -126,7 +126,7 @@ INVALID = [
     *((EXPERTS, {name: True}, f"{name} is True with .* 'local', expected False: it needs Tr") for name in FUSED_MOE),
     # of overlapping the expert all-to-all with compute
     *(
-        (EXPERTS, COMBINED | {name: True}, f"{name} is True with .*, expected False: it begins in")
+        (EXPERTS, COMBINED | {name: True}, f"{name} is True with .*, expected False: it starts in")
         for name in OFFLOADING
     ),
     (
@@ -136,7 +136,7 @@ INVALID = [
     ),
     (EXPERTS, COMBINED | dict(moe_token_dispatcher_type="flex"), "'flex' with .*, expected 'alltoall': only its"),
     (EXPERTS, COMBINED | dict(fp8="hybrid"), "fp8 is 'hybrid' with .*, expected None: the inputs of experts"),
-    (EXPERTS, COMBINED | dict(delay_wgrad_compute=True), "transformer_impl is 'local' with delay_.*: only its layers"),
+    (EXPERTS, COMBINED | dict(delay_wgrad_compute=True), "transformer_impl is 'local' with delay_.*: local layers"),
     (
         EXPERTS,
         DELAYED | dict(freeze_language_model=True),
@@ -145,7 +145,7 @@ INVALID = [
     (
         EXPERTS,
         COMBINED | UNEVEN_CHUNKS | OVERLAP,
-        r"pipeline chunks have \[0, 23, 24, 1\] layers with over.*, expected at",
+        r"pipeline chunks have \[0, 23, 24, 1\] layers, expected at least one",
     ),
     (
         EXPERTS,
@@ -241,7 +241,7 @@ INVALID = [
 
 
 @pytest.mark.parametrize(("size", "fields", "message"), INVALID)
-def test_finalize_invalid_settings_raises(size, fields, message):
+def test_finalize_raises_if_parallel_settings_are_invalid(size, fields, message):
     with pytest.raises(ValueError, match=message):
         finalized(size, fields)
 
@@ -260,7 +260,7 @@ def test_finalize_invalid_settings_raises(size, fields, message):
     (EXPERTS, dict(ffn_hidden_size=1, **SP2)),  # no layer uses it
     (EXPERTS, COMBINED | VPP2 | OVERLAP | dict(high_priority_a2a_comm_stream=True)),
 ])  # fmt: skip
-def test_finalize_valid_settings_accepted(size, fields):
+def test_finalize_accepts_valid_parallel_settings(size, fields):
     provider = finalized(size, fields)
     provider.finalize()  # Megatron-Bridge does it again
 
@@ -279,7 +279,7 @@ ways = st.fixed_dictionaries(
 
 @given(size=st.sampled_from(list(PROVIDERS)), fields=ways, experts=sizes, of_experts=st.none() | sizes)
 @settings(max_examples=300)
-def test_finalize_accepts_exactly_parallel_sizes_that_divide_model_sizes(size, fields, experts, of_experts):
+def test_finalize_accepts_parallel_sizes_only_if_they_divide_model_sizes(size, fields, experts, of_experts):
     """An accepted layout divides every size that megatron-core divides when it builds and trains the model."""
     preset, has_experts = presets.PRESETS[size], presets.PRESETS[size].experts is not None
     if has_experts:
@@ -316,7 +316,7 @@ def test_finalize_accepts_exactly_parallel_sizes_that_divide_model_sizes(size, f
 
 
 @pytest.mark.parametrize(("size", "tensor", "turned_on"), [(EXPERTS, 2, True), (EXPERTS, 1, False), (DENSE, 2, False)])
-def test_finalize_moe_with_tp_turns_on_sequence_parallel(size, tensor, turned_on, caplog):
+def test_finalize_turns_on_sequence_parallel_for_moe_with_tensor_parallelism(size, tensor, turned_on, caplog):
     """Megatron-Bridge's recipe for 235B, its converter of FSDP checkpoints and verl do not set it."""
     caplog.set_level(logging.INFO)
     provider = finalized(size, dict(tensor_model_parallel_size=tensor, sequence_parallel=False))
@@ -324,7 +324,7 @@ def test_finalize_moe_with_tp_turns_on_sequence_parallel(size, tensor, turned_on
     assert ("sequence_parallel is set to True" in caplog.text) is turned_on
 
 
-def test_check_world_number_of_processes_not_divisible_raises():
+def test_check_world_raises_if_process_count_is_not_divisible():
     provider = provider_of(DENSE, SP2 | PP2)
     check_world(provider, 8)
     for world, words in ((1, "1 process,"), (6, "6 processes,")):
@@ -335,7 +335,7 @@ def test_check_world_number_of_processes_not_divisible_raises():
         check_world(provider, 8)
 
 
-def test_check_world_vision_and_language_ranks_not_adding_up_raise():
+def test_check_world_raises_if_vision_and_language_ranks_do_not_add_up():
     provider = finalized(DENSE, separate(2, 4))
     check_world(provider, 6)
     for world in (5, 7):
@@ -350,7 +350,7 @@ def test_finalize_with_separate_vision_ranks_sets_pipeline_dtype():
     assert finalized(DENSE, {}).pipeline_dtype is None
 
 
-def test_vision_tp_size_equals_language_tp_size_unless_vision_ranks_are_separate():
+def test_vision_tp_size_equals_language_tp_size_without_separate_vision_ranks():
     provider = finalized(DENSE, separate(2, 8, vision_tensor_model_parallel_size=2, model=dict(SP2)))
     assert vision_tp_size(provider) == 2
     assert vision_tp_size(finalized(DENSE, separate(2, 8, model=dict(tensor_model_parallel_size=8)))) == 1
@@ -358,7 +358,7 @@ def test_vision_tp_size_equals_language_tp_size_unless_vision_ranks_are_separate
 
 
 @given(few=st.integers(1, 8), times=st.integers(1, 8), more_vision=st.booleans())
-def test_replicas_encode_each_image_once_per_language_replica(few, times, more_vision):
+def test_vision_replicas_encode_each_share_of_every_language_replica_once(few, times, more_vision):
     """Neighboring replicas are paired in their order, as in megatron-core."""
     vision, language = (few * times, few) if more_vision else (few, few * times)
     replicas = Replicas(vision, language)

@@ -51,7 +51,7 @@ def test_autobridge_load_export_and_save_keep_every_tensor(tied_folder, tmp_path
     assert all(torch.equal(saved[name], source[name]) for name in source)
 
 
-def test_load_from_files_with_more_layers_than_config_raises(untied_folder, tmp_path):
+def test_load_hf_weights_raises_if_files_have_more_layers_than_config(untied_folder, tmp_path):
     """A model may have fewer layers than its checkpoint, but config.json must count all layers of the files."""
     bridge = AutoBridge.from_hf_pretrained(str(untied_folder))
     provider = bridge.to_megatron_provider(load_weights=False)
@@ -108,7 +108,7 @@ def test_export_without_checkpoint_uses_expert_layout_of_released_models(moe_fol
     assert {name: t.shape for name, t in exported.items()} == {name: t.shape for name, t in expected.items()}
 
 
-def test_square_expert_weights_are_transposed_by_layout_of_checkpoint(moe_folders, tmp_path):
+def test_square_expert_weights_are_transposed_as_expert_layout_requires(moe_folders, tmp_path):
     """Gate and up projections together are as wide as the model, so shapes do not show the layout."""
     folder = tmp_path / "square"
     config = AutoConfig.from_pretrained(moe_folders[ExpertLayout.INPUT_MAJOR])
@@ -143,7 +143,7 @@ def test_to_megatron_model_without_prior_setup_loads_every_weight(kind, request)
 
 
 @pytest.mark.parametrize("layout", [ExpertLayout.INPUT_MAJOR, ExpertLayout.PER_EXPERT])
-def test_load_from_checkpoint_with_missing_tensor_raises(layout, moe_folders, tmp_path):
+def test_load_raises_if_checkpoint_lacks_tensor(layout, moe_folders, tmp_path):
     source = weights(moe_folders[layout])
     del source["model.language_model.layers.1.mlp.down_proj.weight"]
     save_file(source, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -153,7 +153,7 @@ def test_load_from_checkpoint_with_missing_tensor_raises(layout, moe_folders, tm
         build(provider)
 
 
-def test_load_with_vocab_size_unlike_checkpoint_raises(untied_folder):
+def test_load_raises_if_vocab_size_differs_from_checkpoint(untied_folder):
     provider = AutoBridge.from_hf_pretrained(str(untied_folder)).to_megatron_provider(load_weights=True)
     provider.vocab_size = 400
     with pytest.raises(ValueError, match=r"embed_tokens\.weight has 512 rows, expected vocab_size, 400"):
@@ -206,7 +206,7 @@ def test_provider_dimensions_match_hf_config(moe_folder):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("hidden", "moe_ffn"), [(64, 24), (64, 32), (64, 64)])
-def test_expert_layout_is_detected_from_shapes_even_of_square_experts(layout, hidden, moe_ffn):
+def test_detect_expert_layout_recognizes_layout_even_of_square_experts(layout, hidden, moe_ffn):
     sizes = dict(hidden=hidden, moe_ffn=moe_ffn, moe_gate_up=2 * moe_ffn, experts=4)
     dimensions = Dimensions(sizes, dict(moe_layers=(1, 2), experts=range(4)), "qwen3_vl")
     shapes = {

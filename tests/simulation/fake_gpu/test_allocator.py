@@ -82,7 +82,7 @@ result["expandable"] = torch.cuda.memory._snapshot()["allocator_settings"]["expa
     ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, True, False),
     ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, False, False),
 ], ids=["unset", "on", "off"])  # fmt: skip
-def test_run_without_cuda_alloc_conf_variable_warns(on_fake_gpu, variables, expandable, warns):
+def test_run_warns_if_cuda_alloc_conf_variable_is_not_set(on_fake_gpu, variables, expandable, warns):
     run = on_fake_gpu(WARNS, **variables)
     assert run.result["expandable"] == expandable
     assert run.stderr.count("PYTORCH_CUDA_ALLOC_CONF is not set") == int(warns)

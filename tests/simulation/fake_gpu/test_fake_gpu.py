@@ -128,7 +128,7 @@ def test_fake_gpu_logs_gemms_with_sizes_and_streams(run):
     assert all(event.kind != "sync" for event in events)
 
 
-def test_fake_gpu_logs_dot_float64_bmm_and_triangular_solve(run):
+def test_fake_gpu_logs_cublas_calls_of_dot_bmm_and_triangular_solve(run):
     events = run.between("other products", "end of other products")
     names = [event.name.split()[0] for event in events if event.kind == "gemm"]
     assert names == ["cublasSdot_v2", "cublasDgemmStridedBatched", "cublasDtrsmBatched"]
@@ -170,7 +170,7 @@ def test_fake_gpu_allocations_have_real_sizes_and_can_run_out_of_memory(on_fake_
     assert "Tried to allocate 6.00 GiB" in run.result["error"]
 
 
-def test_fake_gpu_build_without_gcc_raises():
+def test_fake_gpu_build_raises_if_gcc_is_missing():
     program = "from qwen3vl_bridge.simulation import fake_gpu\nfake_gpu.build('never')"
     environment = {"PATH": "", "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)

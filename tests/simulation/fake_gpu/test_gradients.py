@@ -34,7 +34,7 @@ class TestGradients:
                 added[shape] += times
         assert added == found[f"ours {kind}"]["parameters"]
 
-    def test_chunked_loss_adds_sums_and_casts_only_of_output_layer_weight(self, found):
+    def test_chunked_loss_writes_extra_gradients_only_for_output_layer_weight(self, found):
         unchunked, chunked = (Counter(found[name]["written"]) for name in ("ours dense", "chunked"))
         assert not unchunked - chunked
         more = {entry.rpartition(" [")[0]: times for entry, times in (chunked - unchunked).items()}

@@ -66,7 +66,7 @@ class TestLastRank:
         assert seen["collectives"]["reduce_scatter_tensor"][1] == pytest.approx(4 * TRAINED, rel=0.01)
         assert seen["collectives"]["all_gather_into_tensor"][1] == pytest.approx(2 * TRAINED, rel=0.01)
 
-    def test_simulated_host_syncs_name_lines_outside_of_simulation_code(self, seen):
+    def test_simulated_host_syncs_are_attributed_to_lines_outside_simulation_code(self, seen):
         """The simulation adds none, and none is a copy to the host for a collective, which NCCL does not need."""
         lines = [line for *_, line in seen["syncs"]]
         assert any(line.startswith("optimizer/clip_grads.py:") for line in lines)
@@ -75,7 +75,7 @@ class TestLastRank:
 
 
 @pytest.mark.slow
-def test_simulate_moe_last_pipeline_stage_has_all_to_all_and_no_vision_memory(simulate):
+def test_simulated_last_pipeline_stage_of_moe_has_no_vision_memory(simulate):
     sizes = ["model.num_layers=8", "model.pipeline_model_parallel_size=2"]
     status, seen = simulate("--recipe", "qwen3_vl_30b_a3b_sft_config", "--rank", "last", *sizes)
     assert (status, seen["error"], seen["rank"]) == (0, None, 15)
@@ -86,14 +86,14 @@ def test_simulate_moe_last_pipeline_stage_has_all_to_all_and_no_vision_memory(si
 
 
 @pytest.mark.slow
-def test_simulate_too_small_gpu_exits_with_code_1(simulate):
+def test_simulate_exits_with_code_1_if_gpu_is_too_small(simulate):
     status, seen = simulate("--recipe", "qwen3_vl_8b_sft_config", "--gpus", "2", "--gpu", "A100-40GB")
     assert status == 1
     assert "CUDA out of memory" in seen["error"]
 
 
 @pytest.mark.slow
-def test_simulate_with_data_path_uses_row_of_that_data(simulate, tmp_path):
+def test_simulate_with_data_path_uses_packed_row_of_given_data(simulate, tmp_path):
     from tests.simulation.tiny_run import make_rows  # imports transformers
 
     make_rows(tmp_path)

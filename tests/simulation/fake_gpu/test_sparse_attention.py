@@ -34,7 +34,7 @@ result["syncs"] = len(syncs)
 """
 
 
-def test_sparse_attention_released_size_launches_kernels_without_synchronizing(on_fake_gpu):
+def test_sparse_attention_of_released_size_launches_kernels_and_does_not_sync(on_fake_gpu):
     """Triton kernels compute documents longer than the budget, FlashAttention the others."""
     run = on_fake_gpu(PROGRAM)
     tokens, long = 8192, 7092

@@ -56,7 +56,7 @@ class TestStep:
         assert own_syncs(run, case) == {SUMS: 1}
 
     @of_each_case
-    def test_guard_synchronizes_last_before_optimizer_step(self, run, case):
+    def test_last_sync_before_optimizer_step_is_sync_of_guard(self, run, case):
         """megatron-core reads the norm first, unless Transformer Engine computes it.
 
         Without a guard the sums are read after Megatron-Bridge has synchronized.
@@ -119,7 +119,7 @@ class TestStep:
         computing = {event.stream for event in events if event.kind == "gemm"}
         assert pixels not in computing
 
-    def test_context_parallel_step_exchanges_image_features_and_gathers_keys_and_values(self, run):
+    def test_context_parallel_step_exchanges_image_features_and_gathers_kv(self, run):
         """In four microbatches: image features and their gradients, keys and values of four layers, and weights."""
         numbers = {name: number for name, (number, _) in run.result["CP2 packed"]["sent"].items()}
         assert (numbers["all_to_all_single"], numbers["all_gather_into_tensor"]) == (4 * 2, 4 * 4 + 1)

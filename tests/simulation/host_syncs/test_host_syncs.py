@@ -139,7 +139,7 @@ def test_forward_and_backward_have_no_host_syncs_in_our_code(folders, family, co
 @pytest.mark.parametrize(
     "family", ["dense", pytest.param("MoE", marks=pytest.mark.slow), pytest.param("Qwen3.5", marks=pytest.mark.slow)]
 )
-def test_step_with_guard_has_host_syncs_in_our_code_only_to_read_metrics(folders, family):
+def test_our_code_in_step_with_guard_syncs_only_to_read_metrics(folders, family):
     found = count_step(folders[family], Topology(1), "packed")
     check(found)
     row = f"| {family} | {numbers(found['step'])} | {numbers(found['metrics'])} |"
@@ -158,7 +158,7 @@ RUNS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "kind"), list(zip(itertools.cycle(["dense", "MoE"]), RUNS)))
-def test_lora_bf16_and_fsdp_steps_have_host_syncs_in_our_code_only_for_metrics(folders, family, kind):
+def test_our_code_in_lora_bf16_and_fsdp_steps_syncs_only_to_read_metrics(folders, family, kind):
     settings = dict(RUNS[kind])
     topology = Topology(1, distributed_optimizer=settings.pop("distributed_optimizer", False))
     if "peft" in settings:
@@ -198,7 +198,7 @@ def on_ranks(folders):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
-def test_step_on_two_ranks_has_host_syncs_in_our_code_only_for_metrics(on_ranks, case):
+def test_our_code_in_step_on_two_ranks_syncs_only_to_read_metrics(on_ranks, case):
     for found in on_ranks[case]:
         check(found, JOINT_NORM if case[1] == "1 + 1" else frozenset())
 
@@ -272,7 +272,7 @@ def numbers(seen: Seen) -> str:
 
 
 @pytest.mark.slow
-def test_results_page_lists_counted_host_syncs(folders):
+def test_benchmark_results_page_lists_counted_host_syncs(folders):
     """Check the tables of benchmarks/results/README.md; counts of a full step are compared above."""
     page, dense = RESULTS.read_text(), folders["dense"]
     config = AutoConfig.from_pretrained(dense)

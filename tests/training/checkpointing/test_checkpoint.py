@@ -84,14 +84,14 @@ def test_exported_config_has_rope_scaling_of_run(inputs, tmp_path):
         set_up(replicated(replace(inputs, hf=tmp_path / "hf"), None, model__rope_parameters=None))
 
 
-def test_ckpt_step_resumes_from_that_step_or_raises_if_missing(saved, inputs):
+def test_run_resumes_from_ckpt_step_or_raises_if_checkpoint_is_missing(saved, inputs):
     make, folder, _ = saved
     assert resume(make, inputs, folder, checkpoint__ckpt_step=1).progress.step == 1
     with pytest.raises(CheckpointError, match=r"iter_0000007 is not a checkpoint.*iterations found"):
         resume(make, inputs, folder, checkpoint__ckpt_step=7)
 
 
-def test_load_with_finetune_restores_only_weights(saved, inputs, tmp_path):
+def test_load_restores_only_weights_if_finetune_is_true(saved, inputs, tmp_path):
     make, folder, before = saved
     run = resume(make, inputs, folder, tmp_path, checkpoint__finetune=True, checkpoint__save_optim=False)
     assert run.progress.step == run.progress.consumed_train_samples == run.scheduler.num_steps == 0
@@ -100,7 +100,7 @@ def test_load_with_finetune_restores_only_weights(saved, inputs, tmp_path):
     assert same(weights_and_moments(stored(tmp_path))[0], weights_and_moments(before)[0])
 
 
-def test_load_and_save_without_optimizer_keep_weights_but_no_moments(saved, inputs, tmp_path):
+def test_load_and_save_without_optimizer_state_keep_only_weights(saved, inputs, tmp_path):
     make, folder, before = saved
     run = resume(make, inputs, folder, tmp_path, checkpoint__load_optim=False, checkpoint__save_optim=False)
     assert run.progress.step == 2 and run.scheduler.num_steps == 0
@@ -108,7 +108,7 @@ def test_load_and_save_without_optimizer_keep_weights_but_no_moments(saved, inpu
     save(run)
     weights, moments = weights_and_moments(stored(tmp_path))
     assert same(weights, weights_and_moments(before)[0]) and not moments
-    with pytest.raises(CheckpointError, match=r"saved without the optimizer.*load_optim=false"):
+    with pytest.raises(CheckpointError, match=r"saved without optimizer state.*load_optim=false"):
         resume(make, inputs, tmp_path)
     assert resume(make, inputs, tmp_path, checkpoint__load_optim=False).progress.step == 2
 
@@ -121,15 +121,15 @@ def test_resumed_run_saves_hugging_face_files_of_loaded_checkpoint(saved, inputs
     assert "tokenizer.json" in before and before == after
 
 
-def test_load_empty_folder_starts_at_step_0_or_raises_if_checkpoint_is_required(inputs, tmp_path):
+def test_load_from_empty_folder_raises_only_if_checkpoint_is_required(inputs, tmp_path):
     assert set_up(replicated(inputs, tmp_path)).progress.step == 0
     for first in (str(inputs.hf), None):
         settings = dict(checkpoint__pretrained_checkpoint=first, checkpoint__exit_on_missing_checkpoint=True)
-        with pytest.raises(CheckpointError, match="which has no checkpoint; expected a folder with one"):
+        with pytest.raises(CheckpointError, match=r"which contains no checkpoint\. Set it to a folder with"):
             set_up(replicated(inputs, tmp_path, **settings))
 
 
-def test_load_tracker_file_naming_missing_checkpoint_raises(saved, inputs, tmp_path):
+def test_load_raises_if_tracker_file_names_missing_checkpoint(saved, inputs, tmp_path):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     with pytest.raises(CheckpointError, match="iter_0000007 is not a checkpoint"):
         resume(saved[0], inputs, tmp_path)
@@ -140,7 +140,7 @@ def test_load_tracker_file_naming_missing_checkpoint_raises(saved, inputs, tmp_p
     (dict(ffn_hidden_size=64), r"ffn_hidden_size is \d+, expected 64", r"misshapen: .*linear_fc1.weight_v"),
     (dict(num_layers=5), r"different model(.|\n)*num_layers is 4, expected 5", r"missing: .*layers\.4\.mlp"),
 ])  # fmt: skip
-def test_initial_weights_of_model_with_different_config_raise(inputs, settings, of_hugging_face, of_an_import):
+def test_set_up_raises_if_initial_weights_have_different_config(inputs, settings, of_hugging_face, of_an_import):
     for folder, message in ((inputs.hf, of_hugging_face), (inputs.megatron, of_an_import)):
         cfg = replicated(inputs, None, checkpoint__pretrained_checkpoint=str(folder))
         for name, value in settings.items():
@@ -149,7 +149,7 @@ def test_initial_weights_of_model_with_different_config_raise(inputs, settings, 
             set_up(cfg)
 
 
-def test_initial_weights_with_unexpected_layers_raise(inputs, tmp_path):
+def test_set_up_raises_if_initial_weights_have_unexpected_layers(inputs, tmp_path):
     short = model_with_config(tmp_path / "short", inputs.hf, {"text_config": {"num_hidden_layers": 3}})
     (short / "processor_config.json").write_text('{"auto_map": {"AutoProcessor": "code.Own"}}')  # must not be executed
     cfg = replicated(inputs, None, checkpoint__pretrained_checkpoint=str(short))
@@ -158,7 +158,7 @@ def test_initial_weights_with_unexpected_layers_raise(inputs, tmp_path):
         set_up(cfg)
 
 
-def test_initial_moe_weights_for_dense_run_raise(inputs, moe_folder):
+def test_set_up_raises_if_initial_weights_of_dense_run_have_experts(inputs, moe_folder):
     with pytest.raises(CheckpointError, match=r"moe_layers is \(0, 2, 3\), expected \(\)"):
         set_up(replicated(inputs, None, checkpoint__pretrained_checkpoint=str(moe_folder)))
 
@@ -192,10 +192,10 @@ def test_resumed_moe_run_restores_random_states_unless_load_rng_is_false(inputs,
     assert losses(log) == losses(whole[2:]) and not set(others) & set(drawn[2:])
 
 
-def test_training_callbacks_in_spawned_process_raise(inputs, monkeypatch):
+def test_training_callbacks_raises_in_spawned_process(inputs, monkeypatch):
     """Asynchronous saving spawns a process that imports the script; without a `__main__` guard it would train."""
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
-    with pytest.raises(RuntimeError, match="put the script's code under `if __name__ =="):
+    with pytest.raises(RuntimeError, match="put its code under `if __name__ =="):
         qwen3vl_bridge.training_callbacks(inputs.config(None))
 
 
@@ -304,24 +304,24 @@ def load(state, **more):
     return weight_loading.load_fsdp_weights(theirs, **arguments | more)
 
 
-def test_load_fsdp_weights_reads_weights_by_names_in_checkpoint(fsdp_state):
+def test_load_fsdp_weights_requests_weights_under_names_of_checkpoint(fsdp_state):
     assert load(fsdp_state.state) == "theirs"
     (read,) = fsdp_state.read
     assert read["model"].keys() < {name.removeprefix("model.") for name in fsdp_state.found}
     assert all(any(tensor is own for own in fsdp_state.state["model"].values()) for tensor in read["model"].values())
 
 
-def test_load_fsdp_weights_with_renamed_optimizer_state_raises(fsdp_state):
+def test_load_fsdp_weights_raises_if_optimizer_state_is_renamed(fsdp_state):
     fsdp_state.state["optimizer"] = {"state": {}}
     load(fsdp_state.state)  # the checkpoint has no optimizer state
     fsdp_state.found["optimizer.state.module.x.exp_avg"] = None
     with pytest.raises(
-        CheckpointError, match=r"RUN.* its optimizer state has the parameter names of that spec: .*load_optim=False"
+        CheckpointError, match=r"RUN.* its optimizer state uses the parameter names of that spec: .*load_optim=False"
     ):
         load(fsdp_state.state)
 
 
-def test_load_fsdp_weights_leaves_models_without_our_provider_to_megatron_bridge(fsdp_state):
+def test_load_fsdp_weights_calls_megatron_bridge_for_models_of_other_providers(fsdp_state):
     fsdp_state.chunk.config = types.SimpleNamespace()
     assert load(fsdp_state.state) == load(None, rank0=True) == "theirs"
     assert fsdp_state.read == []

@@ -124,13 +124,13 @@ def test_expert_parallel_run_starts_from_either_megatron_format(found, moe_folde
     assert run["first_step"] == 0 and same_as(moe_folder, run["weights"]) and len(run["log"]) == 1
 
 
-def test_loss_averaged_per_microbatch_on_two_ranks_matches_one_process(found, most, inputs):
+def test_loss_on_two_ranks_without_per_token_loss_matches_one_process(found, most, inputs):
     """`calculate_per_token_loss=False` on two data-parallel ranks still reports the mean over tokens."""
     log, right = found["per microbatch"]["log"], alone(inputs, 2, **MEANS)
     check(errors(log, right), most[torch.float32])
 
 
-def test_moe_run_resumed_with_different_expert_parallel_size_matches_unsplit_run(found, most):
+def test_moe_run_resumed_with_other_expert_parallel_size_matches_one_process(found, most):
     """EP 2, then EP 1 on both ranks, then EP 2 again."""
     chain = [found[f"experts, {n} steps"] for n in (1, 2, 3)]
     assert [run["first_step"] for run in chain] == [0, 1, 2]
@@ -150,7 +150,7 @@ def test_run_from_checkpoint_or_initial_weights_matches_one_process(found, expec
     check(errors(run["log"], expected[step:]), most[torch.float32])
 
 
-def test_fsdp_run_with_meta_device_init_equals_run_without(found):
+def test_fsdp_run_losses_do_not_depend_on_meta_device_init(found):
     """`cfg.model.init_model_with_meta_device`, as in Megatron-Bridge's recipes for Megatron-FSDP."""
     run = found["sharded, made on the host"]
     assert run["first_step"] == 0 and run["log"] == found["sharded, exact"]["log"][:2]
@@ -184,7 +184,7 @@ def test_lora_run_starts_from_any_checkpoint_format_and_resumes_bit_exactly(foun
     ("of another model", "holds a different model from the run's"),
     ("adapters alone", "holds only the adapters and other parameters"),
 ])  # fmt: skip
-def test_initial_weights_of_different_model_or_only_adapters_raise(found, name, message):
+def test_set_up_raises_if_initial_weights_are_adapters_or_of_different_model(found, name, message):
     assert message in found[name]["error"] and found[name]["error"].startswith("CheckpointError")
 
 
@@ -222,12 +222,12 @@ class TestConfiguration:
         assert has_checkpoint(cfg.checkpoint)
         assert not same_as(inputs.hf, self.exported(cfg, self.build(cfg)))
 
-    def test_custom_checkpoint_manager_gets_no_initial_weights_hook(self, cfg):
+    def test_validate_adds_no_initial_weights_hook_for_custom_checkpoint_manager(self, cfg):
         own = cfg.checkpoint.custom_manager_class = "qwen3vl_bridge.mine.Manager"
         cfg.validate()
         assert cfg.checkpoint.custom_manager_class == own and cfg.model.pre_wrap_hook is None
 
-    def test_fsdp_run_that_saves_in_float32_raises(self, inputs, tmp_path):
+    def test_fsdp_run_raises_if_it_would_save_in_float32(self, inputs, tmp_path):
         def cfg(**given):
             places = str(inputs.hf), str(inputs.data), None, str(tmp_path)
             made = Start("sharded", *places, steps(1), **given).config()
@@ -244,14 +244,14 @@ class TestConfiguration:
         (dict(model__tensor_model_parallel_size=2), "model.tensor_model_parallel_size is 2 with .*, expected 1"),
         (dict(checkpoint__pretrained_checkpoint=None), "pretrained_checkpoint is None with .*, expected first we"),
     ])  # fmt: skip
-    def test_meta_device_init_with_unsupported_settings_raises(self, cfg, settings, message):
+    def test_meta_device_init_raises_if_setting_is_unsupported(self, cfg, settings, message):
         for name, value in (ON_HOST | dict(ddp__use_megatron_fsdp=True) | settings).items():
             section, _, field = name.partition("__")
             setattr(getattr(cfg, section), field, value)
         with pytest.raises(ValueError, match=message):
             run_checks(run_validation.ON_META_DEVICE, cfg)
 
-    def test_allocate_on_host_of_meta_device_buffers_raises(self):
+    def test_allocate_on_host_raises_if_buffers_are_on_meta_device(self):
         module = torch.nn.BatchNorm1d(3, device="meta")
         with pytest.raises(CheckpointError, match=r"no values for the buffers .*running_mean, running_var, "):
             _allocate_on_host(module)
@@ -280,7 +280,7 @@ class TestConfiguration:
         trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         assert cfg.peft is peft and trained and all(".adapter." in name for name in trained)
 
-    def test_pretrained_checkpoint_folder_without_checkpoint_raises(self, cfg, tmp_path):
+    def test_build_raises_if_pretrained_checkpoint_folder_has_no_checkpoint(self, cfg, tmp_path):
         cfg.checkpoint.pretrained_checkpoint = str(tmp_path)
         with pytest.raises(CheckpointError, match="is not a Megatron checkpoint"):
             self.build(cfg)

@@ -79,7 +79,7 @@ def test_run_stopped_by_sigterm_saves_and_resumes_bit_exactly(inputs, unbroken, 
     assert runs.until(left_after + 1, signal.SIGINT) == 130
     newest = int(checkpoints(runs.folder)[-1].removeprefix("iter_"))
     continues = (
-        rf"interrupted after step \d: the same command continues from step {newest}; SIGTERM, instead of .* first"
+        rf"interrupted after step \d: the same command continues from step {newest}; SIGTERM instead of .* first"
     )
     assert re.fullmatch(continues, runs.last_words())
     runs.to_the_end()
@@ -100,7 +100,7 @@ def test_torchrun_stopped_by_sigterm_saves_and_resumes(inputs, tmp_path):
     assert log == list(range(1, 31))
 
 
-def test_torchrun_of_megatron_bridge_loop_stopped_by_sigterm_saves(inputs, tmp_path):
+def test_megatron_bridge_loop_under_torchrun_saves_when_stopped_by_sigterm(inputs, tmp_path):
     """The process that saves exists since the first save, and must survive the signal."""
     settings = dict(train__train_iters=400, checkpoint__save_interval=2, dataset__num_workers=1)
     save, weights = tmp_path / "run", str(inputs.hf)

@@ -106,7 +106,7 @@ def test_run_from_megatron_checkpoint_exports_its_trained_weights(found, tmp_pat
         assert all(torch.equal(stored[name], weights[name]) for name in stored)
 
 
-def test_rank_killed_or_failing_during_save_keeps_older_checkpoint(data, untied_folder, tmp_path):
+def test_older_checkpoint_survives_if_rank_is_killed_or_fails_during_save(data, untied_folder, tmp_path):
     def journey(name: str, split: str, **kind) -> dict:
         places = str(untied_folder), str(data), str(tmp_path / name)
         return asdict(Journey(*places, split, settings=dict(train__train_iters=4), **kind))

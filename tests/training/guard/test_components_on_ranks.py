@@ -175,7 +175,7 @@ def test_component_learning_rates_and_norms_on_ranks_match_transformers(referenc
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_nan_sample_on_ranks_is_named_and_its_step_is_skipped(found, case):
+def test_guard_on_ranks_skips_step_and_names_sample_with_nan_loss(found, case):
     ours = found[case]
     assert ours["skipped"] and ours["same"] and len(ours["messages"]) == 1, ours
     (message,) = ours["messages"]

@@ -163,7 +163,7 @@ def test_skipped_steps_leave_weights_and_optimizer_unchanged(skipping):
     assert entries[GRADIENT - 1]["grad_norm_language_model"] > 0
 
 
-def test_message_of_skipped_step_names_bad_samples(inputs, bad_samples, skipping):
+def test_guard_message_of_skipped_step_names_bad_samples(inputs, bad_samples, skipping):
     _, _, (nan, gradient, wrong), _ = skipping
     assert nan.startswith(f"step {NAN}: the loss is nan") and nan.endswith(f": {bad_samples[0].row[2]} (nan)")
     assert gradient.startswith(f"step {GRADIENT}: the loss is ") and "but the gradient norm is nan" in gradient
@@ -186,7 +186,7 @@ def test_resumed_run_with_guard_equals_uninterrupted_run(inputs, bad_samples, sk
 
 
 @pytest.mark.parametrize(("kind", "step"), [("nan", NAN), ("spike", WRONG), ("gradient", GRADIENT)])
-def test_guard_set_to_stop_raises_before_weights_change(inputs, bad_samples, kind, step):
+def test_guard_with_on_spike_stop_raises_before_weights_change(inputs, bad_samples, kind, step):
     before, callbacks = extra()
     callbacks = callbacks if kind == "gradient" else callbacks[:1]
     mine = tuple(bad for bad in bad_samples if bad.kind == {"nan": "nan", "spike": "wrong"}.get(kind))
@@ -226,7 +226,7 @@ def test_check_step_reports_loss_above_factor_times_median_as_spike(values, wind
 
 
 @given(st.lists(st.sampled_from([1.0, 2.5, math.nan, None]), max_size=20), st.integers(2, 5), st.integers(0, 20))
-def test_latest_losses_read_from_log_match_those_of_guard(values, window, step):
+def test_latest_losses_of_log_equal_losses_that_guard_remembers(values, window, step):
     guard, lines = Guard(GuardConfig(spike_window=window)), []
     for number, value in enumerate(values, 1):
         tokens = 0 if value is None else 20
@@ -242,13 +242,13 @@ def test_latest_losses_read_from_log_match_those_of_guard(values, window, step):
     (dict(ddp__check_for_nan_in_grad=True), "ddp.check_for_nan_in_grad is True with .*: it ends the run before"),
     (dict(guard__on_nan="ignore"), "guard.on_nan is 'ignore', expected one of"),
 ])  # fmt: skip
-def test_guard_conflicting_or_unknown_settings_raise(inputs, settings, message):
+def test_guard_raises_if_settings_conflict_or_are_unknown(inputs, settings, message):
     cfg = replicate(inputs.config(None, **{"guard__on_nan": "skip", **settings}))
     with pytest.raises(ValueError, match=message):
         cfg.validate()
 
 
-def test_guard_without_training_callbacks_raises(inputs):
+def test_guard_raises_if_training_callbacks_are_missing(inputs):
     run = set_up(replicate(inputs.config(None)))  # without callbacks
     run.cfg.guard = GuardConfig()
     with pytest.raises(ValueError, match=r"guard would be ignored, .* callbacks=qwen3vl_bridge.training_callbacks"):
@@ -279,7 +279,7 @@ class Rates(Before):
         self.seen.append({name: mains[getattr(p, "main_param", p)] for name, p in named})
 
 
-def test_component_learning_rates_scale_with_schedule_and_only_matrices_decay(inputs):
+def test_component_learning_rates_follow_schedule_and_only_matrices_decay(inputs):
     rates = Rates()
     cfg = config_with_rates(inputs, None, vision_model_lr=1e-3, vision_projection_lr=6e-3)
     cfg.optimizer.min_lr = 3e-4
@@ -313,12 +313,12 @@ def test_run_with_frozen_component_resumes_bit_exactly(inputs, tmp_path):
     (dict(vision_model_lr=-1.0),
      r"vision_model_lr is -1.0, expected more than 0; to freeze it, set model.freeze_vision_model"),
     (dict(vision_model_lr=1e-4, model__freeze_vision_model=True), r"expected None with model.freeze_vision_model"),
-    (dict(vision_model_lr=1e-4, cfg__peft="any"), r"expected none with peft"),
+    (dict(vision_model_lr=1e-4, cfg__peft="any"), r"with peft only adapters are trained"),
     (dict(vision_model_lr=1e-4, optimizer__min_lr=1.0), r"that is at least min_lr"),
-    (dict(vision_model_lr=1e-4, scheduler__lr_warmup_init=1e-3), r"no less than scheduler.lr_warmup_init, 0.001"),
+    (dict(vision_model_lr=1e-4, scheduler__lr_warmup_init=1e-3), r"at least scheduler.lr_warmup_init, 0.001"),
     (dict.fromkeys([f"{c.value}_lr" for c in Component], 1e-4), r"optimizer.lr, 0.003, would be ignored"),
 ])  # fmt: skip
-def test_component_learning_rates_invalid_or_contradicting_raise(inputs, settings, message):
+def test_component_learning_rates_raise_if_invalid_or_contradictory(inputs, settings, message):
     towers = {name: value for name, value in settings.items() if "__" not in name}
     cfg = config_with_rates(inputs, None, **towers)
     for name, value in settings.items():

@@ -224,7 +224,7 @@ def test_resumed_run_with_muon_equals_uninterrupted_run(inputs, tmp_path):
     (dict(optimizer__use_layer_wise_distributed_optimizer=True), "optimizer.bf16 is False"),
     (dict(optimizer__optimizer="soap"), "optimizer.optimizer is 'soap', expected 'adam', 'sgd', 'lion', 'muon'"),
 ])  # fmt: skip
-def test_muon_unsupported_settings_raise(inputs, settings, message):
+def test_muon_raises_if_setting_is_unsupported(inputs, settings, message):
     cfg = replicated(inputs, None, distributed=False, optimizer__optimizer="muon")
     for name, value in settings.items():
         section, _, field = name.partition("__")
@@ -233,14 +233,14 @@ def test_muon_unsupported_settings_raise(inputs, settings, message):
         cfg.validate()
 
 
-def test_get_megatron_optimizer_muon_with_distributed_optimizer_raises(inputs):
+def test_get_megatron_optimizer_raises_for_muon_with_distributed_optimizer(inputs):
     run = set_up(replicated(inputs, None, distributed=True), data=False)
     config = OptimizerConfig(optimizer="muon", lr=1e-3)
     with pytest.raises(ValueError, match="use_distributed_optimizer is True with optimizer 'muon', expected False"):
         get_megatron_optimizer(config, run.model, pg_collection=run.groups)
 
 
-def test_muon_with_query_group_split_over_ranks_raises(inputs):
+def test_muon_raises_if_query_group_is_divided_over_ranks(inputs):
     run = set_up(replicated(inputs, None, distributed=False), data=False)
     config = OptimizerConfig(optimizer="muon", lr=1e-3)
     projection = get_attr_wrapped_model(run.model[0], "language_model").decoder.layers[1].self_attention.linear_qkv

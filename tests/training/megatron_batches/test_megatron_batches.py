@@ -225,7 +225,7 @@ def test_padding_mask_of_collator_batch_reaches_every_router(pair, untied_folder
     assert all(torch.equal(mask, expected) for mask in masks_that_arrive(pair, inputs=batch.local()))
 
 
-def test_rows_without_attention_mask_take_padding_from_pad_token_id(provider, rows, monkeypatch):
+def test_padding_is_found_by_pad_token_id_if_batch_has_no_attention_mask(provider, rows, monkeypatch):
     batch, real = rows(), rows()["attention_mask"].bool()
     lengths = real.sum(-1).tolist()
     processors_own = int(batch["input_ids"][0, lengths[0]])
@@ -235,7 +235,7 @@ def test_rows_without_attention_mask_take_padding_from_pad_token_id(provider, ro
     assert list(from_collator(batch, provider).layout.lengths) == lengths
 
 
-def test_labels_of_minus_100_become_zero_and_loss_mask_is_kept(provider, rows):
+def test_from_collator_replaces_labels_of_minus_100_and_keeps_loss_mask(provider, rows):
     batch = from_collator(rows(), provider)
     assert (rows()["labels"] == -100).any() and batch.labels.min() == 0
     assert torch.equal(batch.loss_mask, rows()["loss_mask"])
@@ -248,7 +248,7 @@ def test_pixel_values_of_collator_batch_are_not_copied(provider, rows):
     assert from_collator(batch, provider).vision.pixel_values.data_ptr() == pixels.data_ptr()
 
 
-def test_energon_encoder_batch_is_converted_with_sample_ids(provider, untied_folder, conversations):
+def test_from_collator_keeps_sample_ids_of_energon_encoder_batch(provider, untied_folder, conversations):
     """Batches are dicts of the same collator with more keys."""
     processor = AutoProcessor.from_pretrained(untied_folder)
     encoder = QwenVLTaskEncoder(processor.tokenizer, processor, max_padding_length=512)
@@ -266,7 +266,7 @@ def video():
     return GenericVisualInputs(pixel_values_videos=torch.zeros(32, 1536), video_grid_thw=grid)
 
 
-def test_collator_faults_of_videos_rows_and_images_warn_once_each(provider, rows, caplog):
+def test_from_collator_warns_once_about_each_fault_of_collator(provider, rows, caplog):
     megatron_batches._warn.cache_clear()
     ids = torch.tensor([[5, *[provider.video_token_id] * 4, 6, *[provider.video_token_id] * 4, 7, 8]])
     batch = dict(input_ids=ids, labels=ids.roll(-1), loss_mask=torch.ones(1, 12), visual_inputs=video())
@@ -281,7 +281,7 @@ def test_collator_faults_of_videos_rows_and_images_warn_once_each(provider, rows
     assert all("qwen3vl_bridge.Qwen3VLConversationProvider " in record.message for record in caplog.records)
 
 
-def test_batch_with_image_tokens_cut_at_seq_length_raises(provider, rows):
+def test_from_collator_raises_if_seq_length_cuts_image_tokens(provider, rows):
     batch = {name: value if name == "visual_inputs" else value[2:] for name, value in rows().items()}
     batch["visual_inputs"] = replace(batch["visual_inputs"])
     batch["loss_mask"][:, 0], batch["labels"][:, 0] = 1, batch["input_ids"][:, 1]  # otherwise these raise first
@@ -309,7 +309,7 @@ def int32(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-def test_packed_batch_keeps_lengths_with_and_without_padding(provider):
+def test_from_collator_keeps_lengths_and_padded_lengths_of_packed_batch(provider):
     layout = from_collator(packed(), provider).layout
     assert (layout.lengths, layout.padded_lengths) == ((3, 2), (4, 4))
 
@@ -324,7 +324,7 @@ def test_packed_batch_keeps_lengths_with_and_without_padding(provider):
     (dict(cu_seqlens_q_padded=int32(0, 4, 7)), r"2 segments of 7 tokens in all, input_ids has shape \[1, 8\]"),
     (dict(cu_seqlens_q=int32(0, 5, 3)), r"cu_seqlens_q is \[0, 5, 3\], expected offsets that ascend from 0"),
     (dict(cu_seqlens_q_padded=int32(1, 4, 8)), "expected offsets that ascend from 0"),
-    (dict(cu_seqlens_q=int32(0, 5, 6)), r"segments of \[5, 1\] tokens in lengths of \[4, 4\]"),
+    (dict(cu_seqlens_q=int32(0, 5, 6)), r"segments of \[5, 1\] tokens in padded lengths of \[4, 4\]"),
     (dict(cu_seqlens_kv=int32(0, 2, 5)), r"cu_seqlens_kv is \[0, 2, 5\], expected \[0, 3, 5\] as for queries"),
     (dict(loss_mask=torch.ones(1, 8)), r"entries in \[-100, 5\], expected"),
     (dict(loss_mask=torch.tensor([[1.0, 1, 0, 1, 1, 0, 0, 0]]), labels=torch.tensor([[2, 3, 9, 9, 5, 9, 9, 9]])),
@@ -333,23 +333,23 @@ def test_packed_batch_keeps_lengths_with_and_without_padding(provider):
     (dict(position_ids=torch.arange(8)[None]), r"position_ids has 4 for token 0 of a segment"),
     (dict(position_ids=torch.arange(7)[None]), r"position_ids has shape \[1, 7\]"),
 ])  # fmt: skip
-def test_inconsistent_collator_batch_raises(provider, changes, message):
+def test_from_collator_raises_if_batch_is_inconsistent(provider, changes, message):
     with pytest.raises(ValueError, match=message):
         from_collator(packed(**changes), provider)
 
 
-def test_batch_that_is_not_a_dict_raises(provider):
+def test_from_collator_raises_if_batch_is_not_a_dict(provider):
     with pytest.raises(TypeError, match="found a batch of type list"):
         from_collator([1], provider)
 
 
-def test_microbatch_with_images_of_all_microbatches_raises(provider, rows, untied_folder, conversations):
+def test_from_collator_raises_if_microbatch_has_all_images_of_batch(provider, rows, untied_folder, conversations):
     """Megatron-Bridge's loop passes such batches with dataloader_type "batch"."""
     dataset = direct(untied_folder, conversations, dataloader_type="batch")
     for part in split_batch_into_microbatches(rows(), 3):
         with pytest.raises(ValueError, match="image") as caught:
             from_collator(part, provider, dataset)
-        assert "passes the images of all microbatches to each" in caught.value.__notes__[0]
+        assert "passes all images to each" in caught.value.__notes__[0]
 
 
 IN_BATCH = dict(enable_in_batch_packing=True)
@@ -398,8 +398,8 @@ def test_run_on_megatron_bridge_dataset_resumes_bit_exactly(inputs, conversation
         assert [entry["step"] for entry in steps(train(make("halves", **longer)))] == [4]
 
 
-def test_images_with_dataloader_type_batch_raise(inputs, conversations):
-    with pytest.raises(ValueError, match="expected 'single' or 'cyclic' for data with images"):
+def test_train_raises_if_dataloader_type_is_batch_and_data_has_images(inputs, conversations):
+    with pytest.raises(ValueError, match="use 'single' or 'cyclic' for data with images"):
         train(config(inputs, None, direct(inputs.hf, conversations, dataloader_type="batch")))
 
 
@@ -428,7 +428,7 @@ def test_run_on_energon_dataset_trains_and_is_reproducible(inputs, tmp_path, pac
 
 
 @pytest.mark.slow
-def test_resume_on_energon_dataset_without_loader_state_raises(inputs, tmp_path):
+def test_resume_on_energon_dataset_raises_if_loader_state_is_missing(inputs, tmp_path):
     path = write_webdataset(tmp_path)
 
     def run(**settings):
@@ -437,6 +437,6 @@ def test_resume_on_energon_dataset_without_loader_state_raises(inputs, tmp_path)
         return train(cfg, stop_after=1)
 
     assert len(run()) == 1
-    with pytest.raises(ValueError, match=r"no state of its loader for iter_0000001.*Qwen3VLEnergonProvider; or"):
+    with pytest.raises(ValueError, match=r"no state of its loader for iter_0000001.*Qwen3VLEnergonProvider; or set"):
         run()
     assert [entry["step"] for entry in run(checkpoint__finetune=True)] == [1]

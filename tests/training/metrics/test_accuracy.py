@@ -76,7 +76,7 @@ def places(request, inputs, tmp_path_factory):
     return request.param, hf, folder, lines
 
 
-def test_logged_accuracy_is_fraction_of_right_answers(places):
+def test_log_entry_accuracy_equals_fraction_of_right_answers(places):
     _, hf, data, right = places
     assert 0 < sum(right) < len(right)
     log = train(config_with_questions(hf, data, {}))
@@ -129,7 +129,7 @@ def test_accuracy_with_megatron_fsdp_is_right_and_leaves_training_unchanged(shar
 
 
 @pytest.mark.parametrize("name", ["pipeline_model_parallel_size", "context_parallel_size"])
-def test_accuracy_with_pipeline_or_context_parallelism_raises(places, name):
+def test_accuracy_raises_if_pipeline_or_context_parallelism_is_used(places, name):
     _, hf, data, _ = places
     with pytest.raises(ValueError, match=f"{name} is 2 with accuracy.path .*: generation needs"):
         config_with_questions(hf, data, {name: 2}).validate()

@@ -77,7 +77,7 @@ def samples(moe_folder):
     return [s for batch in step_samples("mixed", AutoConfig.from_pretrained(moe_folder), 0) for s in batch]
 
 
-def test_counts_of_tokens_images_and_patches_match_samples(alone, samples):
+def test_meter_counts_tokens_images_and_patches_of_samples(alone, samples):
     images = [grid for s in samples for grid in s.pixels.get("image_grid_thw", torch.empty(0, 3)).long().tolist()]
     videos = [grid for s in samples for grid in s.pixels.get("video_grid_thw", torch.empty(0, 3)).long().tolist()]
     frames = [h * w for t, h, w in images + videos for _ in range(t)]
@@ -96,7 +96,7 @@ def test_counts_of_tokens_images_and_patches_match_samples(alone, samples):
         assert count == (len(samples) if rows == "padded" else MICROBATCHES)
 
 
-def test_tokens_per_expert_match_transformers_routers(alone, samples, moe_folder):
+def test_number_of_tokens_per_expert_matches_transformers_routers(alone, samples, moe_folder):
     model = AutoModelForImageTextToText.from_pretrained(moe_folder, attn_implementation="eager")
     config, text = model.config, model.config.text_config
     expected = 0
@@ -131,7 +131,7 @@ def test_metrics_on_two_ranks_equal_one_rank(alone, moe_folder):
         assert ours["load_balancing_loss"] == pytest.approx(theirs["load_balancing_loss"], rel=1e-5), name
 
 
-def test_expert_load_is_near_token_counts_and_balancing_loss_near_one(alone):
+def test_expert_load_max_matches_token_counts_and_balancing_loss_is_near_one(alone):
     counts, metrics = alone["packed"]["counts"].double(), alone["packed"]["metrics"]
     loads = counts.amax(1) / counts.mean(1)
     assert 1 < loads.mean() < loads.max()
@@ -185,7 +185,7 @@ def test_expert_metrics_on_two_pipeline_stages_match_one_rank(depths, metrics):
     ("NVIDIA H100 NVL", None), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("NVIDIA H800", None),
     ("NVIDIA GH200 480GB", None), ("NVIDIA GeForce RTX 4090", None),
 ])  # fmt: skip
-def test_peak_flops_matches_known_device_names_and_is_none_otherwise(device, peak):
+def test_peak_flops_returns_none_for_unknown_device_names(device, peak):
     assert peak_flops(device) == peak
 
 
@@ -402,7 +402,7 @@ def test_wandb_run_gets_logged_metrics(inputs, tmp_path, monkeypatch):
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
 
-def test_dropped_samples_are_logged_by_dataset(inputs, tmp_path, caplog):
+def test_metrics_log_counts_dropped_samples_of_each_dataset(inputs, tmp_path, caplog):
     """Metrics count excluded samples by dataset; zeros are omitted."""
     cfg = replicate(inputs.config(None, logger__log_interval=1))
     (tmp_path / "bad.jsonl").write_text('{"messages": []}\n' * 40)

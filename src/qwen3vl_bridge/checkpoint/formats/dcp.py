@@ -62,7 +62,7 @@ def _size(values: Any = ()) -> tuple[Any, ...]:
 
 
 def _empty_dict() -> dict[Any, Any]:
-    """Return an empty dict for a pickled OrderedDict. It takes no arguments: their keys would be hashed unchecked."""
+    """Return an empty dict for a pickled OrderedDict. Accept no items, because keys would be hashed unchecked."""
     return {}
 
 
@@ -87,7 +87,7 @@ METADATA_GLOBALS: Mapping[tuple[str, str], Any] = {
 
 
 class Chunk(NamedTuple):
-    """A hyperrectangle of a tensor, and the item of a file that stores it."""
+    """A hyperrectangle of a tensor, and the bytes of a file (an item) that store it."""
 
     offsets: Shape
     sizes: Shape
@@ -127,7 +127,7 @@ def _kind(value: Any) -> str:
 
 
 class _MetadataChecker:
-    """Converter from unpickled metadata to `DcpMetadata`, which checks every value and every file that it names."""
+    """Convert unpickled metadata to `DcpMetadata`; check every value, and every file that the metadata name."""
 
     def __init__(self, folder: Path, path: Path) -> None:
         self.folder, self.path = folder, path
@@ -193,7 +193,7 @@ class _MetadataChecker:
             offset + size <= limit for offset, size, limit in zip(offsets, sizes, spec.shape, strict=True)
         )
         if not in_range:
-            raise self.error(spec.name, f"a chunk of {sizes} at {offsets}", f"one inside {spec.shape}")
+            raise self.error(spec.name, f"a chunk of {sizes} at {offsets}", f"a chunk inside {spec.shape}")
         item = self.check_item(self.storage.get((spec.name, offsets)), f"{spec.name}, chunk at {list(offsets)}")
         if item.length < math.prod(sizes) * ITEMSIZE[spec.dtype]:
             raise self.error(spec.name, f"{item.length} bytes for a chunk of {sizes}", f"room for {spec.dtype}")
@@ -202,7 +202,7 @@ class _MetadataChecker:
     def check_item(self, info: Any, where: str) -> ByteRange:
         self.expect(info, "_StorageInfo", where)
         if info.field("transform_descriptors"):
-            raise self.error(where, "one that is transformed", "an item stored as it is")
+            raise self.error(where, "an item that is transformed", "an item stored as it is")
         relative = self.expect(info.field("relative_path"), str, f"{where}, file")
         offset, length = self.check_numbers((info.field("offset"), info.field("length")), f"{where}, place")
         if relative not in self.files:
@@ -236,7 +236,7 @@ class DcpTensors:
             for path, offset, _ in (chunk.item for chunk in chunks):
                 if (path, offset) in names:
                     both = f"{names[path, offset]} and of {name}"
-                    raise CheckpointError(f"{path}: byte {offset} is a chunk of {both}, expected one of them")
+                    raise CheckpointError(f"{path}: chunks of {both} begin at byte {offset}, expected one of them")
                 names[path, offset] = name
 
     def byte_ranges(self, wanted: TensorSlice) -> Iterator[ByteRange]:
@@ -280,7 +280,7 @@ class ChunkSlice(NamedTuple):
 
 
 class _ChunkRuns(NamedTuple):
-    """One chunk as runs of elements that are consecutive in the tensor.
+    """The elements of one chunk, as runs of elements that are consecutive in the tensor.
 
     The chunk spans elements [begin, end) of the tensor. All runs have `length` elements. To find where run i starts,
     write i with the digits `counts` and add each digit times its stride to `begin`.
@@ -401,7 +401,7 @@ def find_payload(item: ByteRange, dtype: str, sizes: Shape, name: str) -> ByteRa
             records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
 
             def find_record(record: str) -> tuple[int, int]:
-                """Return (offset in the item, length) of the bytes of a record."""
+                """Return (offset in the item, length in bytes) of a record of the archive."""
                 info = records[record]
                 if info.compress_type != zipfile.ZIP_STORED:
                     raise ValueError("it is compressed, which torch never writes")
@@ -422,7 +422,7 @@ def find_payload(item: ByteRange, dtype: str, sizes: Shape, name: str) -> ByteRa
                 raise ValueError("it is not little-endian")
             tensor = load_pickle(read_record("data.pkl"), where, _ITEM_GLOBALS, _to_storage)
             if not isinstance(tensor, _PickledTensor):
-                raise ValueError(f"it is a {type(tensor).__name__}")
+                raise ValueError(f"it contains a {type(tensor).__name__}, expected a tensor")
             start, length = find_record(f"data/{tensor.storage.key}")
     except CheckpointError:
         raise
@@ -432,7 +432,7 @@ def find_payload(item: ByteRange, dtype: str, sizes: Shape, name: str) -> ByteRa
         raise CheckpointError(f"{where} cannot be read: {str(error) or type(error).__name__}") from error
     if (tensor.storage.dtype, tensor.sizes) != (dtype, sizes):
         found = f"found {list(tensor.sizes)} {tensor.storage.dtype}"
-        raise CheckpointError(f"{where}: {found}, expected {list(sizes)} {dtype} by the metadata")
+        raise CheckpointError(f"{where}: {found}, expected {list(sizes)} {dtype} as in the metadata")
     first, nbytes = tensor.offset * ITEMSIZE[dtype], math.prod(sizes) * ITEMSIZE[dtype]
     strides = tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
     if nbytes and any(s != t for s, t, n in zip(tensor.strides, strides, sizes, strict=True) if n > 1):
@@ -484,7 +484,7 @@ _ITEM_GLOBALS = {
 class DcpWriter:
     """Plan the files and the metadata of a DCP folder.
 
-    One process writes each file. So a file is not larger than one range of `output_files`, unless a single item is.
+    Each file is written by one process. So a file has at most `output_files.RANGE_BYTES`, unless one item has more.
     """
 
     def __init__(self) -> None:
@@ -538,7 +538,7 @@ class DcpWriter:
         self._storage[self._torch.MetadataIndex(key)] = self._append(data.getvalue())
 
     def _append(self, *contents: bytes | TensorData) -> Any:
-        """Append an item to the last file, or to a new one if that is full. Return torch's storage info of the item."""
+        """Append an item to the last file, or to a new file if the last is full. Return torch's storage info for it."""
         from qwen3vl_bridge.upstream.dcp_storage import storage_info
 
         size = sum(map(len, contents))
@@ -556,7 +556,7 @@ class DcpWriter:
 
         Args:
             folder: the folder with the files.
-            path_of: key -> the keys that lead to its entry in the nested state dict.
+            path_of: function from the key of an item to the path of keys that leads to it in the nested state dict.
             save_id: identifies the save. The same value gives the same bytes.
         """
         from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION

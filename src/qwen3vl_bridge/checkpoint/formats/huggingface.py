@@ -111,7 +111,7 @@ def find_model(hf_model: str | Path, *, weights: bool = True, trust_remote_code:
         folder = _download(hf_model, [*_SIDE_FILES, _CODE, *(_WEIGHT_FILES if weights else ())])
     if (name := _file_with_code(folder)) and not trust_remote_code:
         raise CheckpointError(
-            f"{folder / name} refers to code in the model's folder (auto_map); --trust-remote-code copies it"
+            f"{folder / name} refers to code in the model's folder (auto_map): set --trust-remote-code to copy the code"
         )
     return folder
 
@@ -166,7 +166,7 @@ def find_in_cache(hub_id: str) -> Path | None:
 
 
 def exists_on_hub(hub_id: str) -> bool:
-    """Send a request to the hub and return True if it has a model with this id."""
+    """Return True if the hub has a model with this id. Send a request to the hub."""
     import httpx
     from huggingface_hub import HfApi
 
@@ -210,8 +210,8 @@ class HFWeights:
 
         Args:
             folder: the model's folder.
-            file: name of a file that has all tensors; None for the files that the index lists.
-            dequantize: whether to read FP8 weights as their values; otherwise as e4m3 tensors and scales.
+            file: name of a file that contains all tensors; None for the files that the index lists.
+            dequantize: whether to multiply FP8 weights by their scales; otherwise e4m3 weights and scales are separate.
 
         Raises:
             CheckpointError: files are missing, truncated, or contradict each other.
@@ -226,7 +226,7 @@ class HFWeights:
 
     @property
     def scales(self) -> dict[str, StoredTensor]:
-        """Return a dict from name to tensor of the stored scales of FP8 weights."""
+        """Return the stored scales of FP8 weights, by tensor name."""
         names = (scales for name, scales in self._scales_of.items() if name in self.specs)
         return {name: self._stored[name] for name in names}
 
@@ -280,7 +280,7 @@ class HFWeights:
         """Return the weight files in the folder that are not read, because the index does not name them.
 
         Raises:
-            CheckpointError: an unread file has a tensor of the top-level `modules` that the files read do not have.
+            CheckpointError: an unread file contains a tensor of the top-level `modules` that no other file contains.
         """
         files = sorted(set(self.folder.glob("*.safetensors")) - set(self.files))
         for path in files:
@@ -311,7 +311,7 @@ def _read_folder(folder: Path) -> list[StoredTensor]:
         raise CheckpointError(f"{folder} has no weights, expected {SINGLE} or {INDEX}; {describe_contents(folder)}")
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index} has no weight_map, expected {{tensor: file}}")
+        raise CheckpointError(f"{index} has no weight_map, expected an object with the file of each tensor")
     files: dict[Path, set[str]] = {}
     for name, relative in weight_map.items():
         files.setdefault(resolve_within(folder, relative, f"{index}, tensor {name}"), set()).add(name)
@@ -319,10 +319,11 @@ def _read_folder(folder: Path) -> list[StoredTensor]:
     for path, names in sorted(files.items()):
         shard = read_header(path, named_by=index.name)
         found = {stored.spec.name for stored in shard}
-        for kind, different in (("lacks", names - found), ("also holds", found - names)):
+        for holds, lists, different in (("lacks", "lists", names - found), ("holds", "does not list", found - names)):
             if different:
                 some = ", ".join(sorted(different)[:5]) + (" ..." if len(different) > 5 else "")
-                raise CheckpointError(f"{path} {kind} {len(different)} tensors compared with {index.name}: {some}")
+                problem = f"{path} {holds} {len(different)} tensors that {index.name} {lists} for it"
+                raise CheckpointError(f"{problem}: {some}")
         tensors += shard
     return tensors
 

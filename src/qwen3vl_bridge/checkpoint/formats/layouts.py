@@ -1,11 +1,11 @@
-"""Where the elements of each weight are in each format, and which training ranks read them.
+"""Find where each checkpoint format stores the elements of a weight, and which training ranks read them.
 
 A `TensorLayout` lists the tensors of a format, and the slices of them that make up a Megatron parameter. All layouts
 list the elements of a parameter in its row-major order.
 
 A written checkpoint can be loaded with any parallel layout. But a loader reads complete chunks, even if its rank needs
 only a part of a chunk. So `Topology` splits tensors into small chunks that end where the shards of training ranks end.
-If they end elsewhere, a rank reads more than it keeps, and nothing else changes.
+If chunks end elsewhere, a rank reads more than it keeps, and nothing else changes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TensorLayout:
     pads_vocabulary: ClassVar[bool] = True
 
     def tensors(self, row: WeightRow) -> dict[str, Shape]:
-        """Return a dict from name to shape of the tensors that store `row`. Other rows may share these tensors."""
+        """Return a dict from name to shape of the tensors that store `row`. They may also store other parameters."""
         raise NotImplementedError
 
     def slices(self, row: WeightRow) -> Iterator[TensorSlice]:
@@ -103,7 +103,7 @@ class FsdpDtensor(TensorLayout):
 class TorchDist(TensorLayout):
     """Layout of megatron-core's torch_dist format: one tensor stacks the same parameter of all layers and experts."""
 
-    named: frozenset[str] = frozenset()  # indices that stay in the names of tensors instead
+    named: frozenset[str] = frozenset()  # indices that are not stacked but stay in the names of tensors
     local: bool = False  # whether parameters have the names of megatron-core's own local layer spec
 
     @classmethod
@@ -173,7 +173,7 @@ class OwnedRows(NamedTuple):
     owner: Owner
 
 
-# By a tensor's name, then by the indices in its leading dimensions: all of its rows, in order.
+# tensor name -> indices in the leading dimensions -> all rows of the tensor there, in order
 RowOwners = Mapping[str, Mapping[Shape, Sequence[OwnedRows]]]
 
 
@@ -225,7 +225,7 @@ class Topology:
         """Check that a model can be trained with this parallel layout.
 
         Args:
-            dimensions: the model's; "vocab" includes padding.
+            dimensions: dimensions of the model; "vocab" includes padding.
             stages: whether the format has pipeline stages.
 
         Raises:
@@ -334,11 +334,11 @@ class _Parameter(NamedTuple):
 def _assign_fsdp_rows(
     rows: Collection[WeightRow], layout: FsdpDtensor, topology: Topology
 ) -> Iterator[tuple[str, Shape, OwnedRows]]:
-    """Yield (tensor name, indices in leading dimensions, rows and the ranks that read them) under Megatron-FSDP.
+    """Yield (tensor name, indices in its leading dimensions, `OwnedRows`) for a run with Megatron-FSDP.
 
     A unit of Megatron-FSDP is a layer without its experts, the experts of a layer, or all parameters outside of layers.
-    It concatenates the parameters of a unit, the widest first, and cuts them into equal shards. The shards consist of
-    complete rows of all parameters. Source: megatron-core 0.19, `_get_parameter_groups` and
+    Megatron-FSDP concatenates the parameters of a unit, the widest first, and cuts them into equal shards. Shards end
+    where rows of parameters end. Source: megatron-core 0.19, `_get_parameter_groups` and
     `build_data_parallel_buffer_index` of Megatron-FSDP's `param_and_grad_buffer.py`.
     """
     units: dict[tuple[str, int, bool, int], list[_Parameter]] = {}
@@ -382,7 +382,7 @@ def _assign_fsdp_rows(
 def _assign_stage_rows(
     rows: Collection[WeightRow], layout: TorchDist, topology: Topology
 ) -> Iterator[tuple[str, Shape, OwnedRows]]:
-    """Yield (tensor name, indices in leading dimensions, rows and the ranks that read them) with pipeline stages.
+    """Yield (tensor name, indices in its leading dimensions, `OwnedRows`) for a run with pipeline stages.
 
     A stage has consecutive layers. The first stage also has the vision tower.
     """
@@ -403,10 +403,10 @@ def _assign_stage_rows(
 
 
 def _expert_group(row: WeightRow, dimensions: Dimensions, topology: Topology) -> int:
-    """Return the rank that holds an expert or a hash head, of the ranks that divide them; 0 for another row.
+    """Return the index of the rank that holds an expert or a hash head; 0 for all other weight-table rows.
 
-    The ranks that divide hash heads are expert- and expert-tensor-parallel. If there are more of them than heads, this
-    is the number of the head, which several ranks read.
+    Expert-parallel ranks divide experts. Expert- and expert-tensor-parallel ranks divide the hash heads of an n-gram
+    table; if there are more ranks than heads, several ranks read a head, and its number is returned.
     """
     if "ngram_heads" in row.indices:
         heads = len(dimensions.indices["ngram_heads"])

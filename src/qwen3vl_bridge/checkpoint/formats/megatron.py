@@ -1,4 +1,4 @@
-"""The folder of a Megatron checkpoint: find it, and read and write its files without tensors."""
+"""Find the folder of a Megatron checkpoint, and read and write the files in it that contain no tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HF_FILES = "hf"
 # megatron-core's names of the two formats.
 FSDP_DTENSOR, TORCH_DIST = "fsdp_dtensor", "torch_dist"
 FORMATS = (FSDP_DTENSOR, TORCH_DIST)
-# Names the format. An fsdp_dtensor folder does not have it.
+# This file names the format. An fsdp_dtensor folder does not contain it.
 FORMAT_FILE = "metadata.json"
 
 # Megatron-LM reads all three and fails if one is missing; `args` may be None.
@@ -51,7 +51,7 @@ def key_of(parameter: str, ckpt_format: str = FSDP_DTENSOR) -> str:
 
 
 def path_of(key: str) -> tuple[str, ...]:
-    """Return the keys that lead to the entry of a checkpoint key in the nested state dict."""
+    """Return the path of keys in the nested state dict that leads to the item with a checkpoint key."""
     return (_SECTION, key.removeprefix(f"{_SECTION}.")) if key.startswith(f"{_SECTION}.") else (key,)
 
 
@@ -102,7 +102,10 @@ def find_iteration(path: Path, iteration: int | None = None) -> Path:
         raise CheckpointError(f"{path}: {describe_contents(path)}, expected the folder of a Megatron checkpoint")
     if (path / METADATA).is_file():
         if iteration is not None and path.name != iteration_folder(path, iteration).name:
-            raise CheckpointError(f"{path} is the folder of a single iteration, not of --iteration {iteration}")
+            raise CheckpointError(
+                f"{path} is the folder of another iteration than --iteration {iteration}: omit --iteration, or give "
+                "the checkpoint's root folder"
+            )
         return path
     folder = _find_latest(path) if iteration is None else iteration_folder(path, iteration)
     if not (folder / METADATA).is_file():

@@ -1,9 +1,9 @@
 """Output files: planned byte by byte, then written by one or several processes, with a journal to resume from.
 
-The place of every byte is known before the first byte is written. So a result does not depend on the number of
+The place of every byte is known before the first byte is written. So the files do not depend on the number of
 processes or on interruptions. Processes write byte ranges of at most `RANGE_BYTES`. When a range is on disk, its writer
-adds a line with the range and a digest of its bytes to the journal. A resumed run writes ranges without a line again.
-Incomplete lines are ignored, and so are lines with a digest that the bytes no longer have.
+adds a line with the range and a digest of its bytes to the journal. A resumed run writes all ranges that the journal
+does not list. It ignores incomplete lines, and lines with a digest that the bytes no longer have.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A tensor to write, and the slices of the source that have its elements."""
+    """A tensor to write, and the slices of the source that contain its elements."""
 
     target: TensorSpec
-    slices: SliceList  # its elements; they are cast to its dtype if their own differs
+    slices: SliceList  # elements of the tensor; elements of another dtype are cast to the tensor's dtype
     leading: int = 0  # number of leading dimensions that count layers or experts
 
 
@@ -282,7 +282,7 @@ class Journal:
     """Journal file of one process, with a line for each byte range on disk. It is locked while the process lives."""
 
     def __init__(self, result: Path, rank: int = 0) -> None:
-        """Open the journal file of a rank for an unfinished result. Call `start_journal` first."""
+        """Open the journal file of a rank for the unfinished output folder `result`. Call `start_journal` first."""
         path = scratch_folder(result) / _LINES.replace("*", str(rank))
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -304,7 +304,7 @@ class Journal:
 
 
 def start_journal(result: Path, plan_digest: str) -> None:
-    """Start the journal of an unfinished result, unless it already has one for the plan with this digest."""
+    """Begin a journal for the unfinished output folder `result`, unless there is a journal with this plan digest."""
     if read_plan_digest(result) == plan_digest:
         return
     scratch_folder(result).mkdir(exist_ok=True)
@@ -315,7 +315,7 @@ def start_journal(result: Path, plan_digest: str) -> None:
 
 
 def read_plan_digest(result: Path) -> str:
-    """Return the plan digest in the journal of an unfinished result; an empty string if there is none."""
+    """Return the plan digest in the journal of the output folder `result`; an empty string if there is no journal."""
     try:
         return (scratch_folder(result) / _PLAN).read_text(errors="replace")
     except OSError:
@@ -323,7 +323,7 @@ def read_plan_digest(result: Path) -> str:
 
 
 def has_live_writer(result: Path) -> bool:
-    """Return True if a living process has the journal of an unfinished result open."""
+    """Return True if a running process still writes to the output folder `result`: it keeps its journal file locked."""
     for path in scratch_folder(result).glob(_LINES):
         with path.open("rb+") as file:  # some network file systems cannot lock a file that is open for reading only
             try:
@@ -334,7 +334,7 @@ def has_live_writer(result: Path) -> bool:
 
 
 def read_journal(result: Path, ranges: list[ByteRange]) -> dict[ByteRange, str]:
-    """Return a dict from byte range to digest, for those of `ranges` that an unfinished result's journal lists."""
+    """Return a dict from byte range to digest, for all `ranges` that the journal of the folder `result` lists."""
     digests: dict[str, str] = {}
     for path in scratch_folder(result).glob(_LINES):
         for line in path.read_text(errors="replace").splitlines(keepends=True):

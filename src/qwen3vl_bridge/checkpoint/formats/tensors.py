@@ -2,13 +2,13 @@
 
 Three words describe pieces of tensors in this package:
 
-- `TensorSlice`: consecutive elements of a stored tensor, in row-major order. A `Slice` is such a slice, or elements
-  computed from slices: transposed, quantized to FP8; or zeros, or integers that follow from the configuration.
+- `TensorSlice`: consecutive elements of a stored tensor, in row-major order. A `Slice` is a `TensorSlice`, or elements
+  computed from such slices (transposed or quantized to FP8), or zeros, or integers that follow from the configuration.
 - `ByteRange`: consecutive bytes of a file. Files are read, written and resumed by byte range.
 - `Chunk` (`dcp.py`): a hyperrectangle of a tensor, which a torch.distributed.checkpoint folder stores as one item.
 
-Streams pass through one buffer of a fixed size. The only matrix that is in memory completely is one that is transposed:
-the matrix of one expert.
+Streams pass through one buffer of a fixed size. A matrix is in memory completely only if it is transposed: the matrix
+of one expert.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class ZeroSlice(NamedTuple):
 
 
 class ConstantSlice(NamedTuple):
-    """Integers that are known without reading a file, the elements of an int64 tensor."""
+    """Elements of an int64 tensor that are known without reading a file."""
 
     values: tuple[int, ...]
 
@@ -186,7 +186,7 @@ class QuantizedSlice(NamedTuple):
     shape: Shape
     block: fp8.Block
     scale_dtype: str
-    kept_scales: ByteRange | None  # earlier scales, which a block gets again if its values are unchanged
+    kept_scales: ByteRange | None  # scales of the imported model; a block keeps its scale if its values are unchanged
     is_scales: bool
     start: int
     length: int
@@ -199,7 +199,7 @@ class QuantizedSlice(NamedTuple):
 class SharedScaleSlice(NamedTuple):
     """Elements [start, start + length) of a tensor quantized to FP8 with a stored scale, or that scale.
 
-    The values to quantize are `slices`, concatenated; none for the scale.
+    The values to quantize are `slices`, concatenated. For the scale itself `slices` is empty.
     """
 
     slices: tuple[Slice, ...]
@@ -252,7 +252,7 @@ class SliceList:
 
 
 def merge_adjacent(slices: Iterable[Slice]) -> Iterator[Slice]:
-    """Yield the same elements in fewer slices: adjacent slices of one tensor become one slice."""
+    """Join adjacent slices of one tensor, and yield the resulting slices, with the same elements in the same order."""
     last: Slice | None = None
     for part in slices:
         if isinstance(last, TensorSlice) and part == last._replace(start=last.start + last.length, length=part.length):
@@ -284,15 +284,15 @@ class TensorSource(Protocol):
 
 
 class SliceReader:
-    """Reader of slices of one source, used as a context manager. Not thread-safe."""
+    """Read the elements of slices from a `TensorSource`. Use it as a context manager. Not thread-safe."""
 
     def __init__(self, source: TensorSource, block_bytes: int = _BLOCK_BYTES) -> None:
         self._source = source
         self._buffer = memoryview(bytearray(block_bytes))
         self._files: OrderedDict[Path, int] = OrderedDict()
-        # Of the FP8 tensor that was read last: its scales in float32, and the largest value that it can contain.
+        # Scales in float32 of the FP8 tensor that was read last, and the largest value that the tensor can contain.
         self._scales: tuple[BlockScales, Any, float] | None = None
-        # The matrix that was transposed last: its gate and its up projection are read one after the other.
+        # The matrix that was transposed last. It contains gate and up projection, which are read one after the other.
         self._matrix: tuple[tuple[tuple[TensorSlice, ...], int, str], mmap.mmap] | None = None
 
     def __enter__(self) -> SliceReader:
@@ -525,7 +525,7 @@ class SliceReader:
 
 
 def check_finite(spec: TensorSpec, position: int, data: memoryview) -> None:
-    """Raise CheckpointError if `data`, stored bytes of a tensor from element `position` on, has NaN or infinity."""
+    """Raise CheckpointError if `data`, stored bytes of a tensor from element `position` on, contain NaN or infinity."""
     if (least := _NOT_FINITE.get(spec.stored_dtype)) is None:
         return
     import numpy as np
@@ -540,7 +540,7 @@ def check_finite(spec: TensorSpec, position: int, data: memoryview) -> None:
     first = position + int(np.argmax((unsigned & (sign - 1)) >= least))
     index = [int(number) for number in np.unravel_index(first, spec.shape)]
     raise CheckpointError(
-        f"tensor {spec.name}: the value at {index} is NaN or infinite, so results would be NaN; take another "
+        f"tensor {spec.name}: the value at {index} is NaN or infinite, so results would be NaN; use another "
         "copy of the weights, or an earlier iteration of the run"
     )
 

@@ -1,10 +1,11 @@
-"""Core attention without Transformer Engine, for padded and packed rows, and packed-sequence parameters.
+"""Core attention without Transformer Engine, and packed-sequence parameters with segment lengths on the host.
 
-`transformer_impl` selects it (`config.fields.default_transformer_impl`). It runs torch's varlen attention where that
-supports the inputs, else scaled_dot_product_attention. Nothing here allocates memory of size tokens x tokens.
+`transformer_impl` selects this core attention (`config.fields.default_transformer_impl`). It supports padded rows and
+packed rows. It runs torch's varlen attention where that supports the inputs, else scaled_dot_product_attention. Nothing
+here allocates memory of size tokens x tokens.
 
-Legend of shapes: n segments, s tokens of a segment, t tokens of a packed row, b rows, d head dimension, c tokens of a
-context-parallel chunk. Keys and values may have fewer heads than queries.
+Legend of shapes: n segments, s tokens of a segment, t tokens of a packed row, b rows of the batch, d head dimension,
+c tokens of a context-parallel chunk. Keys and values may have fewer heads than queries.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class HostPackedSeqParams(PackedSeqParams):
 
     Attributes:
         lengths: physical length of each segment.
-        layout: tells attention which context-parallel rank has which tokens; None for frames of the vision tower, which
-            every rank has in full.
+        layout: determines which tokens each context-parallel rank holds. None in the vision tower, where every rank
+            holds all tokens of its frames.
     """
 
     lengths: tuple[int, ...] = ()
@@ -111,10 +112,10 @@ except ImportError:  # before torch 2.10
     varlen_attn = None
 
 _VARLEN = frozenset(inspect.signature(varlen_attn).parameters if varlen_attn is not None else ())
-if not {"scale", "window_size"} <= _VARLEN:  # its first releases
+if not {"scale", "window_size"} <= _VARLEN:  # first releases of varlen attention
     varlen_attn = None
 
-_HEAD_DIM_MULTIPLE = 8  # of varlen attention; scaled_dot_product_attention pads heads
+_HEAD_DIM_MULTIPLE = 8  # varlen attention requires it; scaled_dot_product_attention pads heads
 
 
 def supports_flash(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
@@ -134,7 +135,7 @@ def supports_varlen(query: Tensor, key: Tensor, value: Tensor, dropout: float) -
 
 
 def attend_last_tokens(query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float) -> Tensor:
-    """Compute causal attention of the last s tokens of each of n segments to all tokens of the segment.
+    """Compute causal attention in each of n segments: the last s tokens attend to all tokens of their segment.
 
     Args:
         query: [n, heads, s, d].
@@ -190,9 +191,9 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, *, dropout: float, **argume
 class SegmentAttention(MegatronModule):
     """Core attention within segments, with torch's kernels. A segment is a padded row or a document of a packed row.
 
-    FlashAttention computes a packed row in one call. Without it, adjacent segments of equal length are one batch, as
-    padded rows always are. Padding at the end of a segment needs no mask: text attention is causal, and frames of the
-    vision tower have no padding.
+    FlashAttention computes a packed row in one call. Without it, there is one call for each run of adjacent segments of
+    equal length. All padded rows are one call. Padding at the end of a segment needs no mask: text attention is causal,
+    and frames of the vision tower have no padding.
 
     Under context parallelism each segment is divided into 2 * cp chunks, and a rank holds two of them (`token_index`).
     Keys and values are all-gathered once per layer. Each of the two chunks attends to all tokens up to its end.

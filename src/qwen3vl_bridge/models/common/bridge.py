@@ -2,7 +2,7 @@
 
 Megatron-Bridge calls a bridge. `AutoBridge.to_megatron_provider` calls `provider_bridge`, and loading and exporting
 weights call `mapping_registry`. The caller of `to_megatron_provider` then calls `finalize()` of the provider and
-`provide_distributed_model`. Megatron-Bridge's `pretrain` and `finetune` call the former when they validate a run.
+`provide_distributed_model`. Megatron-Bridge's `pretrain` and `finetune` call `finalize()` when they validate a run.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
     def build_conversion_tasks(
         self, hf_pretrained: Any, megatron_model: list[Any], *args: Any, **kwargs: Any
     ) -> list[WeightConversionTask | None]:
-        """Return Megatron-Bridge's conversion tasks; for a model that ModelOpt has quantized, without None."""
+        """Return Megatron-Bridge's conversion tasks, without entries of None if ModelOpt has quantized the model."""
         from modelopt.torch.quantization.utils import is_quantized
 
         tasks = super().build_conversion_tasks(hf_pretrained, megatron_model, *args, **kwargs)
@@ -158,7 +158,7 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
         return MegatronMappingRegistry(*param_mappings(family(self.family).rows(self.expert_layout())))
 
     def expert_layout(self) -> ExpertLayout:
-        """Return how the checkpoint stores expert weights; without files or experts, how released checkpoints do.
+        """Return the expert layout of the checkpoint; without weight files or experts, of released checkpoints.
 
         Raises:
             ValueError: the layout is unknown.
@@ -240,7 +240,7 @@ class _Fp8WeightFiles(_WeightFiles):
             if of_scales not in stored:
                 raise ValueError(f"{where}: its scales {of_scales} are missing")
             scales = self._stored.load_tensors([of_scales])[of_scales]
-            block = self._block if of_scales == name + SCALES else None  # the parts of a table share one scale
+            block = self._block if of_scales == name + SCALES else None  # the parts of an n-gram table share it
             try:
                 loaded[name] = dequantize(loaded[name], scales, block, self._dtype)
             except ValueError as error:

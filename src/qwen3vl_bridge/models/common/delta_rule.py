@@ -1,7 +1,7 @@
 """The gated delta rule and the causal convolution before it, in torch. Both restart at every segment.
 
 They are used without a GPU or without flash-linear-attention. That package needs a GPU, and megatron-core does not
-build the layer without it (`upstream/gated_delta_kernels.py`). With both, the kernels of the package are used.
+build the layer without it (`upstream/gated_delta_kernels.py`). With a GPU and the package, its kernels are used.
 
 Segment offsets stay on the device. The sizes of tensors do not depend on their values: T tokens in n segments fill at
 most T // 64 + n chunks, and unused chunks are empty.
@@ -89,7 +89,7 @@ def chunk_gated_delta_rule(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """Compute the gated delta rule: S <- S exp(g_t); S <- S + k_t (beta_t (v_t - k_t S)); o_t = scale q_t S.
 
     Each head and segment has its own state S, which starts at zero. Tokens of a chunk are processed in parallel: their
@@ -104,12 +104,13 @@ def chunk_gated_delta_rule(
         g: [b, s, h] logarithm of the decay, at most 0.
         beta: [b, s, h] writing strength, 0 to 1.
         scale: factor of the queries; None for 1 / sqrt(d).
-        initial_state, output_final_state: None and False in megatron-core's calls; states begin at zero.
+        initial_state: None, as in megatron-core's calls; states begin at zero.
+        output_final_state: return the state after the last token of each row; only for padded rows.
         use_qk_l2norm_in_kernel: normalize q and k with `l2norm`.
         cu_seqlens: [n + 1] offsets of the n segments of a packed row; None if each row is one segment.
 
     Returns:
-        [b, s, h, e] in the dtype of v, and None for the final state.
+        [b, s, h, e] in the dtype of v, and the final state [b, h, d, e] float32 or None.
     """
     if use_qk_l2norm_in_kernel:
         q, k = l2norm(q), l2norm(k)
@@ -148,7 +149,28 @@ def chunk_gated_delta_rule(
         state = state * decay[:, c] + k_out[:, c].mT @ new
     out = torch.stack(outputs, 1).transpose(2, 3).flatten(1, 2)  # [b, c * CHUNK, h, e]
     flat = slots.flatten()  # empty slots write to an extra row at the end
-    return out.new_zeros(out.shape[0], tokens + 1, *out.shape[2:]).index_copy(1, flat, out)[:, :-1].to(dtype), None
+    out = out.new_zeros(out.shape[0], tokens + 1, *out.shape[2:]).index_copy(1, flat, out)[:, :-1]
+    return out.to(dtype), state if output_final_state else None
+
+
+def recurrent_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute the gated delta rule for one token of each row, in float32; see `chunk_gated_delta_rule`.
+
+    Args:
+        q, k, v, g, beta: as for `chunk_gated_delta_rule`, with s = 1.
+        state: [b, h, d, e] float32, the state before the token.
+
+    Returns:
+        [b, 1, h, e] in the dtype of v, and the new state.
+    """
+    query, key, value, decay, strength = (x[:, 0].float() for x in (q, k, v, g, beta))
+    state = state * decay.exp()[..., None, None]
+    change = strength[..., None] * (value - (key[..., None, :] @ state)[..., 0, :])
+    state = state + key[..., :, None] * change[..., None, :]
+    output = (query[..., None, :] @ state)[..., 0, :] * q.shape[-1] ** -0.5
+    return output[:, None].to(v.dtype), state
 
 
 def _offsets(cu_seqlens: Tensor | None, tokens: int, device: torch.device) -> Tensor:
@@ -218,7 +240,7 @@ _packed_row: ContextVar[PackedRow | None] = ContextVar("packed_row", default=Non
 
 @contextlib.contextmanager
 def packed_row(row: PackedRow | None) -> Iterator[None]:
-    """Context manager that sets the packed row from which kernels wrapped by `with_chunks` get `chunk_indices`."""
+    """Set the packed row from which kernels wrapped by `with_chunks` get `chunk_indices`, as a context manager."""
     token = _packed_row.set(row)
     try:
         yield
@@ -229,7 +251,8 @@ def packed_row(row: PackedRow | None) -> Iterator[None]:
 def with_chunks(kernel: Callable) -> Callable:
     """Wrap a kernel of flash-linear-attention to pass it the `chunk_indices` of the current packed row.
 
-    Without them the kernel would synchronize with the GPU. Padded rows, and offsets of other models, have no chunks.
+    Without these indices the host would wait for the GPU. The indices are None for padded rows, and for offsets that
+    do not belong to the current packed row.
     """
 
     @functools.wraps(kernel)

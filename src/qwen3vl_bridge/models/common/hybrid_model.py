@@ -5,7 +5,7 @@ combines the hidden state after the final norm with the embedding of the next to
 It has the position ids of the token. Embedding and output layer are shared with the model. Source: DeepSeek-V3 (arXiv
 2412.19437), section 2.2; for vision tokens vLLM's qwen3_5_mtp, which serves these weights.
 
-Legend of shapes: b rows, s local sequence length, sp sequence-parallel ranks, h hidden size.
+Legend of shapes: b rows of the batch, s local sequence length, sp sequence-parallel ranks, h hidden size.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 
 def mtp_block_spec(config: TransformerConfig, layer: ModuleSpec) -> ModuleSpec:
-    """Return the spec of the block for multi-token prediction, with one transformer layer that has the spec `layer`."""
+    """Return the spec of the block for multi-token prediction. Its transformer layer has the spec `layer`."""
     find_no_inference_layers()
     modules = backend(config)
     norm = modules.layer_norm(rms_norm=True)
@@ -211,7 +211,11 @@ class HybridModel(VisionLanguageModel):
     def output_context(
         self, inputs: ModelInputs, layer_arguments: dict[str, Any]
     ) -> tuple[tuple[Tensor, NextTokens] | None, None]:
-        """Return ((embeddings of next tokens, `NextTokens`), None), with None as the pair for a batch without them."""
+        """Return the inputs of the MTP loss, and None for the context of a caller's `output_processor`.
+
+        `compute_output` of the text model takes this tuple. The inputs of the MTP loss are a pair of the embedded next
+        tokens and the `NextTokens`, or None if the batch has no MTP loss.
+        """
         embedded = layer_arguments.get(NEXT)
         return None if embedded is None else (embedded, inputs.next_tokens), None
 
@@ -231,5 +235,5 @@ class HybridModel(VisionLanguageModel):
         return hidden, {NEXT: embedded}
 
     def predicts(self, inputs: ModelInputs) -> bool:
-        """Return whether an MTP loss is computed for this batch. Evaluation does not compute one."""
+        """Return whether an MTP loss is computed for this batch: only in training, and if the batch has next tokens."""
         return inputs.next_tokens is not None and self.training and torch.is_grad_enabled()

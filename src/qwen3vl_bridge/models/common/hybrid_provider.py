@@ -72,7 +72,7 @@ class HybridModelProvider(VisionLanguageProvider):
         rotary_percent: fraction of each head's dimensions with rotary embeddings.
         mtp_num_layers: 1 for a model with multi-token prediction, else None.
         mtp_loss_scaling_factor: weight of the multi-token prediction loss relative to the loss of the token; 0.1 is
-            usual. With 0 these weights are frozen, and are exported unchanged.
+            usual. With 0 the weights of this prediction are frozen, and are exported unchanged.
     """
 
     image_token_id: int = TOKENS["image_token_id"]
@@ -116,7 +116,7 @@ class HybridModelProvider(VisionLanguageProvider):
 
     @property
     def layers_in_16_bits(self) -> tuple[str, ...]:
-        """Return the names in the weight table, such as "in_proj", of decoder layers that are never computed in FP8."""
+        """Return the decoder's linear layers that never use FP8, by their weight-table names, such as "in_proj"."""
         return ("in_proj",) if self.linear_attention_in_proj_bf16 else ()
 
     def dimensions(self) -> Dimensions:

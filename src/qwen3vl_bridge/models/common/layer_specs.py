@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 def _norm_class(base: type[nn.Module]) -> type[nn.Module]:
     class Norm(base):
-        """A torch norm with megatron-core's constructor arguments and reduced gradients under sequence parallelism."""
+        """A torch norm with megatron-core's constructor arguments, marked for sequence parallelism."""
 
         def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
             super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -97,12 +97,12 @@ def backend(config: TransformerConfig) -> BackendSpecProvider:
     if config.transformer_impl != "transformer_engine":
         raise ValueError(f"transformer_impl is {config.transformer_impl!r}, expected 'transformer_engine' or 'local'")
     if not HAVE_TE:
-        raise ModuleNotFoundError("transformer_impl is 'transformer_engine', which is not installed; use 'local'")
+        raise ModuleNotFoundError("Transformer Engine is not installed: install it, or set transformer_impl='local'")
     return TESpecProvider()
 
 
 def _adapt(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
-    """Set this package's attention and experts in a layer spec, with local layers also norms; return the spec."""
+    """Set this package's attention, experts and (in a local layer spec) norms in a layer spec. Return the spec."""
     layer, attention = spec.submodules, spec.submodules.self_attention
     attention.module = RotarySelfAttention
     has_experts = isinstance(layer.mlp, functools.partial) and layer.mlp.func in (MoELayer, MemoryEfficientMoELayer)

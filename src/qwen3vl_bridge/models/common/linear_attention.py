@@ -1,4 +1,4 @@
-"""Linear attention of the text model: a corrected GatedDeltaNet of megatron-core, and layer specs with it."""
+"""Linear attention of the text model: a subclass of megatron-core's GatedDeltaNet, and layer specs that use it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from qwen3vl_bridge.models.common import delta_rule
 from qwen3vl_bridge.models.common.attention import HostPackedSeqParams
+from qwen3vl_bridge.models.common.decoding import has_tokens, row_lengths
 from qwen3vl_bridge.models.common.layer_specs import LocalBackend, backend, decoder_block_spec
 from qwen3vl_bridge.upstream.gated_delta_kernels import without_package_check
 from qwen3vl_bridge.upstream.gated_delta_net import GatedDeltaRule, SegmentedGatedDeltaNet
@@ -49,7 +50,7 @@ class LinearAttention(KeepFloat32, SegmentedGatedDeltaNet):
         self.cast_to_float32()
 
     def activate_gate(self, gate: Tensor) -> Tensor:
-        """Return the factor of the normalized output for a gate in float32: its SiLU or, in some families, sigmoid."""
+        """Return SiLU (in some families sigmoid) of a float32 gate, the factor by which the output is multiplied."""
         return torch.sigmoid(gate) if getattr(self.config, "linear_output_gate", "silu") == "sigmoid" else F.silu(gate)
 
     def choose_delta_rule(self, default: GatedDeltaRule | None) -> GatedDeltaRule:
@@ -72,10 +73,47 @@ class LinearAttention(KeepFloat32, SegmentedGatedDeltaNet):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute linear attention as GatedDeltaNet does, and pass the chunks of a packed row to the kernels."""
+        """Compute linear attention as GatedDeltaNet does, and pass the chunks of a packed row to the kernels.
+
+        With an `inference_context`, states are stored in it; see `decoding.py`.
+        """
+        if inference_context is not None:
+            return self.infer(hidden_states, inference_context)
         row = packed_seq_params if isinstance(packed_seq_params, HostPackedSeqParams) else None
         with delta_rule.packed_row(row):
-            return super().forward(hidden_states, attention_mask, inference_context, packed_seq_params, *args, **kwargs)
+            return super().forward(hidden_states, attention_mask, None, packed_seq_params, *args, **kwargs)
+
+    def infer(self, hidden_states: Tensor, context: BaseInferenceContext) -> tuple[Tensor, Tensor | None]:
+        """Compute linear attention of padded rows [s / sp, b, h], or of one new token of each row.
+
+        The last inputs of the convolution and the state of the delta rule after the last real token are stored.
+        """
+        projected, _ = self.in_proj(hidden_states)
+        step, decodes = len(projected), has_tokens(context)
+        if decodes:
+            projected = projected[:1]  # the others are padding
+        inputs, gate, beta, alpha = projected.transpose(0, 1).split(self.feat_dim_split, -1)
+        (rows, tokens), kept = inputs.shape[:2], self.conv_kernel_dim - 1
+        weight = self.conv1d.weight.squeeze(1)
+        if decodes:
+            window, state = (x.transpose(0, 1) for x in context.key_value_memory_dict[self.layer_number])
+            window = torch.cat((window, inputs), 1)
+            convolved = (window * weight.T).sum(1, keepdim=True)
+            convolved = self.act_fn(convolved if self.conv1d.bias is None else convolved + self.conv1d.bias)
+            query, key, value, decay, beta = self.prepare_rule(convolved, gate, beta, alpha)
+            output, state = delta_rule.recurrent_gated_delta_rule(query, key, value, decay, beta, state)
+        else:
+            lengths = row_lengths(context, rows, tokens, inputs.device)
+            last = lengths[:, None] + torch.arange(kept, device=inputs.device)  # among tokens after `kept` zeros
+            window = F.pad(inputs, (0, 0, kept, 0))[torch.arange(rows, device=inputs.device)[:, None], last]
+            convolved, _ = delta_rule.causal_conv1d(inputs, weight, self.conv1d.bias, self.activation)
+            query, key, value, decay, beta = self.prepare_rule(convolved, gate, beta, alpha)
+            is_real = (torch.arange(tokens, device=inputs.device) < lengths[:, None])[..., None]
+            decay, beta = decay * is_real, beta * is_real  # padding changes no state
+            output, state = self.gated_delta_rule(query, key, value, g=decay, beta=beta, output_final_state=True)
+        context.key_value_memory_dict[self.layer_number] = tuple(x.transpose(0, 1) for x in (window[:, -kept:], state))
+        output = self.gated_norm(output, gate).transpose(0, 1)
+        return self.out_proj(F.pad(output, (0, 0, 0, 0, 0, step - len(output))).contiguous())
 
     def fused_projection(self) -> tuple[nn.Module, list[int]]:
         """Return `in_proj` and the number of rows of each of its sections on this rank."""
@@ -126,7 +164,7 @@ def _full_attention_block(config: TransformerConfig, vp_stage: int | None, pp_ra
 def _with_linear_attention(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
     changes: dict[str, Any] = {"self_attention": linear_attention_spec(config)}
     if isinstance(backend(config), LocalBackend):
-        # Checkpoints have the names of the Transformer Engine spec; megatron-core's key map is for a QKV projection.
+        # Checkpoints use the names of the Transformer Engine spec. megatron-core's key map fits only a QKV projection.
         names = spec.submodules.sharded_state_dict_keys_map
         changes["sharded_state_dict_keys_map"] = names | {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
     else:

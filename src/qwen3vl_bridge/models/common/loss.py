@@ -1,17 +1,18 @@
 """The loss of each token: cross-entropy of 16-bit logits, and losses in chunks for long rows.
 
-Cross-entropy: megatron-core's native fused loss, compiled for a GPU, moves 43 bytes per logit and holds ten of them
-(the logits, their exponentials and the softmax). Here the forward pass reads the logits and keeps two numbers per
+Cross-entropy: megatron-core's native fused loss, compiled for a GPU, moves 43 bytes per logit and holds 10 bytes per
+logit (the logits, their exponentials and the softmax). Here the forward pass reads the logits and keeps two numbers per
 token. The backward pass reads the logits again and writes their gradient. That moves 6 bytes per logit and holds 4.
 Each number is computed in float32 by the same operations as in megatron-core's unfused loss.
 
 Chunks: megatron-core keeps the softmax of s * vocabulary logits in float32 until the backward pass: 74 GiB for 131,072
 tokens of Qwen3-VL. Here the forward pass keeps only the hidden states, and the backward pass recomputes the logits of
 one chunk at a time, at the cost of one more product of hidden states and output weights. (Liger Kernel computes the
-gradients in the forward pass. That would need the loss scale, the number of tokens of the global batch and the weights
-of callers there, which are applied later.) Output layer and loss are the model's own, so parallelism, adapters, padding
-of the vocabulary and fused kernels work as for a full row. Gradients of parameters are summed in float32 and rounded
-once. If megatron-core's layer adds them to `main_grad` itself (`gradient_accumulation_fusion`), it does so per chunk.
+gradients in the forward pass. It would have to know the loss scale, the number of tokens of the global batch and the
+loss weights of callers, which are applied later.) Output layer and loss are the model's own, so parallelism, adapters,
+padding of the vocabulary and fused kernels work as for a full row. Gradients of parameters are summed in float32 and
+rounded once. If megatron-core's layer adds gradients to `main_grad` (`gradient_accumulation_fusion`), it does so for
+each chunk.
 
 Legend of shapes: b rows, s tokens, h hidden size, v vocabulary with padding, t tokens of all rows, n tokens of a chunk.
 """
@@ -149,7 +150,7 @@ def token_losses(
 
     Args:
         head: the output layer and the loss.
-        hidden: [s / sp, b, h]. Under sequence parallelism a chunk has the same positions of each rank.
+        hidden: [s / sp, b, h]. Under sequence parallelism a chunk takes the same positions from each rank.
         labels: [b, s].
         chunk_tokens: maximum number of tokens in a chunk, over rows and ranks, but at least one token of each row and
             rank; 0 for a single chunk.

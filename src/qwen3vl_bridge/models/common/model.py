@@ -1,9 +1,9 @@
-"""The Megatron model of a vision tower and a text model.
+"""The Megatron model, which consists of a vision tower and a text model.
 
 The forward pass encodes images, embeds tokens, replaces placeholders by vision tokens (`embed_tokens`) and decodes.
 
-Legend of shapes: b rows, s local sequence length, sp sequence-parallel ranks, h hidden size, K vision tokens of this
-rank, t DeepStack features.
+Legend of shapes: b rows of the batch, s local sequence length, sp sequence-parallel ranks, h hidden size, K vision
+tokens of this rank, t DeepStack features.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from qwen3vl_bridge.config.model_validation import GATHERED_LOGITS, ON_FORWARD, 
 from qwen3vl_bridge.core.batch import ModelInputs, VisionRows
 from qwen3vl_bridge.core.collectives import exchange_vision_tokens, scatter_sequence
 from qwen3vl_bridge.models.common.attention import layout_packed_seq_params
+from qwen3vl_bridge.models.common.decoding import has_tokens, next_positions, step_batch, store_positions
 from qwen3vl_bridge.models.common.layer_specs import decoder_block_spec
 from qwen3vl_bridge.models.common.loss import cross_entropy, loss_processor
 from qwen3vl_bridge.models.common.moe import reset_stale_moe_metrics
@@ -49,6 +50,8 @@ class MRopeGPTModel(OutputGPTModel):
 
     # (config, virtual pipeline stage, pipeline rank) -> layer specs of the stage
     block_spec: ClassVar[Callable[..., TransformerBlockSubmodules]] = staticmethod(decoder_block_spec)
+    # Whether all layers store keys, values or states in an inference context, see `decoding.py`.
+    keeps_states: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -115,7 +118,7 @@ class MRopeGPTModel(OutputGPTModel):
     def mask_vocabulary_padding(self, logits: Tensor) -> Tensor:
         """Set logits [s, b, padded vocabulary / tp] of vocabulary padding to minus infinity, in place.
 
-        Their probability and the gradient of their logits are then exactly 0.
+        The probability of padding and the gradient of its logits are then exactly 0.
         """
         vocab_size, local_size = self.config.vocab_size, logits.size(-1)
         first = self.pg_collection.tp.rank() * local_size
@@ -124,10 +127,10 @@ class MRopeGPTModel(OutputGPTModel):
         return logits
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> ShardedStateDict:
-        """Return the sharded state dict, with ModelOpt's scales of gate and up projections sharded like the weights.
+        """Return the sharded state dict, with ModelOpt's scales of gate and up projections sharded like weights.
 
-        ModelOpt 0.47 describes the scales of a rank as consecutive rows. Loading with another number of ranks would
-        then mix the scales of gate and up projections.
+        ModelOpt 0.47 saves the scales of a rank as consecutive rows of the full tensor. A load with another number of
+        ranks would then mix the scales of gate and up projections.
         """
         state = super().sharded_state_dict(*args, **kwargs)
         for name, scale in state.items():
@@ -145,7 +148,7 @@ class MRopeGPTModel(OutputGPTModel):
     ) -> None:
         """Add the tied output weight to a sharded state dict, with the data-parallel rank from `metadata`.
 
-        GPTModel uses the data-parallel rank among all processes. A module on its own ranks (`dist_train`) has none.
+        GPTModel uses the data-parallel rank among all processes, which a module on separate ranks (`dist_train`) lacks.
         """
         if self.pre_process or not self.post_process:
             super().tie_embeddings_and_output_weights_state_dict(
@@ -155,7 +158,7 @@ class MRopeGPTModel(OutputGPTModel):
         sharded_state_dict[output_layer_weight_key] = make_tp_sharded_tensor_for_checkpoint(
             tensor=self.shared_embedding_or_output_weight(),
             key=first_stage_word_emb_key,
-            replica_id=(1, 0, metadata["dp_cp_group"].rank()),  # a copy of the first stage's
+            replica_id=(1, 0, metadata["dp_cp_group"].rank()),  # a copy of the first stage's weight
             allow_shape_mismatch=True,
             tp_group=self.tp_group,
             dp_cp_group=metadata["dp_cp_group"],
@@ -195,16 +198,16 @@ class VisionLanguageModel(MegatronModule):
         )
         self.model_type = self.language_model.model_type
         self.received: Tensor | None = None
-        # By whether the model was trained: the configuration and its number of changes at the last check.
+        # For training (True) and other forward passes (False): the provider and its `changes` at the last check.
         self.checked_settings: dict[bool, tuple[VisionLanguageProvider, int]] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute. Attributes of the text model that callers set on this model are set on the text model.
+        """Set an attribute, on the text model if it is one of the three that callers replace there.
 
-        Hooks for text models set the head of a value or reward model, ModelOpt the loss of distillation, and
-        Megatron-Bridge's inference the decoder.
+        RL frameworks set `output_layer` (the head of a value or reward model), ModelOpt sets
+        `compute_language_model_loss` (the loss of distillation), and Megatron-Bridge's inference sets `decoder`.
         """
-        if name in ("output_layer", "decoder", "compute_language_model_loss"):
+        if name in ("output_layer", "decoder", "vocab_size", "compute_language_model_loss"):
             setattr(self.language_model, name, value)
         elif name == "pg_collection" and getattr(self, name, value) is not value:
             self._reject_process_groups(value)
@@ -217,7 +220,7 @@ class VisionLanguageModel(MegatronModule):
         self.config.context_parallel_size = self.cp_group.size()  # eval_cp_context has already changed it
         raise ValueError(
             f"the model was built for context-parallel ranks {built} and cannot change to ranks {given}. Evaluate "
-            "without eval_cp_context, or build a second model with its context_parallel_size and load the weights"
+            "without eval_cp_context, or build a second model with the other context_parallel_size and load the weights"
         )
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
@@ -230,6 +233,7 @@ class VisionLanguageModel(MegatronModule):
     video_token_id = attribute_alias("config.video_token_id")
     vision_start_token_id = attribute_alias("config.vision_start_token_id")
     decoder = property(attrgetter("language_model.decoder"))
+    vocab_size = property(attrgetter("language_model.vocab_size"))
     cp_group = property(attrgetter("pg_collection.cp"))
     pp_group = property(attrgetter("pg_collection.pp"))
 
@@ -265,40 +269,53 @@ class VisionLanguageModel(MegatronModule):
         Args:
             input_ids, position_ids, attention_mask, labels, loss_mask, images_and_packing: a batch in the format of a
                 caller, see `as_model_inputs`.
-            inputs: the batch from `TokenBatch.local`, instead of the former arguments.
-            output_processor, output_processor_context: compute the output from hidden states [s, b, h] and labels
-                instead of logits or losses, as for GPTModel.
-            inference_context: accepted while it holds no tokens, because nothing is stored in it.
+            inputs: the batch from `TokenBatch.local`, instead of the arguments above.
+            output_processor: computes the output from hidden states [s, b, h] and labels, as for GPTModel. Its result
+                replaces logits or losses.
+            output_processor_context: passed to `output_processor`.
+            inference_context: a StaticInferenceContext. Keys, values and states of the tokens are stored in it. After
+                the caller has increased its `sequence_len_offset` by their number, `input_ids` [rows, 1] continue them.
+                Positions are then derived, and `position_ids` and `attention_mask` have no effect.
             runtime_gather_output: return logits of the full vocabulary. None uses the provider's setting.
             fp32_output: an argument of Float16Module, for callers that do not know whether it wraps this model. Outputs
                 of this model have the dtype of the parameters.
 
         Returns:
             Losses [b, s] float32 if there are labels, else logits [b, s, padded vocabulary / tp]; on a pipeline stage
-            other than the last, the result of `pack`. For a caller's batch the output is in its token order. Under
-            context parallelism it has the tokens of this rank, and is a tuple with their loss mask if the caller gave
-            a full `loss_mask`.
+            other than the last, the result of `pack`. If the batch is in the format of a caller, the output is in the
+            caller's token order. Under context parallelism the output covers the tokens of this rank. If the caller
+            gave a `loss_mask` of the full batch, the result is a tuple (output, this rank's slice of the mask).
 
         Raises:
             ValueError: the batch is given in both formats, or the model does not support it.
         """
         self.check_settings()
-        check_inference(inference_context, runtime_gather_output, labels)
-        if fp32_output and self.config.params_dtype != torch.float32:
-            raise ValueError(
-                f"fp32_output is True for a model in {self.config.params_dtype} without Float16Module, which converts "
-                "outputs. Set it to False, or build the model with mixed_precision_wrapper=Float16Module"
-            )
         batch = dict(position_ids=position_ids, attention_mask=attention_mask, labels=labels, loss_mask=loss_mask)
         batch |= dict(input_ids=input_ids, **images_and_packing)
+        keeps = self.language_model.keeps_states
+        check_inference(inference_context, runtime_gather_output, batch, keeps=keeps)
+        if fp32_output and self.config.params_dtype != torch.float32:
+            raise ValueError(
+                f"fp32_output is True for a model in {self.config.params_dtype} without Float16Module, the wrapper "
+                "that converts outputs. Set fp32_output=False, or build the model with "
+                "mixed_precision_wrapper=Float16Module"
+            )
         conversion: OutputConversion | None = None
-        if inputs is None:
+        if inputs is None and has_tokens(inference_context):
+            step = step_batch(input_ids, next_positions(inference_context))
+            inputs = step.local(**self.config.local_arguments(self.pg_collection) | self.stage_arguments())
+            inputs = inputs.without_labels()
+        elif inputs is None:
             stage = self.stage_arguments()
             inputs, conversion = as_model_inputs(self.config, self.pg_collection, stage_arguments=stage, **batch)
         elif given := [name for name, argument in batch.items() if argument is not None]:
-            raise ValueError(f"inputs is a complete batch, and {', '.join(given)} is given too: expected one of them")
+            raise ValueError(f"inputs is a complete batch, and {', '.join(given)} is given too. Give only inputs")
         check_token_count(self.config, inputs.input_ids.numel())
-        settings = dict(runtime_gather_output=runtime_gather_output)
+        settings: dict[str, Any] = dict(runtime_gather_output=runtime_gather_output)
+        if inference_context is not None and keeps:
+            settings["inference_context"] = inference_context
+            if not has_tokens(inference_context):
+                store_positions(inference_context, inputs.position_ids)
         if output_processor is not None:
             conversion = conversion and conversion.for_output_processor()
             settings |= dict(output_processor=output_processor, output_processor_context=output_processor_context)
@@ -354,7 +371,10 @@ class VisionLanguageModel(MegatronModule):
         )
 
     def stage_arguments(self) -> dict[str, Any]:
-        """Return the arguments of `TokenBatch.local` that depend on the pipeline stage; others are the provider's."""
+        """Return the arguments of `TokenBatch.local` that depend on the pipeline stage.
+
+        The provider's `local_arguments` returns the others.
+        """
         return dict(encode_vision=self.pre_process)
 
     def text_arguments(self, inputs: ModelInputs) -> dict[str, Any]:
@@ -368,9 +388,10 @@ class VisionLanguageModel(MegatronModule):
         """
 
     def encode(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """Return the K vision tokens [K, h] that this rank needs, and their features [t, K, h] of t DeepStack layers.
+        """Return the K vision tokens [K, h] that this rank needs, and their DeepStack features [t, K, h].
 
-        Other ranks may have encoded them. A rank without images encodes a blank image and ignores the result.
+        Other ranks may have encoded the images of these tokens. A rank without images encodes a blank image and ignores
+        the result.
         """
         encoded = self.vision_model(inputs.vision or self.vision_model.blank_image(inputs.input_ids.device))
         if (exchange := inputs.vision_exchange) is None:
@@ -397,7 +418,7 @@ class VisionLanguageModel(MegatronModule):
         return scatter_sequence(hidden, self.config, self.pg_collection)
 
     def output_context(self, inputs: ModelInputs, layer_arguments: dict[str, Any]) -> Any:
-        """Return the argument `output_processor_context` of the text model; None unless a family overrides this."""
+        """Return the argument `output_processor_context` of the text model, by default None."""
         return None
 
     def layer_arguments(self, features: Tensor, inputs: ModelInputs) -> dict[str, Any]:
@@ -409,7 +430,7 @@ class VisionLanguageModel(MegatronModule):
 
     @property
     def vision_projection(self) -> nn.ModuleList | None:
-        """Return the main and DeepStack mergers, which Megatron-Bridge's VLMLoRA reads; None without the tower."""
+        """Return the main and the DeepStack mergers, for Megatron-Bridge's VLMLoRA; None without vision tower."""
         tower = self.vision_model
         return None if tower is None else nn.ModuleList([tower.merger, tower.decoder.deepstack_merger_list])
 
@@ -436,8 +457,8 @@ class VisionLanguageModel(MegatronModule):
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> ShardedStateDict:
         """Return the sharded state dict. For a quantized model, vision and text layers use the same naming.
 
-        ModelOpt turns on names of single layers (`hetereogenous_dist_checkpoint`) only for the text model when it
-        saves, but for both models when it loads.
+        When ModelOpt saves, it names each layer separately (`hetereogenous_dist_checkpoint`) only in the text model.
+        When it loads, it does so in the vision tower too.
         """
         if self.vision_model is not None and is_converted(self):
             names_layers = self.config.hetereogenous_dist_checkpoint
@@ -449,7 +470,10 @@ class VisionLanguageModel(MegatronModule):
         self.received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def receive(self, inputs: ModelInputs) -> tuple[None, dict[str, Any]]:
-        """Pass the received hidden states to the text model. Return (None, additional inputs of the decoder layers)."""
+        """Pass the received hidden states to the text model. Return (None, additional inputs of the decoder layers).
+
+        `embed` returns hidden states in the place of None. Here the text model already has them.
+        """
         hidden, layer_arguments = self.unpack_received(self.take_received(), inputs)
         self.language_model.set_input_tensor(hidden)
         return None, layer_arguments
@@ -484,8 +508,8 @@ class VisionLanguageModel(MegatronModule):
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         """Return the embedding on the first stage and the output layer's weight on the last stage.
 
-        Return None for untied embeddings with multi-token prediction: megatron-core would treat them as copies of one
-        weight, and add up their gradients over the stages.
+        Return None if embeddings are untied and the model has multi-token prediction: megatron-core would treat both
+        weights as copies of one weight, and add up their gradients over the stages.
         """
         if self.config.mtp_num_layers and not self.share_embeddings_and_output_weights:
             return None
@@ -493,14 +517,14 @@ class VisionLanguageModel(MegatronModule):
 
 
 def check_received(received: Tensor, expected: int, described: str) -> None:
-    """Raise ValueError unless a received tensor [..., h] has the expected number of states.
+    """Raise ValueError unless a tensor [..., h] from the previous stage contains `expected` hidden states.
 
-    `described` says in the message what the expected states are.
+    The message quotes `described`, which explains the expected number.
     """
     sent = received.numel() // received.size(-1)
     if sent != expected:
         raise ValueError(
-            f"the previous pipeline stage sent {sent} hidden states, expected {expected} ({described}). Pass the "
-            "length of rows as seq_length and their number as micro_batch_size to the schedule, or set "
+            f"the previous pipeline stage sent {sent} hidden states, expected {expected} ({described}). Call the "
+            "schedule with the length of rows as seq_length and the number of rows as micro_batch_size, or set "
             "variable_seq_lengths=True"
         )

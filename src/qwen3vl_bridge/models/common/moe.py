@@ -128,7 +128,7 @@ def metrics_index(router: TopKRouter) -> int:
     return router.layer_number - 1 + (router.config.num_layers if router.is_mtp_layer else 0)
 
 
-# The configuration of the model that the tracker has values of. The process has one, like the tracker.
+# Configuration of the model that last used megatron-core's tracker. Each process has only one tracker.
 _tracked_config: weakref.ref[TransformerConfig] | None = None
 
 
@@ -148,8 +148,8 @@ def reset_stale_moe_metrics(config: TransformerConfig) -> None:
 class MemoryEfficientMoELayer(MoELayer):
     """An MoE layer that drops the dispatcher's routed tensors at the end of its forward pass.
 
-    megatron-core keeps them until the next forward pass. Under full recomputation that keeps the finished graph of each
-    layer alive, with the layer's input and its gradient. Delete this with docs/upstream/moe_graphs.md.
+    megatron-core keeps these tensors until the next forward pass. Under full recomputation they keep the finished graph
+    of each layer alive, with the layer's input and its gradient. Delete this class with docs/upstream/moe_graphs.md.
     """
 
     def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
@@ -167,9 +167,9 @@ EXPERT_LINEARS = {"linear_fc1": ColumnParallelLinear, "linear_fc2": RowParallelL
 
 
 class _Forward:
-    """Descriptor of `forward`: `grouped_forward` of an instance, and megatron-core's own function of the class.
+    """Descriptor of `forward`: returns `grouped_forward` for an instance, and megatron-core's function for the class.
 
-    ModelOpt compares the function of the class to recognize the experts.
+    ModelOpt recognizes the experts by the function of the class.
     """
 
     def __get__(self, experts: Any, _: type) -> Any:

@@ -46,13 +46,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class VisionLanguageProvider(CountsOperations, fields.VisionLanguageFields):
-    """Base class of a family's provider, which sets the class attributes.
+    """Base class of the providers of all families. A family's provider sets the class attributes.
 
     Class attributes:
         family: name of the family in the registry.
         model_class: the `VisionLanguageModel`.
         vision_module_class, language_module_class: dotted names of the modules on separate ranks under `dist_train`;
-            None for a family that does not support it. Importing them here would be circular.
+            None for a family without `dist_train`. Importing the modules here would be circular.
         checks: checks of the family, in addition to those of all families.
     """
 
@@ -121,7 +121,7 @@ class VisionLanguageProvider(CountsOperations, fields.VisionLanguageFields):
 
     @property
     def layers_in_16_bits(self) -> tuple[str, ...]:
-        """Return the names in the weight table, such as "in_proj", of decoder layers that are never computed in FP8."""
+        """Return the decoder's linear layers that never use FP8, by their weight-table names, such as "in_proj"."""
         return ()
 
     def dimensions(self) -> Dimensions:
@@ -197,7 +197,7 @@ class VisionLanguageProvider(CountsOperations, fields.VisionLanguageFields):
     def _stage_ends(
         self, pre_process: bool | None, post_process: bool | None, vp_stage: int | None
     ) -> tuple[bool, bool]:
-        """Return (`pre_process`, `post_process`) with the values for this rank in place of None."""
+        """Return (`pre_process`, `post_process`), in which the value for this rank replaces None."""
         groups, vp_size = self._process_groups(), self.virtual_pipeline_model_parallel_size
         if pre_process is None:
             pre_process = is_vp_first_stage(vp_stage=vp_stage, vp_size=vp_size) and is_pp_first_stage(groups.pp)
@@ -274,7 +274,7 @@ class ExpertsMixin:
 def _log_model_class(model_class: type[nn.Module]) -> None:
     """Log the class of the model once, on the first rank."""
     if not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
-        # RL frameworks leave Python's level at WARNING, and would hide it.
+        # RL frameworks leave Python's log level at WARNING, which would hide an INFO message.
         level = logging.INFO if logger.isEnabledFor(logging.INFO) else logging.WARNING
         logger.log(level, "the model is %s of qwen3vl_bridge, not Megatron-Bridge's", model_class.__name__)
 
@@ -291,14 +291,15 @@ def log_trained_parameters(model: list[nn.Module]) -> None:
     logger.info("parameters trained on this rank: %s of %s (%s)", f"{trained.total():,}", f"{total.total():,}", counts)
 
 
-# Settings of kernels depend on the machine that saved. They change results only by rounding.
+# Kernel settings that depend on the machine which saved the checkpoint. They change results only by rounding.
 _KERNEL_FIELDS = {
     *("transformer_impl", "gradient_accumulation_fusion", "bias_activation_fusion", "bias_dropout_fusion"),
     *("apply_rope_fusion", "masked_softmax_fusion", "persist_layer_norm"),
     *("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion", "cp_comm_type"),
 }
-# Fields of Megatron-Bridge's providers that are not taken over. No weight depends on them, and their defaults differ
-# (loss, CUDA graphs) or they would be ignored. Its layers are Transformer Engine's for every `transformer_impl`.
+# Saved fields of Megatron-Bridge's providers that are not taken over. No weight depends on these fields, and their
+# defaults differ (loss, CUDA graphs) or they would be ignored. Megatron-Bridge's own models have Transformer Engine's
+# layers for every `transformer_impl`.
 _EXCLUDED_FIELDS = {
     *(row.name for row in model_validation.IGNORED_SETTINGS),
     *("transformer_impl", "apply_rope_fusion", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl"),
@@ -307,7 +308,7 @@ _EXCLUDED_FIELDS = {
     *("vision_cuda_graph_impl", "vision_cuda_graph_scope", "max_vision_cuda_graph_seq_length"),
 }
 
-# By class of Megatron-Bridge: builds our provider from saved fields.
+# Megatron-Bridge's provider class -> function that builds our provider from saved fields.
 _REPLACEMENTS: dict[type, Callable[..., Any]] = {}
 
 
@@ -335,7 +336,7 @@ def register_replacement(
         if saved.get("use_hf_vision_model"):
             raise ValueError(
                 "the checkpoint was saved with use_hf_vision_model=True, expected False: its vision tower has "
-                "parameters that this model lacks. Export it to Hugging Face without the plugin first"
+                "parameters that this model lacks. Export the checkpoint to Hugging Face without the plugin first"
             )
         excluded = {*_EXCLUDED_FIELDS, *exclude}
         if not saved.get("num_moe_experts"):
@@ -370,7 +371,8 @@ def _build_on_this_machine(
     values = dict(saved)
     if saved.get("transformer_impl") == "transformer_engine" != fields.default_transformer_impl():
         logger.info(
-            "saved with Transformer Engine's layers, which cannot run here: the local layer spec is used instead"
+            "the checkpoint was saved with Transformer Engine's layers, which cannot run here: the local layer spec is "
+            "used instead"
         )
         values = {name: value for name, value in saved.items() if name not in _KERNEL_FIELDS}
     known = _init_fields(provider_class)

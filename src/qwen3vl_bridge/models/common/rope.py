@@ -1,7 +1,8 @@
-"""Rotary embeddings: interleaved multimodal RoPE of the text model, 2-D RoPE of the vision tower, and self attention.
+"""Rotary embeddings (multimodal for the text model, 2-D for the vision tower), and self attention that applies them.
 
-One tensor with the rotations of all tokens passes through Megatron's transformer block, so it is computed once per step
-instead of once per layer. It contains angles for Transformer Engine's kernel, otherwise cosines and sines.
+One tensor with the rotations of all tokens passes through Megatron's transformer block, so rotations are computed once
+per step instead of once per layer. The tensor contains angles for Transformer Engine's kernel, otherwise cosines and
+sines.
 
 Legend of shapes: b rows, s local tokens, t = s * b, d head dimension, r rotated dimensions of a head, N vision patches.
 """
@@ -11,9 +12,11 @@ from __future__ import annotations
 from typing import Any
 
 from qwen3vl_bridge.core.device_transfer import copy_to_device
+from qwen3vl_bridge.models.common.decoding import attend_to_cache, clear_unused, has_tokens
 from qwen3vl_bridge.upstream.dynamic_shapes import call_compiled
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
@@ -87,8 +90,9 @@ def _rotate_fused(x: Tensor, angles: Tensor) -> Tensor:
 class InterleavedMRoPE(nn.Module):
     """Multimodal rotary embedding of the text model, with frequencies of three axes interleaved.
 
-    Frequencies belong to the temporal, height and width axis in turn, and those beyond `mrope_section` to the temporal
-    axis. Source: transformers, Qwen3VLTextRotaryEmbedding.apply_interleaved_mrope.
+    Frequencies belong to the temporal, height and width axis in turn. If the sections of height and width are
+    complete, the remaining frequencies belong to the temporal axis.
+    Source: transformers, Qwen3VLTextRotaryEmbedding.apply_interleaved_mrope.
 
     Args:
         dim: number of rotated dimensions of a head.
@@ -176,11 +180,33 @@ class RotarySelfAttention(SelfAttention):
         rotary_pos_emb: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute self attention as in SelfAttention. `rotary_pos_emb` is the result of `rotation`."""
+        """Compute self attention as in SelfAttention. `rotary_pos_emb` is the result of `rotation`.
+
+        With an `inference_context`, keys and values are stored in it; see `decoding.py`.
+        """
+        if has_tokens(inference_context):
+            return self.decode(hidden_states, rotary_pos_emb, inference_context)
         # key_value_states is unused in self attention; it passes the angles to get_query_key_value_tensors.
-        return super().forward(
+        output = super().forward(
             hidden_states, attention_mask, rotary_pos_emb, inference_context, rotary_pos_emb=None, **kwargs
         )
+        if inference_context is not None:
+            sp_size = self.pg_collection.tp.size() if self.config.sequence_parallel else 1
+            clear_unused(inference_context, self.layer_number, sp_size * len(hidden_states))
+        return output
+
+    def decode(
+        self, hidden_states: Tensor, rotary_pos_emb: Tensor | None, context: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute self attention of a step [s / sp, b, h] in which only the first token is real."""
+        query, key, value, *gate = self.get_query_key_value_tensors(
+            hidden_states, rotary_pos_emb, output_gate=self.config.attention_output_gate
+        )
+        tokens = (x[:1] for x in (query, key, value))
+        output = attend_to_cache(context, self.layer_number, *tokens, self.config.softmax_scale)
+        if gate:
+            output = (output * gate[0][:1].reshape(output.shape).float().sigmoid()).to(output.dtype)
+        return self.linear_proj(F.pad(output, (0, 0, 0, 0, 0, len(query) - 1)))
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, key_value_states: Tensor | None = None, **kwargs: Any
@@ -192,7 +218,7 @@ class RotarySelfAttention(SelfAttention):
         return *rotate(query, key, key_value_states), *rest
 
     def fused_projection(self) -> tuple[nn.Module, list[int]]:
-        """Return `linear_qkv`, and its rows per query group for queries, gates (if there are any), keys and values."""
+        """Return `linear_qkv`, and the number of its rows per query group: queries, gates (if any), keys, values."""
         head_dim, heads = self.config.kv_channels, self.config.num_attention_heads // self.config.num_query_groups
         queries = [heads * head_dim] * (2 if self.config.attention_output_gate else 1)
         return self.linear_qkv, [*queries, head_dim, head_dim]

@@ -2,7 +2,7 @@
 
 megatron-core's combined schedule runs the forward pass of one microbatch and the backward pass of another on two
 streams. It needs the forward pass as a sequence of nodes. The nodes of a layer are megatron-core's: attention and
-router, dispatch, experts, combine. This module adds what its plan has no node for:
+router, dispatch, experts, combine. This module adds what the nodes of megatron-core lack:
 
 - The first node encodes images and replaces placeholders.
 - A fifth node of a layer, on the compute stream, adds DeepStack features. After the last layer of a stage it also
@@ -88,9 +88,10 @@ class LayerPlan(LayerNodes):
     """The schedule nodes of one layer, changed for DeepStack, padding masks and pipeline stages."""
 
     def change_nodes(self, event: Any, comp_stream: Any, extra_args: dict[str, Any]) -> None:
-        """Replace nodes for padding masks and received tensors, and add one for DeepStack features and the stage's end.
+        """Replace the nodes that need a padding mask or a received tensor, and add a fifth node if the layer needs one.
 
-        The arguments are those with which megatron-core has built the nodes.
+        The fifth node adds DeepStack features and ends the stage. The arguments are those with which megatron-core has
+        built the nodes.
         """
         layer, last = self.layer, extra_args["ends_stage"]
         if isinstance(layer.mlp, MoELayer):
@@ -184,6 +185,6 @@ class ModelSchedulePlan(ModelNodes):
         self.state.inputs = inputs
 
     def layer_node_arguments(self, index: int, layers: int) -> dict[str, Any]:
-        """Return the `extra_args` of the nodes of the layer with this index, in a chunk of `layers` layers."""
+        """Return `extra_args` for the nodes of the layer with this index, if the model chunk has `layers` layers."""
         # megatron-core would apply the final norm of its last layer before DeepStack features are added.
         return dict(is_first_layer=index == 0, is_last_layer=False, ends_stage=index == layers - 1)

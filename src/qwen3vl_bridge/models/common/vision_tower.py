@@ -123,7 +123,7 @@ class PatchMerger(MegatronModule):
 
 
 class VisionBlock(TransformerBlock):
-    """The transformer block of the vision tower, with the DeepStack mergers, because checkpoints have them there."""
+    """The transformer block of the vision tower. It contains the DeepStack mergers, as in checkpoints."""
 
     def __init__(
         self, config: TransformerConfig, vision: PretrainedConfig, pg_collection: ProcessGroupCollection

@@ -66,20 +66,23 @@ def as_model_inputs(
     Args:
         config, groups: the provider and its process groups.
         input_ids: as for `as_token_batch`, or a slice [1, tokens / cp] of a packed row.
-        labels: [rows, tokens], already shifted, token ids where they are trained on; None for logits. The model returns
-            a loss for each, and the caller masks them. With `packed_seq_params` also [1, tokens], in the order of the
-            packed row. Or only the tokens of this context-parallel rank, [rows, tokens / cp] or [1, tokens / cp]:
-            Megatron-Bridge's `qwen3_vl_step` and verl's fused kernels pass such labels with full rows of tokens.
-        loss_mask: same shape as labels, 0 where a label is arbitrary; the caller multiplies losses by it. Under context
-            parallelism, this rank's slice of a full mask is returned with the outputs. No effect without labels.
-        stage_arguments: the model's `stage_arguments`; None for a model without other pipeline stages.
+        labels: [rows, tokens], already shifted, with token ids where a token is trained on; None to get logits. The
+            model returns a loss for each label, and the caller masks the losses. With `packed_seq_params`, labels may
+            be [1, tokens] in the order of the packed row. Labels may also cover only this context-parallel rank,
+            [rows, tokens / cp] or [1, tokens / cp], although `input_ids` is full, as in Megatron-Bridge's
+            `qwen3_vl_step` and verl's fused kernels.
+        loss_mask: same shape as labels, 0 where a label is arbitrary; the caller multiplies losses by the mask. Under
+            context parallelism, this rank's slice of a full mask is returned with the outputs. No effect without
+            labels.
+        stage_arguments: result of the model's `stage_arguments`; None for a model without other pipeline stages.
         arguments: all others as for `as_token_batch`.
 
     Returns:
         The inputs, and the conversion of outputs; None if outputs already have the form that the caller expects.
 
     Raises:
-        ValueError: inconsistent shapes, masks with holes, images or videos that do not match the tokens.
+        ValueError: inconsistent shapes, masks with padding between real tokens, images or videos that do not match the
+            tokens.
         TypeError: an unknown argument.
     """
     given = read_arguments(dict(arguments, input_ids=input_ids, labels=labels, loss_mask=loss_mask), groups.cp)
@@ -89,7 +92,7 @@ def as_model_inputs(
     assert input_ids is not None
     device, layout = input_ids.device, caller.layout
     trains_mtp = config.trains_mtp and torch.is_grad_enabled()
-    if trains_mtp:  # which gathers labels, so all ranks must have the same kind of labels
+    if trains_mtp:  # multi-token prediction gathers labels, so all ranks must have the same kind of labels
         check_ranks_agree(dict(labels=labels, loss_mask=mask), None, groups.cp, device)
         trains_mtp = labels is not None
     ranks = config.local_arguments(groups) | dict(with_next_tokens=trains_mtp) | stage
@@ -104,8 +107,9 @@ def as_model_inputs(
         conversion = OutputConversion.to_caller_order(caller, labels)
     if conversion.slots is not None and cp_size > 1:
         raise ValueError(
-            f"context parallelism over {cp_size} ranks gives each its share of the outputs, which cannot come back in "
-            "the caller's order: expected rows padded on the right, or labels in the packed row's order, [1, tokens]"
+            f"context parallelism over {cp_size} ranks: no rank can return outputs in the caller's token order, "
+            "because each computes only its share. Pad rows on the right, or give labels in the packed row's order, "
+            "[1, tokens]"
         )
     if labels_are_local and trains_mtp:
         # The next token of a chunk's last token is on another rank.
@@ -142,15 +146,16 @@ def as_token_batch(
     Args:
         config: the provider.
         input_ids: [rows, tokens], or one packed row [1, tokens] with `packed_seq_params`.
-        labels, loss_mask: of the full batch. Labels default to 0, the mask to 1 for every label except -100.
+        labels, loss_mask: labels and mask of the full batch. By default, labels are 0. The default mask is 1 for every
+            label except -100.
         position_ids: [3, rows, tokens] temporal, height and width position of each token; [4, rows, tokens], where
             transformers puts text positions first; [rows, tokens] text positions, see `_check_position_ids`; or None to
             derive them.
         attention_mask: [rows, tokens], 1 for real tokens, with padding on either side of each row, or both; or a square
             mask or Transformer Engine's, see `read_arguments`. For None, and for combinations with packing, see
             `detect_layout`.
-        padding_mask: [rows, tokens], 1 for padding, as megatron-core has it; or [1, tokens] of the packed row. With
-            another mask it may also have 1 for real tokens, which routers then leave out of their load balancing.
+        padding_mask: [rows, tokens] or, for the packed row, [1, tokens]: 1 for padding, as in megatron-core. If another
+            mask is given too, this mask may be 1 for real tokens, which routers then leave out of load balancing.
         packed_seq_params: the segments of a packed row.
         pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw: as returned by the processor.
         mm_token_type_ids: the processor's token types; not used, so any shape is accepted.
@@ -193,8 +198,8 @@ def _build_batch(
     real = merge_masks(attention_mask, None if padding_of_packed_row else padding_mask, input_ids)
     if config.moe_layers and real is None and packed_seq_params is None and (input_ids[:, -1] == 0).any():
         _warn_once(
-            "rows end in token 0, as Megatron-Bridge's collators and steps lengthen them, and no attention_mask says "
-            "that this is padding: experts are balanced over it like over any token. Give a mask "
+            "rows end in token 0, which Megatron-Bridge's collators and steps append as padding, but there is no "
+            "attention_mask: load balancing of experts counts this padding as real tokens. Give an attention_mask "
             "(dataset.skip_getting_attention_mask_from_dataset=False), or use qwen3vl_bridge.forward_step, which reads "
             "it"
         )
@@ -211,8 +216,8 @@ def _build_batch(
         wrong = (padding & ~masked).flatten().nonzero()
         if len(wrong):
             raise ValueError(
-                f"padding_mask has 0 for token {int(wrong[0])} of the packed row, expected 1 for padding, as "
-                "packed_seq_params or attention_mask have it"
+                f"padding_mask has 0 for token {int(wrong[0])} of the packed row, expected 1 for padding: "
+                "packed_seq_params or attention_mask mark the token as padding"
             )
         excluded = masked & ~padding
     if position_ids is not None:
@@ -248,16 +253,16 @@ def _check_position_ids(
     Args:
         config: the provider.
         position_ids: the caller's positions.
-        ids: the tokens in the layout.
-        caller: the layout.
+        ids: token ids in the order of the layout.
+        caller: the caller's layout.
         has_masks: whether the caller has given a mask or packed-sequence parameters.
     """
     rows = list(caller.shape)
     if position_ids.is_floating_point() or list(position_ids.shape) not in (rows, [3, *rows], [4, *rows]):
         raise ValueError(
             f"position_ids has shape {shape_and_dtype(position_ids)}, expected {[3, *rows]} integers "
-            f"(temporal, height and width position of each token), {[4, *rows]} (text positions first), {rows} of "
-            "text, or None to derive them from the tokens and grids"
+            f"(temporal, height and width position of each token), {[4, *rows]} (text positions first), {rows} "
+            "(text positions), or None to derive positions from the tokens and grids"
         )
     if position_ids.dim() == 3 and len(position_ids) == 3:
         return position_ids
@@ -267,8 +272,8 @@ def _check_position_ids(
     in_order = not bool((same_segment & (text.diff() != 1)).any())  # counts up by one, from any first value
     if not has_masks and not in_order:
         raise ValueError(
-            "position_ids has text positions that don't count up by one in a row: where it packs several documents, "
-            "give packed_seq_params; where it is padded, an attention_mask"
+            "position_ids has text positions that do not count up by one in a row. If a row packs several documents, "
+            "give packed_seq_params; if it is padded, give an attention_mask"
         )
     if position_ids.dim() == 3:
         return position_ids[1:]
@@ -276,12 +281,12 @@ def _check_position_ids(
         return position_ids.expand(3, *rows)
     if not in_order:
         raise ValueError(
-            f"position_ids has shape {rows} in a batch with images or videos, whose tokens have three positions, and "
-            f"does not count up by one over the tokens: expected {[3, *rows]}, or None to derive them"
+            f"position_ids has shape {rows} in a batch with images or videos, and does not count up by one over the "
+            f"tokens. Vision tokens have three positions: give {[3, *rows]}, or None to derive the positions"
         )
     _warn_once(
-        "position_ids [rows, tokens] are those of text, in a batch with images or videos: they are ignored, and "
-        "positions on three axes are worked out from the tokens and grids"
+        "position_ids [rows, tokens] are text positions, but the batch has images or videos: position_ids is ignored, "
+        "and positions on three axes are derived from the tokens and grids"
     )
     return None
 
@@ -294,7 +299,8 @@ def _add_labels(
     Labels are `IGNORE_INDEX` where no loss is defined. Where the mask is 0, any label is accepted.
 
     Raises:
-        ValueError: other shapes, a shape that fits both orders, or labels that count in the loss and are no token ids.
+        ValueError: labels or mask have another shape, or a shape that fits both orders; or a label that counts in the
+            loss is no token id.
     """
     packed_shape = (1, caller.layout.total) if caller.packed else None
     shapes = [caller.shape] if packed_shape in (None, caller.shape) else [caller.shape, packed_shape]
@@ -311,9 +317,8 @@ def _add_labels(
             values = caller.arrange(values)
         elif packed_shape == caller.shape and caller.sources is not None:
             raise ValueError(
-                f"labels or loss_mask has shape {list(packed_shape)} for a row that begins with padding and is as long "
-                "as its segment in packed_seq_params, so its order could be either's: expected a row without padding "
-                "on the left"
+                f"labels or loss_mask has shape {list(packed_shape)}, which fits both the caller's row and the packed "
+                "row. The row begins with padding, so their token orders differ: give a row without padding on the left"
             )
         batch = replace(batch, **{name: values})
     return batch
@@ -331,8 +336,8 @@ def _check_labels(labels: Tensor, loss_mask: Tensor | None, shapes: list, vocab_
         entries = [labels.min().item(), labels.max().item()] if labels.numel() else []
         raise ValueError(
             f"labels has shape {shape_and_dtype(labels)} and entries in {entries}, expected "
-            f"{_join_shapes(shapes)} token ids below {vocab_size}, and anything else only where loss_mask is 0, or "
-            f"{IGNORE_INDEX} without one"
+            f"{_join_shapes(shapes)} token ids below {vocab_size}. Other values are allowed only where loss_mask is 0; "
+            f"without a loss_mask, only {IGNORE_INDEX} is allowed"
         )
     return torch.where(valid, labels, IGNORE_INDEX)
 
@@ -346,8 +351,8 @@ def _warn_once(message: str) -> None:
     logger.warning(message)
 
 
-_NO_CACHE = "forward keeps no cache; `qwen3vl_bridge.generate` does"
-_FROM_IDS = "it is worked out from the token ids and grids"
+_NO_CACHE = "pass a StaticInferenceContext as inference_context, or use qwen3vl_bridge.generate"
+_FROM_IDS = "the model derives it from the token ids and grids"
 
 # Arguments that transformers, Megatron-Bridge or RL frameworks may pass, and why this model accepts only None.
 UNSUPPORTED = {
@@ -355,17 +360,18 @@ UNSUPPORTED = {
     "past_key_values": _NO_CACHE,
     "inference_params": _NO_CACHE,
     "cu_seqlens": "give packed_seq_params",
-    "extra_block_kwargs": "they carry DeepStack features, which the model makes itself",
-    "second_per_grid_ts": "Qwen3-VL has times in the text",
+    "extra_block_kwargs": "they carry DeepStack features, which the model computes itself",
+    "second_per_grid_ts": "Qwen3-VL gives the times of frames in the text",
     "image_input_mask": _FROM_IDS,
     "video_input_mask": _FROM_IDS,
     "cp_img_num": _FROM_IDS,
     "images_padded": _FROM_IDS,
-    "return_logprobs_for_linear_ce_fusion": "logits are made and then a loss; NeMo-RL: use_fused_linear_logprobs=false",
-    "temperature": "give output_processor, which divides logits by itself as verl's fused kernels do",
+    "return_logprobs_for_linear_ce_fusion": "the model computes logits first; NeMo-RL: use_fused_linear_logprobs=false",
+    "temperature": "give an output_processor that divides logits by it, as verl's fused kernels do",
 }
 
-# Returned by processors, and passed by NeMo-RL with another row length: redundant with the token ids.
+# Arguments that are ignored. Processors return them, NeMo-RL passes them with another row length, and the token ids
+# contain the same information.
 _NOT_NEEDED = {"mm_token_type_ids"}
 
 # Tensors that are copied to the host, besides the offsets of packed_seq_params.
@@ -419,9 +425,9 @@ def read_arguments(arguments: dict[str, Any], cp_group: ProcessGroup | None = No
         padding = read["attention_mask"]
         if padding.dtype != torch.bool or padding[:, :1].any():
             raise ValueError(
-                f"attention_mask has shape {list(shape)} {padding.dtype}, expected one of that shape to be Transformer "
-                "Engine's, booleans, True for padding, and a token first in each row; or [rows, tokens], 1 for real "
-                "tokens"
+                f"attention_mask has shape {list(shape)} {padding.dtype}. A mask of this shape is read as Transformer "
+                "Engine's: it must contain booleans, True for padding, and each row must begin with a real token. Or "
+                "give a mask [rows, tokens], 1 for real tokens"
             )
         read["attention_mask"] = ~padding
     ids = read["input_ids"]
@@ -442,7 +448,7 @@ _MASKED = -10000.0
 
 
 def _read_square_mask(mask: Tensor, masked_value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two bool tensors for a mask [S, S]: real tokens [S], and entries [S, S] that no causal mask has.
+    """Return two bool tensors for a mask [S, S]: real tokens [S], and entries [S, S] that are wrong in a causal mask.
 
     A token that does not attend to itself is padding. Runs on the mask's device, without synchronization.
 
@@ -464,7 +470,7 @@ def _read_square_mask(mask: Tensor, masked_value: Tensor) -> tuple[Tensor, Tenso
 
 
 def _check_square_mask(square: Tensor, summaries: list[Tensor], rows: int, tokens: int) -> Tensor | None:
-    """Return a bool mask [rows, tokens] of real tokens from a square mask; None if it is one causal mask for all rows.
+    """Return the real tokens of a square mask as bool [rows, tokens]; None for one causal mask that all rows share.
 
     Args:
         square: the square attention mask.
@@ -475,7 +481,7 @@ def _check_square_mask(square: Tensor, summaries: list[Tensor], rows: int, token
     if not summaries:
         raise ValueError(
             f"attention_mask has shape {list(square.shape)}, expected [{rows}, {tokens}], 1 for real tokens and 0 for "
-            f"padding, or what tokens see, [{rows} or 1, 1, {tokens}, {tokens}]"
+            f"padding, or a causal mask, [{rows} or 1, 1, {tokens}, {tokens}]"
         )
     if tokens == 1:
         return None
@@ -486,10 +492,10 @@ def _check_square_mask(square: Tensor, summaries: list[Tensor], rows: int, token
         entries = _read_square_mask(by_row[row], by_row[0, 0, -1])[1].nonzero()
         token, other = entries[0].tolist() if len(entries) else (0, tokens - 1)
         raise ValueError(
-            f"attention_mask says what each token sees, and has {by_row[row, token, other].item()} for "
-            f"token {token} and token {other} of row {row}. Expected a causal mask that also hides padding, of "
-            "booleans, 0 and 1, or numbers to be added; or [rows, tokens] that only marks padding; several documents "
-            "in a row need packed_seq_params"
+            f"attention_mask says which tokens see each other, and has {by_row[row, token, other].item()} for token "
+            f"{token} and token {other} of row {row}. Give a causal mask that also hides padding, with booleans, 0 and "
+            "1, or numbers to be added; or a mask [rows, tokens] that only marks padding. If a row contains several "
+            "documents, give packed_seq_params"
         )
     return None if len(real) == 1 and real.all() else real.expand(rows, tokens)
 
@@ -528,7 +534,7 @@ def check_unsupported(others: Mapping[str, Any]) -> None:
     """Raise TypeError for an unknown argument, and ValueError if an argument in `UNSUPPORTED` is not None."""
     for name in others.keys() - _NOT_NEEDED:
         if name not in UNSUPPORTED:
-            raise TypeError(f"unexpected argument {name!r}; expected those of as_model_inputs")
+            raise TypeError(f"unexpected argument {name!r}; as_model_inputs describes the arguments")
         if others[name] is not None:
             raise ValueError(f"{name} is given, expected None: {UNSUPPORTED[name]}")
 
@@ -541,19 +547,37 @@ def check_pixels(config: VisionLanguageFields, **given: Tensor | None) -> None:
         if pixels is not None and (pixels.dim() != 2 or pixels.shape[1] != width or not pixels.is_floating_point()):
             raise ValueError(
                 f"{name} has shape {shape_and_dtype(pixels)}, expected [patches, {width}] floating point, as the "
-                "processor gives it"
+                "processor returns it"
             )
 
 
-def check_inference(context: Any, runtime_gather_output: bool | None, labels: Tensor | None) -> None:
-    """Raise ValueError for an inference context that holds tokens, or for gathered logits with labels.
+def check_inference(context: Any, runtime_gather_output: bool | None, batch: Mapping[str, Any], *, keeps: bool) -> None:
+    """Raise ValueError for a step that cannot be added to an inference context, or for gathered logits with labels.
 
-    A forward pass over full prompts is accepted.
+    `keeps` tells whether the model stores keys, values and states. The first step, over full prompts, may be repeated.
     """
-    if context is not None and getattr(context, "sequence_len_offset", None) != 0:
-        raise ValueError(f"inference_context holds tokens already, expected it to hold none: {_NO_CACHE}")
-    if runtime_gather_output and labels is not None:
-        raise ValueError("runtime_gather_output is True with labels, expected None: the loss is of logits as they lie")
+    if context is not None and not context.is_static_batching():
+        raise ValueError(f"inference_context is a {type(context).__name__}, expected a StaticInferenceContext")
+    if context is not None and context.sequence_len_offset:
+        if not keeps:
+            raise ValueError(
+                f"inference_context holds {context.sequence_len_offset} tokens, but this model stores none: pass all "
+                "tokens again for each new token, or use qwen3vl_bridge.generate"
+            )
+        no_effect = {"input_ids", "position_ids", "attention_mask"}
+        if given := [name for name, value in batch.items() if value is not None and name not in no_effect]:
+            raise ValueError(
+                f"{', '.join(given)} is given and inference_context holds {context.sequence_len_offset} tokens: pass "
+                "images only with the prompts, and no labels"
+            )
+        input_ids = batch["input_ids"]
+        if input_ids is None or input_ids.dim() != 2 or input_ids.shape[1] != 1:
+            raise ValueError(
+                f"input_ids has shape {shape_and_dtype(input_ids)} and inference_context holds "
+                f"{context.sequence_len_offset} tokens, expected one new token of each row, [rows, 1]"
+            )
+    if runtime_gather_output and batch["labels"] is not None:
+        raise ValueError("runtime_gather_output is True with labels, expected None: the loss needs sharded logits")
 
 
 def shape_and_dtype(values: Tensor | None) -> str:

@@ -32,10 +32,10 @@ class CallerLayout:
     # [T] int64, the caller's token at each position of the layout, -1 for padding that the caller's rows do not have;
     # None if the order is the same.
     sources: Tensor | None = None
-    packed: bool = False  # whether the caller describes a packed row
+    packed: bool = False  # whether the caller has given packed-sequence parameters
 
     def arrange(self, values: Tensor, fill: int = 0) -> Tensor:
-        """Rearrange values [..., rows, tokens] from the caller's rows to those of the layout; `fill` is for padding."""
+        """Rearrange values [..., rows, tokens] from the caller's rows to the layout's rows, with `fill` for padding."""
         flat = values.flatten(-2)
         if self.sources is not None:
             flat = F.pad(flat, (0, 1), value=fill)[..., self.sources]  # index -1 reads the appended fill value
@@ -45,7 +45,7 @@ class CallerLayout:
 def detect_layout(
     ids: Tensor, attention_mask: Tensor | None, packed: PackedSeqParams | None, pad_token_id: int | None
 ) -> CallerLayout:
-    """Return the layout of a batch ids [B, S] of B rows on the host, from masks and packed-sequence parameters.
+    """Return the layout of a batch of token ids [B, S] on the host, from masks and packed-sequence parameters.
 
     Without `packed`, each row is a segment. With it, the offsets decide:
 
@@ -78,8 +78,8 @@ def detect_layout(
 
 # Slices of context-parallel ranks have already been gathered when offsets are compared with rows, see `gather_row`.
 _SLICES = (
-    "The model's forward also takes one flat row that is a context-parallel rank's share, of offsets that count its "
-    "tokens times the ranks"
+    "Under context parallelism, forward also takes one flat row with only this rank's share of the tokens; "
+    "packed_seq_params then counts the tokens of all ranks"
 )
 
 
@@ -94,8 +94,8 @@ def _pack_rows(shape: tuple[int, int], keep: Tensor | None, logical: Tensor, phy
         if int(logical.max()) > tokens:
             row = int(logical.argmax())
             raise ValueError(
-                f"packed_seq_params has {int(logical[row])} tokens for row {row} of {tokens}; expected its real "
-                f"tokens, or an attention_mask that tells them. {_SLICES}"
+                f"packed_seq_params has {int(logical[row])} tokens for row {row}, which is only {tokens} tokens long. "
+                f"Give the number of its real tokens, or an attention_mask that marks them. {_SLICES}"
             )
     first, lengths = _find_real_tokens(keep)
     _check_counts(lengths, logical, physical)
@@ -115,7 +115,7 @@ def _split_packed_row(shape: tuple[int, int], keep: Tensor | None, logical: Tens
         raise ValueError(
             f"packed_seq_params has {len(physical)} segments of {int(physical.sum())} tokens in all, input_ids has "
             f"shape {list(shape)}: expected {rows * tokens} tokens, the whole batch"
-            + (", or an attention_mask that says the rest is padding" if rows == 1 and rest > 0 else "")
+            + (", or an attention_mask that marks the rest as padding" if rows == 1 and rest > 0 else "")
             + (f", or one segment for each of {rows} rows" if rows > 1 else "")
             + (f". {_SLICES}" if rest < 0 else "")
         )
@@ -123,8 +123,8 @@ def _split_packed_row(shape: tuple[int, int], keep: Tensor | None, logical: Tens
     inside = [row for row in range(1, rows) if row * tokens not in ends]
     if inside:
         raise ValueError(
-            f"packed_seq_params has {len(physical)} segments; row {inside[0]} of {tokens} tokens begins inside one. "
-            f"Expected one segment for each of {rows} rows, or rows that begin segments"
+            f"packed_seq_params has {len(physical)} segments; row {inside[0]} of {tokens} tokens begins inside a "
+            f"segment. Give one segment for each of {rows} rows, or segments that do not cross the ends of rows"
         )
     lengths = logical
     if keep is not None:
@@ -144,8 +144,8 @@ def make_packed_layout(lengths: Tensor, physical: Tensor) -> SequenceLayout:
     """Return the layout of one packed row, from the logical and physical lengths [n] of its segments."""
     if (lengths > physical).any() or not physical.any():
         raise ValueError(
-            f"packed_seq_params has segments of {lengths.tolist()} tokens in lengths of {physical.tolist()}, expected "
-            "no more tokens than their lengths, and at least one token"
+            f"packed_seq_params has segments of {lengths.tolist()} tokens in padded lengths of {physical.tolist()}: "
+            "give padded lengths that are not smaller than the numbers of tokens, and not all 0"
         )
     exists = physical > 0  # offset tables of a fixed size repeat their last entry
     return SequenceLayout.from_lengths(1, lengths[exists].tolist(), physical[exists].tolist())
@@ -194,7 +194,7 @@ def _find_real_tokens(keep: Tensor) -> tuple[Tensor, Tensor]:
     if len(holes):
         raise ValueError(
             f"attention_mask has padding between real tokens in row {int(holes[0])}; expected padding on the left or "
-            "right of a row. Several documents in a row need packed_seq_params"
+            "right of a row. If a row contains several documents, give packed_seq_params"
         )
     return first, lengths
 
@@ -206,14 +206,14 @@ def _mask_trailing_padding(ids: Tensor, pad_token_id: int | None) -> Tensor:
 
 
 def _check_counts(lengths: Tensor, logical: Tensor, physical: Tensor) -> None:
-    """Raise ValueError if `lengths`, the real tokens of each segment by a mask, contradict the offsets."""
+    """Raise ValueError if `lengths`, the number of real tokens of each segment in a mask, contradicts the offsets."""
     agree = (lengths == logical) | ((logical == physical) & (lengths <= logical))
     wrong = (~agree).nonzero()
     if len(wrong):
         segment = int(wrong[0])
         raise ValueError(
-            f"segment {segment}: attention_mask has {int(lengths[segment])} real tokens, packed_seq_params "
-            f"{int(logical[segment])} in a length of {int(physical[segment])}"
+            f"segment {segment}: attention_mask has {int(lengths[segment])} real tokens, but packed_seq_params gives "
+            f"{int(logical[segment])} tokens and a padded length of {int(physical[segment])}"
         )
 
 
@@ -234,9 +234,9 @@ class OutputConversion(Transferable):
     def to_caller_order(cls, caller: CallerLayout, labels: Tensor | None) -> Self:
         """Return the conversion of outputs to the order of the caller's `input_ids`, [rows, tokens, ...].
 
-        With packed-sequence parameters only losses of labels in this order are converted. Logits, and losses of labels
-        in the order of the packed row, stay in the packed row: Megatron-Bridge's own model returns them so, and RL
-        frameworks unpack them.
+        With packed-sequence parameters, only the losses of labels in this order are converted. Logits, and losses of
+        labels in the order of the packed row, are returned as the packed row, as by Megatron-Bridge's own model. RL
+        frameworks unpack this row.
         """
         (rows, tokens), layout = caller.shape, caller.layout
         stays_packed = caller.packed and (labels is None or labels.shape != caller.shape)
@@ -262,7 +262,7 @@ class OutputConversion(Transferable):
         if self.slots is not None:
             flat = output.flatten(0, 1)
             if self.drops_tokens:
-                flat = torch.cat((flat, flat.new_zeros(1, *flat.shape[1:])))  # the row read by index -1
+                flat = torch.cat((flat, flat.new_zeros(1, *flat.shape[1:])))  # index -1 reads this row
             output = flat.index_select(0, (self.slots % len(flat)).flatten()).unflatten(0, self.slots.shape)
         return output if self.loss_mask is None else (output, self.loss_mask)
 
@@ -274,8 +274,8 @@ class OutputConversion(Transferable):
         """
         if self.slots is not None:
             raise ValueError(
-                "output_processor is given for rows that reach the model in another order than the caller's, which "
-                "only the caller can undo in what it returns: expected rows padded on the right, or packed_seq_params "
+                "output_processor is given, but the model computes the rows in another token order than the caller's, "
+                "and cannot reorder what output_processor returns. Pad rows on the right, or give packed_seq_params "
                 "and labels in the packed row's order, [1, tokens]"
             )
         return replace(self, ignored_labels=None)

@@ -47,7 +47,7 @@ def gather_labels(
 def check_ranks_agree(
     given: Mapping[str, Tensor | None], layout: SequenceLayout | None, group: ProcessGroup, device: torch.device
 ) -> None:
-    """Raise ValueError on all ranks if the presence or shapes of arguments, or the layout, differ between ranks.
+    """Raise ValueError on all ranks if ranks pass different arguments, shapes of arguments, or layouts.
 
     All ranks of the group must call this together. Without the check, later collectives would hang.
     """
@@ -64,15 +64,15 @@ def check_ranks_agree(
     for rank, theirs in enumerate(others, 1):
         if theirs["packed_seq_params"] != first["packed_seq_params"]:
             raise ValueError(
-                f"packed_seq_params of context-parallel rank {rank} has other segments than that of rank 0; expected "
-                "the offsets of one full row on every rank, each with its share of it"
+                f"packed_seq_params of context-parallel rank {rank} has other segments than that of rank 0. Give "
+                "the offsets of the same full row on every rank, and each rank's share of the row"
             )
         for name in given:
             if theirs[name] != first[name]:
                 raise ValueError(
                     f"{name} is {theirs[name]} on context-parallel rank {rank} and {first[name]} on rank 0; expected "
-                    "the same arguments on every rank: its slice of tokens and labels, and the images and videos of "
-                    "the full row"
+                    "the same on every rank: the rank's slice of tokens and labels, and the images and videos of the "
+                    "full row"
                 )
 
 
@@ -82,7 +82,7 @@ _PIXELS_AND_GRIDS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "v
 
 
 def gather_row(arguments: Mapping[str, Any], layout: SequenceLayout, group: ProcessGroup) -> dict[str, Tensor]:
-    """Gather the arguments that are context-parallel slices [..., n] of a row to full rows [..., cp * n] on the host.
+    """Gather the arguments that are context-parallel slices [..., n], and return full rows [..., cp * n] on the host.
 
     All ranks of the group must call this together, each with its slice of the same row, and with the pixels and grids
     of the full row. All ranks raise if names, shapes or offsets differ between them.

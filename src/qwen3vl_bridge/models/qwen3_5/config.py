@@ -27,5 +27,5 @@ def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
 
 
 def fields_of_run(model: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `config`, from `hybrid_config.fields_of`, that the section `model` of a run contains."""
+    """Return the fields that the section `model` of a run contains. `config` comes from `hybrid_config.fields_of`."""
     return hybrid_config.fields_of_run(model, config, FAMILY_NAME)

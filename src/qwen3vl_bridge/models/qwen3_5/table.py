@@ -25,7 +25,7 @@ _MTP_FORMAT = {ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT: ExpertLayout.PER_EXPERT
 
 
 def _mtp_rows(experts: ExpertLayout) -> tuple[WeightRow, ...]:
-    """Return the weight rows of multi-token prediction: two input norms, a projection, a layer and a final norm."""
+    """Return the weight-table rows of multi-token prediction: input norms, a projection, a layer and a final norm."""
     joining = (
         ("eh_proj.weight", "mtp.fc.weight", ("hidden", "hidden_twice")),
         ("enorm.weight", "mtp.pre_fc_norm_embedding.weight", ("hidden",)),

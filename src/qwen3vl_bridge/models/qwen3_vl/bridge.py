@@ -53,7 +53,7 @@ class Qwen3VLBridge(FamilyBridge):
     def megatron_to_hf_config(cls, provider: Qwen3VLModelProvider) -> dict[str, Any]:
         """Return the contents of a `config.json` for a provider's model, without the maximum row length.
 
-        `AutoBridge.from_auto_config` merges them into a reference configuration, which determines the row length.
+        `AutoBridge.from_auto_config` merges the contents into a reference configuration that determines the row length.
         """
         text, vision = provider.hf_text_config.to_dict(), provider.vision_config.to_dict()
         del text["max_position_embeddings"]

@@ -31,7 +31,7 @@ def check_settings(config: Any) -> None:
     hf_config.check_field_types(config, _REQUIRED, _OPTIONAL, _NULLABLE)
     text = config["text_config"]
     if "num_key_value_heads" not in text:  # transformers' default fits no released model
-        raise ValueError("lacks the field text_config.num_key_value_heads, expected a number or null")
+        raise ValueError("the configuration lacks the field text_config.num_key_value_heads, expected a number or null")
     check_deepstack(config["vision_config"], text["num_hidden_layers"])
     hf_config.check_supported_values(config, {})
     hf_config.check_mrope_section(rope_parameters(text)["mrope_section"], head_dim_of(text))
@@ -104,7 +104,7 @@ def dimensions_of(config: Mapping) -> Dimensions:
     )
 
 
-# Fields that identify a model (see `hf_config`) and that Qwen3-VL has in a form of its own.
+# Key of the list of layers with experts, among the fields that identify a model (see `hf_config`).
 _MOE_LAYERS = "text_config.layers with experts (decoder_sparse_step, mlp_only_layers)"
 
 

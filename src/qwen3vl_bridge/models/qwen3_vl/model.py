@@ -36,7 +36,7 @@ class DeepStackLayer(TransformerLayer):
     def forward(
         self, *args: Any, context: Tensor | None = None, context_mask: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Run the layer, and add features if it is one of the first layers. Return hidden states and the features.
+        """Run the layer, and add features if it is one of the first layers. Return hidden states and `context`.
 
         Args:
             args, kwargs: the other arguments of TransformerLayer.
@@ -80,11 +80,11 @@ class Qwen3VLGPTModel(MRopeGPTModel):
 
 @dataclass(frozen=True)
 class DeepStackStage:
-    """Numbers of DeepStack layers from which a pipeline stage receives and sends features, always the last layers.
+    """Numbers of DeepStack features that a pipeline stage receives and sends. They belong to the last DeepStack layers.
 
     Attributes:
-        received: number of features for the layers of this stage and later stages; all of them on the first stage.
-        sent: number of features for the layers of later stages.
+        received: number of features that this stage and later stages add; on the first stage, all features.
+        sent: number of features that later stages add.
     """
 
     received: int

@@ -1,6 +1,6 @@
 """The weight table of Qwen3-VL: maps every parameter between Hugging Face and Megatron.
 
-Megatron names are those of the Transformer Engine layer spec, which checkpoints use. A `*` stands for an index (layer,
+Megatron names come from the Transformer Engine layer spec, which checkpoints use. A `*` stands for an index (layer,
 merger, expert), which is the same on both sides. Dense and MoE models share the table: a model has the rows of its
 dense layers and the rows of its MoE layers.
 """

@@ -52,7 +52,7 @@ class Qwen4ExpBridge(HybridBridge):
     def mapping_registry(self) -> MegatronMappingRegistry:
         """Return the registry of Megatron-Bridge's parameter mappings, made from the weight table.
 
-        The tensors that store a hash head depend on the sizes of the tables, so these entries are expanded.
+        The sizes of n-gram tables determine which tensors store a hash head, so the rows of hash heads are expanded.
         """
         rows, dimensions = family(self.family).rows(self.expert_layout()), self._stored_dimensions()
         tables = expand(tuple(row for row in rows if isinstance(row, NgramHead)), dimensions)
@@ -66,7 +66,7 @@ class Qwen4ExpBridge(HybridBridge):
     ) -> Any:
         """Yield weights in Hugging Face format, then the n-gram tables and the constants of their hashes.
 
-        For a selection of tasks (`conversion_tasks`), the tables are included if one of them is about a table.
+        If `conversion_tasks` selects tasks, tables and constants are included only if a task belongs to a table.
         """
         yield from super().stream_weights_megatron_to_hf(megatron_model, hf_pretrained, cpu, *args, **kwargs)
         tasks = kwargs.get("conversion_tasks")

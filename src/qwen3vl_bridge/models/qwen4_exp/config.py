@@ -17,7 +17,7 @@ from qwen3vl_bridge.models.qwen4_exp.hash_constants import head_sizes, multiplie
 from qwen3vl_bridge.weights.rows import Dimensions
 
 FAMILY_NAME = "qwen4_exp"
-INDEXED = "indexed_attention"  # transformers' name in memory of what files call full attention
+INDEXED = "indexed_attention"  # layer type of full attention in transformers' configuration objects, unlike in files
 
 # Fields of the text model, which the provider has under the same names, with defaults.
 RESIDUAL_FIELDS: Mapping[str, int] = {"hc_count": 4, "hc_lowrank": 320}
@@ -57,7 +57,7 @@ def check_settings(config: Any) -> None:
         if text.get(name) is not None and not kind.fits(text[name]):
             raise ValueError(f"text_config.{name} is {shown(text[name])}, expected {kind.expected}")
     if not hf_config.experts_of(text):
-        raise ValueError("text_config.num_experts is 0, expected experts in every layer, as model_type qwen4_exp has")
+        raise ValueError("text_config.num_experts is 0, expected experts in every layer: qwen4_exp has no dense models")
     if text_field(text, "hc_count") < 2:
         raise ValueError(f"text_config.hc_count is {text['hc_count']}, expected at least 2 residual streams")
     _check_indexer(text)
@@ -66,7 +66,7 @@ def check_settings(config: Any) -> None:
 
 
 def _as_hybrid(config: Any) -> Any:
-    """Return the configuration with the layer types of files, where transformers' name in memory is given."""
+    """Return the configuration with `full_attention` in place of transformers' layer type `indexed_attention`."""
     text = config.get("text_config") if isinstance(config, Mapping) else None
     if not isinstance(text, Mapping) or not isinstance(text.get("layer_types"), list | tuple):
         return config
@@ -79,7 +79,9 @@ def _check_indexer(text: Mapping[str, Any]) -> None:
         return
     for name in INDEXER_FIELDS:
         if text.get(name) is None:
-            raise ValueError(f"lacks the field text_config.{name}, expected a number: layers have indexed attention")
+            raise ValueError(
+                f"the configuration lacks the field text_config.{name}, expected a number: layers have sparse attention"
+            )
     budget, ratio = text["indexer_budget"], text["indexer_compress_ratio"]
     if budget % ratio:
         raise ValueError(
@@ -92,7 +94,7 @@ def _check_indexer(text: Mapping[str, Any]) -> None:
             "dimensions of an attention head"
         )
     if (heads := text.get("indexer_kv_heads", 1)) != 1:
-        raise ValueError(f"text_config.indexer_kv_heads is {heads!r}, expected 1: this model implements nothing else")
+        raise ValueError(f"text_config.indexer_kv_heads is {heads!r}, expected 1: other numbers are not implemented")
 
 
 def rope_factor(text: Mapping[str, Any]) -> float:
@@ -115,7 +117,10 @@ def _check_ngrams(text: Mapping[str, Any]) -> None:
                 f"of the {len(types)} layers"
             )
     if eos_of(text) is None:
-        raise ValueError("lacks the field text_config.eos_token_id, which separates documents for the n-gram embedding")
+        raise ValueError(
+            "the configuration lacks the field text_config.eos_token_id, expected a token id: the n-gram embedding "
+            "separates documents by this token"
+        )
     parts = text_field(text, "split_ngram_parts")
     for index in range(len(ple_layers_of(text))):
         if (rows := sum(ngram_table_rows(text, index))) % parts:
@@ -137,12 +142,12 @@ def text_field(text: Mapping[str, Any], name: str) -> int:
 
 
 def ngram_heads(text: Mapping[str, Any]) -> int:
-    """Return the number of hash heads: `heads_per_ngram` for each order from 2 to `ngram_size`."""
+    """Return the number of hash heads: `heads_per_ngram` for each length of n-grams from 2 to `ngram_size`."""
     return (text_field(text, "ngram_size") - 1) * text_field(text, "heads_per_ngram")
 
 
 def ngram_table_rows(text: Mapping[str, Any], index: int) -> tuple[int, ...]:
-    """Return the number of rows of each hash head's table, for the PLE layer with this index; see `table_rows`."""
+    """Return the number of n-gram table rows of each hash head, for a layer by its index among `ple_layer_ids`."""
     base, multiple = (text_field(text, name) for name in ("ngram_vocab_size_base", _TABLE_MULTIPLE))
     return table_rows(base, ngram_heads(text), index, multiple)
 
@@ -159,7 +164,7 @@ def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
 
 
 def add_dimensions(shared: Dimensions, text: Mapping[str, Any]) -> Dimensions:
-    """Return the dimensions of a `qwen4_exp` model from those of a hybrid model and the fields of its text model."""
+    """Return `shared`, the dimensions of a hybrid model, with the sizes that only `qwen4_exp` has."""
     streams, hidden = text_field(text, "hc_count"), shared["hidden"]
     layers, heads = ple_layers_of(text), ngram_heads(text)
     embedded = text.get("ple_embed_dim") or hidden
@@ -178,7 +183,7 @@ def add_dimensions(shared: Dimensions, text: Mapping[str, Any]) -> Dimensions:
         "ngram_parts": text_field(text, "split_ngram_parts"),
     }
     indices = {"ple_layers": layers, "ngram_heads": range(heads)}
-    # Rows of each head's own table, layer by layer.
+    # Number of n-gram table rows of each hash head, layer by layer.
     indices["ngram_rows"] = tuple(rows for index in range(len(layers)) for rows in ngram_table_rows(text, index))
     return replace(shared, sizes={**shared.sizes, **sizes}, indices={**shared.indices, **indices})
 
@@ -221,7 +226,7 @@ def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fields_of_run(model: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the fields `config`, a result of `fields_of`, that the section `model` of a run has."""
+    """Return the fields of `config`, a result of `fields_of`, that the section `model` of a run contains."""
     fields = hybrid_config.fields_of_run(model, config, FAMILY_NAME)
     if "model_type" in fields:
         fields["model_type"] = FAMILY_NAME  # which has experts

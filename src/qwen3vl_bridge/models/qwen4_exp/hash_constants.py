@@ -1,7 +1,7 @@
-"""Constants of the n-gram hashes: the primes, the multipliers, and the number of rows of each head's table.
+"""Constants of the n-gram hashes: the primes, the multipliers, and the sizes of the n-gram tables.
 
-They follow from a model's configuration. Checkpoints also store them, as the integer tensors `ngram_heads_vocab_sizes`,
-`ngram_heads_offsets` and `layer_multipliers`.
+The constants follow from a model's configuration. Checkpoints also store them, as the integer tensors
+`ngram_heads_vocab_sizes`, `ngram_heads_offsets` and `layer_multipliers`.
 
 Source: transformers 5.20.2, Qwen4ExpTextNGramEmbedding; Steele, Lea and Flood, Fast Splittable Pseudorandom Number
 Generators (2014), for splitmix64.
@@ -22,10 +22,10 @@ _LAYER_STEP = 10_007  # distance between the seeds of consecutive layers
 
 @functools.cache
 def head_sizes(base: int, heads: int, layer_index: int) -> tuple[int, ...]:
-    """Return the modulus, a prime, of each hash head of a layer: the number of its ids.
+    """Return the modulus of each hash head of a layer, which is the number of n-gram ids of the head.
 
-    The sizes are consecutive primes, starting from `base`: the first layer has the first `heads` primes, the second
-    layer the next ones.
+    All moduli are consecutive primes, starting from `base`: the first layer has the first `heads` primes, the second
+    layer the next `heads` primes.
 
     Args:
         base: a lower bound of the primes (`ngram_vocab_size_base`).
@@ -44,7 +44,7 @@ def _is_prime(number: int) -> bool:
 
 @functools.cache
 def table_rows(base: int, heads: int, layer_index: int, multiple: int) -> tuple[int, ...]:
-    """Return the number of rows of each head's table: `head_sizes`, and padding at the end of the last head.
+    """Return the number of n-gram table rows of each head: `head_sizes`, where the last head also has the padding.
 
     Checkpoints concatenate the tables of all heads and pad the result to a multiple of `multiple`
     (`make_ngram_vocab_size_divisible_by`). Rows of the padding are never looked up.

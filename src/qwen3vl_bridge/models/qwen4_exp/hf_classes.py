@@ -1,7 +1,7 @@
 """Configuration classes of Qwen3.8-Flash-Next for releases of transformers that do not know the model (before 5.16).
 
-`register_configs` registers them with `AutoConfig`, so that `config.json` can be read. Where transformers has classes
-of its own, nothing is registered.
+`register_configs` registers the classes with `AutoConfig`, so that `config.json` can be read. Where transformers has
+classes of its own, nothing is registered.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TextConfig(Qwen3_5MoeTextConfig):
     model_type = f"{MODEL_TYPE}_text"
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Set the fields that Qwen3.5's configuration lacks, and name indexed attention as transformers does."""
+        """Set the fields that Qwen3.5's configuration lacks, and name full attention `indexed_attention`."""
         defaults = {
             **RESIDUAL_FIELDS, **NGRAM_FIELDS, "seed": SEED, "ple_layer_ids": (), "ple_embed_dim": None,
             "norm_topk_prob": True, "output_gate_type": None,

@@ -37,7 +37,9 @@ QUERY_CHUNK = 512  # queries; memory for scores and masks is at most this number
 
 
 class TokenBlocks:
-    """Division of a batch into blocks of consecutive tokens, numbered across segments. A segment's last may be shorter.
+    """Division of a batch into blocks of consecutive tokens, numbered across segments.
+
+    The last block of a segment may be shorter.
 
     Args:
         layout: segments of the batch; no block crosses their ends.
@@ -95,8 +97,8 @@ class Indexer(MegatronModule):
     def forward(self, hidden: Tensor, rotary: Tensor, layout: SequenceLayout) -> Tensor:
         """Return the selected blocks [s, b, k] int32 of each token of this context-parallel rank.
 
-        Blocks are counted over the whole batch (`TokenBlocks`). The last entries are -1 where a token sees fewer
-        complete blocks. There is no host-device synchronization.
+        Blocks are numbered over the whole batch (`TokenBlocks`). If a token sees fewer than k complete blocks, its last
+        entries are -1. There is no host-device synchronization.
 
         Args:
             hidden: [s / sp, b, h], the input of attention on this rank.
@@ -177,6 +179,10 @@ class Indexer(MegatronModule):
 
 
 def _like(rotary: Tensor, parts: Tensor) -> Tensor:
-    """Reshape rotations [1 or 2, s, b, r] to the form of `rotary`: fused angles, or cosines and sines."""
+    """Reshape rotations [1 or 2, s, b, r] for `rotate_heads`, for the same kernel as `rotary`.
+
+    The result is [s * b, 1, 1, r] if `rotary` contains angles for Transformer Engine's kernel, and [2, s, b, 1, r] if
+    it contains cosines and sines.
+    """
     is_fused = rotary.dim() == 4
     return parts.reshape(-1, 1, 1, parts.size(-1)) if is_fused else parts[:, :, :, None]

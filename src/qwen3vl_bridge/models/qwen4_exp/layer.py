@@ -1,4 +1,4 @@
-"""Layer specs of Qwen3.8-Flash-Next: hybrid layers with gated residuals, indexed attention and n-gram embeddings."""
+"""Layer specs of Qwen3.8-Flash-Next: hybrid layers with gated residuals, sparse attention and n-gram embeddings."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from torch import Tensor
 class StreamLayer(TransformerLayer):
     """A text layer whose hidden states are the streams of a gated residual, [s, b, n * h].
 
-    Some layers first add an n-gram embedding to the streams. Its ids are the `context` that megatron-core passes to
-    every layer, also under recomputation.
+    Some layers first add an n-gram embedding to the streams. The n-gram ids are the `context` that megatron-core passes
+    to every layer, also under recomputation.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
@@ -50,7 +50,7 @@ class StreamLayer(TransformerLayer):
         packed_seq_params: PackedSeqParams | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run the layer on streams [s / sp, b, n * h]. Return streams, and the ids for later layers.
+        """Run the layer on streams [s / sp, b, n * h]. Return streams, and n-gram ids for later layers.
 
         Args:
             hidden_states: the streams.
@@ -68,7 +68,7 @@ class StreamLayer(TransformerLayer):
         output, _ = super().forward(
             hidden_states, *args, context=None, context_mask=None, packed_seq_params=packed_seq_params, **kwargs
         )
-        # Layers after the last that reads the ids return None, so that they are not kept.
+        # The last layer with an n-gram embedding still returns the ids. Later layers return None, to free their memory.
         return output, context if self.layer_number <= max(self.config.ple_layers, default=0) else None
 
 
@@ -85,7 +85,7 @@ def prediction_layer_spec(config: TransformerConfig) -> ModuleSpec:
 
 
 def _with_streams(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
-    """Return a copy of a layer spec with norms replaced by `GatedResidual`, and full attention by the indexed one."""
+    """Return a copy of a layer spec in which `GatedResidual` replaces norms, and sparse attention full attention."""
     modules, layer = backend(config), spec.submodules
     attention, projection = layer.self_attention, modules.column_parallel_linear()  # without a norm before it
     if attention.module is LinearAttention:
@@ -102,6 +102,6 @@ def _with_streams(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
         self_attention=attention,
         self_attn_bda=inject,
         mlp_bda=inject,
-        sharded_state_dict_keys_map={},  # which names norms as if they were fused
+        sharded_state_dict_keys_map={},  # the map would name norms as if they were fused
     )
     return dataclasses.replace(spec, module=StreamLayer, submodules=layer)

@@ -1,7 +1,7 @@
 """The Megatron model of Qwen3.8-Flash-Next: a hybrid model whose hidden states are several residual streams.
 
 The streams begin as copies of the embeddings, and are mixed to one hidden state after the last layer. Multi-token
-prediction (MTP) takes the streams before that: each stream is projected by the same matrix, and the projected
+prediction (MTP) takes the streams before they are mixed: each stream is projected by the same matrix, and the projected
 embedding of the next token is added to every stream.
 
 Source: transformers 5.20, Qwen4ExpTextModel; for MTP, which transformers does not compute, the names and shapes of the
@@ -94,9 +94,10 @@ class PredictionBlock(MegatronModule):
 
 
 class Qwen4ExpGPTModel(HybridGPTModel):
-    """The text model, whose layers have residual streams. Its last stage mixes them to one hidden state."""
+    """The text model, in which layers have residual streams. The last stage mixes the streams to one hidden state."""
 
     block_spec = staticmethod(stream_block_spec)
+    keeps_states = False  # neither keys of the indexer nor tokens before an n-gram or a convolution are stored
 
     def __init__(self, config: VisionLanguageProvider, pg_collection: ProcessGroupCollection, **ends: Any) -> None:
         super().__init__(config, pg_collection, **ends)
@@ -125,29 +126,30 @@ class Qwen4ExpModel(HybridModel):
         """Compute losses, logits or hidden states as VisionLanguageModel does.
 
         Raises:
-            ValueError: the batch is a caller's, expert-parallel ranks share the n-gram tables, and the model is trained
-                without `variable_seq_lengths`: other ranks may have other numbers of rows, and would wait forever.
+            ValueError: the batch is in the format of a caller, expert-parallel ranks share the n-gram tables, and the
+                model is trained without `variable_seq_lengths`. If the batches of ranks had different numbers of rows,
+                ranks would wait forever.
         """
         ranks = self.pg_collection.tp_ep.size() if self.config.ple_layers else 1
         is_trained = self.training and torch.is_grad_enabled()
         if inputs is None and ranks > 1 and is_trained and not self.config.variable_seq_lengths:
             raise ValueError(
                 f"variable_seq_lengths is False, expected True: {ranks} ranks share the n-gram tables, and their "
-                "batches may have other numbers of rows"
+                "batches may have different numbers of rows"
             )
         return super().forward(*args, inputs=inputs, **kwargs)
 
     def check_inputs(self, inputs: ModelInputs) -> None:
-        """Raise ValueError for a batch without ids of n-grams; in training with MTP, also for one without labels."""
+        """Raise ValueError for a batch without n-gram ids, and in training with MTP for a batch without labels."""
         super().check_inputs(inputs)
         if self.has_ngram_table and inputs.ngram_ids is None:
             raise ValueError(
-                "the batch has no ngram_ids, which the n-gram embedding needs: make it with "
+                "the batch has no ngram_ids, which the n-gram embedding needs: make the batch with "
                 "TokenBatch.local(**config.local_arguments(groups))"
             )
 
     def stage_arguments(self) -> dict[str, Any]:
-        """Return the arguments of `TokenBatch.local` for this stage, which hashes n-grams only if it has a table."""
+        """Return arguments of `TokenBatch.local` for this stage. N-grams are hashed only if it has n-gram tables."""
         return super().stage_arguments() | ({} if self.has_ngram_table else dict(ngram_hashes=()))
 
     def embed(self, inputs: ModelInputs, encoded: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, dict[str, Any]]:
@@ -156,11 +158,11 @@ class Qwen4ExpModel(HybridModel):
         return hidden.repeat(1, 1, self.config.hc_count), layer_arguments
 
     def text_arguments(self, inputs: ModelInputs) -> dict[str, Any]:
-        """Return the ids of n-grams as the `context` of layers, on stages that have a table."""
+        """Return the n-gram ids as the `context` of layers, on stages that have n-gram tables."""
         return {} if inputs.ngram_ids is None else {"context": inputs.ngram_ids}
 
     def pack(self, hidden: Tensor, layer_arguments: dict[str, Any]) -> Tensor:
-        """Return one tensor [.., n * h] with the streams and, if the batch has an MTP loss, embedded next tokens."""
+        """Return the streams [.., n * h]; with the embedded next tokens, [.., (n + 1) * h], if there is an MTP loss."""
         if NEXT not in layer_arguments:
             return super().pack(hidden, layer_arguments)
         embedded = layer_arguments[NEXT].to(hidden.dtype)

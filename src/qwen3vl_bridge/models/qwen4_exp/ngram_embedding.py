@@ -1,4 +1,4 @@
-"""The n-gram embedding of a layer: a table divided over ranks, and its injection into the residual streams.
+"""The n-gram embedding of a layer: n-gram tables divided over ranks, and the injection into the residual streams.
 
 Source: transformers 5.20.2, Qwen4ExpTextNGramEmbedding and Qwen4ExpTextPLELayer.
 
@@ -46,8 +46,8 @@ class NgramEmbedding(MegatronModule):
     The parameters are `weight{head}` [rows, columns], named by the index of the head in the layer. A group of G ranks,
     `pg_collection.tp_ep`, shares the tables of its pipeline stage. If there are at most as many ranks as heads, each
     rank holds the complete tables of heads / G consecutive heads. If there are c ranks per head, each rank holds 1 / c
-    of the columns of one head. As every token looks up exactly one row of every head, the ranks exchange equal numbers
-    of ids and rows, and need not tell each other how many.
+    of the columns of one head. Every token looks up exactly one row of the table of every head. So the ranks exchange
+    equal numbers of ids and rows, and need not tell each other how many.
 
     The ranks of the group have different tokens, as for experts, so without sequence parallelism a model with several
     tensor-parallel ranks cannot be trained; megatron-core's MoE layer raises an error then.
@@ -96,16 +96,16 @@ class NgramEmbedding(MegatronModule):
 
     def _set_attributes(self, weight: nn.Parameter) -> None:
         """Set the attributes by which megatron-core reduces gradients, computes their norm and chooses an optimizer."""
-        weight.is_embedding_or_output_parameter = True  # Muon is not for tables
+        weight.is_embedding_or_output_parameter = True  # Muon is not for embedding tables
         weight.stored_columns = self.columns  # read by `load_weights`
         if self.group.size() == 1:
             weight.sequence_parallel = self.config.sequence_parallel
             return
-        # Like a weight of an expert: the gradient of each rank has contributions of the tokens of all ranks of the
-        # group, and is summed over the expert-data-parallel group only. Both groups together have all tokens of a step
-        # once, and megatron-core scales the gradient by 1 / (data- and context-parallel size), as for other weights.
+        # Treated like the weight of an expert. A rank's gradient already includes the tokens of all ranks of the group,
+        # so it is summed over the expert-data-parallel group only. Both groups together have all tokens of a step once.
+        # megatron-core scales the gradient by 1 / (data- and context-parallel size), as for other weights.
         weight.allreduce = False
-        # Without this, norms of gradients would include the first expert-tensor-parallel rank only.
+        # Otherwise the norm of gradients would include the first expert-tensor-parallel rank only.
         set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=1, stride=1)
 
     def reset_parameters(self) -> None:
@@ -118,7 +118,7 @@ class NgramEmbedding(MegatronModule):
         return [self.get_parameter(f"weight{head}") for head in self.heads]
 
     def forward(self, ngram_ids: Tensor) -> Tensor:
-        """Return the embeddings [s / sp, b, heads * dim] of n-grams with ids [s / sp, b, heads] in their head's table.
+        """Return embeddings [s / sp, b, heads * dim] for ids [s / sp, b, heads], rows in the table of each hash head.
 
         Every rank of the group must call this at the same time.
         """
@@ -131,14 +131,14 @@ class NgramEmbedding(MegatronModule):
                     "expert_model_parallel_size=1 and expert_tensor_parallel_size=1"
                 )
             ids = F.pad(ids, (0, 0, 0, self.exchanged_tokens(ngram_ids) - tokens))
-        # [ranks, n, heads per rank]: ids for each owner of a table, then ids from each rank that asks.
+        # [ranks, n, heads per rank]: `sent` has the ids for each rank that holds tables, `received` those of each rank.
         sent = ids.unflatten(1, (-1, len(self.heads))).repeat_interleave(self.column_parts, 1).transpose(0, 1)
         received = exchange_parts(sent, self.group)
         found = [
             F.embedding(head_ids, weight, sparse=_has_gradient_buffer(weight))
             for head_ids, weight in zip(received.unbind(-1), self._weights(), strict=True)
         ]
-        # [ranks, n, columns] from each owner, in the order of heads and of their columns.
+        # [ranks, n, columns] from each rank that holds tables, in the order of heads and of their columns.
         embeddings = exchange_parts(torch.cat(found, -1), self.group)
         return embeddings[:, :tokens].transpose(0, 1).reshape(*ngram_ids.shape[:2], -1)
 
@@ -165,7 +165,7 @@ class NgramEmbedding(MegatronModule):
         return torch.cat(parts, 1)
 
     def exchanged_tokens(self, ngram_ids: Tensor) -> int:
-        """Return the number of tokens that all ranks of the group exchange, at least that of ids [s / sp, b, heads].
+        """Return for how many tokens each rank exchanges ids: at least as many as in `ngram_ids` [s / sp, b, heads].
 
         In training without `variable_seq_lengths`, all ranks must have the same number of rows.
 
@@ -175,7 +175,7 @@ class NgramEmbedding(MegatronModule):
         config, (length, rows, _) = self.config, ngram_ids.shape
         if config.variable_seq_lengths or not self.training:  # then the host has to wait for the lengths of all ranks
             return int(max_in_group(torch.full((), length * rows, device=ngram_ids.device), self.group))
-        # Ranks may have rows of other lengths, and must not wait for each other. All fill their rows up.
+        # Ranks may have rows of other lengths, and must not wait for each other. All pad their rows to this length.
         sp_size = self.groups.tp.size() if config.sequence_parallel else 1
         longest = config.seq_length // (self.groups.cp.size() * sp_size)
         if length > longest:
@@ -210,9 +210,10 @@ class NgramEmbedding(MegatronModule):
 
 
 def _has_gradient_buffer(weight: nn.Parameter) -> bool:
-    """Return True if megatron-core's DDP adds the gradient of `weight` to a buffer, for which it may be sparse.
+    """Return True if megatron-core's DDP adds the gradient of `weight` to a buffer. The gradient may then be sparse.
 
-    A dense gradient would be as large as the table. Megatron-FSDP, which has `get_main_grad`, copies dense gradients.
+    A dense gradient would be as large as the n-gram table. Megatron-FSDP, which sets `get_main_grad`, copies dense
+    gradients.
     """
     return hasattr(weight, "main_grad") and not hasattr(weight, "get_main_grad")
 
@@ -260,8 +261,8 @@ class SegmentConvolution(nn.Conv1d):
 
     It has `ple_conv_kernel_size` taps, which are `ngram_size` tokens apart.
 
-    It needs the tokens before a rank's own. So ranks that divide the tokens of a batch exchange them for channels, and
-    each convolves a part of the channels of all tokens.
+    A rank needs tokens of other ranks. So ranks that divide the tokens of a batch exchange tokens for channels, and
+    each rank convolves all tokens for a part of the channels.
 
     Raises:
         ValueError: the channels cannot be divided over these ranks.
@@ -269,8 +270,8 @@ class SegmentConvolution(nn.Conv1d):
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
         channels = config.hc_count * config.hidden_size
-        # Context-parallel ranks divide the tokens of a row, and each divides its own over sequence-parallel ranks,
-        # which follow each other in the group.
+        # Context-parallel ranks divide the tokens of a row. Each divides its tokens over sequence-parallel ranks, which
+        # are consecutive in the group.
         group = pg_collection.tp_cp if config.sequence_parallel else pg_collection.cp
         if channels % group.size():
             raise ValueError(
@@ -296,7 +297,7 @@ class SegmentConvolution(nn.Conv1d):
 
     def forward(self, x: Tensor, layout: SequenceLayout) -> Tensor:
         """Return the convolution of x [s / sp, b, m * h], in its dtype; `layout` is the layout of the full batch."""
-        # The token in each place of an exchanged tensor, and the place of each token.
+        # `tokens` has the token at each place of an exchanged tensor, `places` the place of each token.
         tokens = torch.cat([token_index(layout, self.cp_size, rank).flatten() for rank in range(self.cp_size)])
         places = torch.empty_like(tokens).scatter_(0, tokens, torch.arange(len(tokens), device=tokens.device))
         channels = tokens_to_channels(x.flatten(0, 1), self.group).index_select(0, places)
@@ -310,11 +311,12 @@ class SegmentConvolution(nn.Conv1d):
 class NgramInjection(MegatronModule):
     """The injection of n-gram embeddings into the residual streams of a layer (the checkpoint's `ple`).
 
-    A value is computed from a token's n-grams, and added to each stream as far as a key of the n-grams matches the
-    stream; and so is a causal convolution of these values over the tokens of a segment.
+    Each token's n-gram embeddings give a value, and a key for each stream. The value is added to each stream, times a
+    gate that is larger the better the key matches the stream. A causal convolution of the gated values over the tokens
+    of a segment is added too.
 
-    All parameters except the tables are the same on all ranks. Padding is at the end of a segment and nothing here
-    looks ahead, so it needs no mask.
+    All parameters except the n-gram tables are the same on all ranks. Padding needs no mask, because it is at the end
+    of a segment and nothing here looks ahead.
 
     Args:
         config: the configuration of the text model, with `hc_count`, `ple_embed_dim`, `ple_conv_kernel_size` and
@@ -343,7 +345,7 @@ class NgramInjection(MegatronModule):
             config.init_method(self.value_proj.weight)
 
     def forward(self, streams: Tensor, ngram_ids: Tensor, layout: SequenceLayout) -> Tensor:
-        """Return what is added to the residual streams.
+        """Return the tensor that is to be added to the residual streams.
 
         Args:
             streams: [s / sp, b, m * h].
@@ -362,12 +364,12 @@ class NgramInjection(MegatronModule):
 def _gate_values(keys: Tensor, queries: Tensor, values: Tensor) -> Tensor:
     """Return values [..., h] for each stream [..., m * h], gated by keys and queries [..., m * h].
 
-    It is not compiled: a compiled function would round scores less than transformers does in 16 bits, and the square
-    root multiplies the difference where a score is near zero.
+    The function is not compiled: in 16 bits a compiled function would round scores less often than transformers, and
+    the square root enlarges the difference where a score is near zero.
     """
     products = (keys * queries).unflatten(-1, (-1, values.shape[-1]))
     scores = products.sum(-1, keepdim=True) / math.sqrt(values.shape[-1])
-    # The sign times the square root of the size, which is at least 1e-6: at zero the gradient would be infinite.
+    # The sign times the square root of the magnitude, which is at least 1e-6: at zero the gradient would be infinite.
     gates = (scores.abs().clamp_min(1e-6).sqrt() * scores.sign()).sigmoid()
     return (gates * values.unsqueeze(-2)).flatten(-2)
 

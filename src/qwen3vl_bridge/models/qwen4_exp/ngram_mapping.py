@@ -1,4 +1,4 @@
-"""Load and export the n-gram tables with Megatron-Bridge. Hugging Face checkpoints divide them into parts by rows."""
+"""Load and export the n-gram tables with Megatron-Bridge. Hugging Face checkpoints store parts of their rows."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 
 class NgramHeadMapping(MegatronParamMapping[dict[str, Tensor]]):
-    """Mapping of the table of one hash head from the parts that have its rows.
+    """Mapping that loads the n-gram table of one hash head from the parts that contain its rows.
 
-    It exports nothing: a part may have rows of two heads, which different ranks may hold. `gather_tables` exports them.
+    The mapping exports nothing: a part may have rows of two heads, which different ranks may hold. `gather_tables`
+    exports the parts.
 
     Args:
-        row: the expanded entry of the weight table.
+        row: the expanded weight-table row of the hash head.
         dimensions: the dimensions of the model.
     """
 
@@ -36,13 +37,13 @@ class NgramHeadMapping(MegatronParamMapping[dict[str, Tensor]]):
         return self
 
     def hf_to_megatron(self, hf_weights: Mapping[str, Tensor], megatron_module: nn.Module) -> Tensor:
-        """Return this rank's columns of the table of the head."""
+        """Return this rank's columns of the head's n-gram table."""
         slices = self.row.hf_slices(self.dimensions)
         rows = torch.cat([hf_weights[part.tensor].flatten()[part.start :][: part.length] for part in slices])
         return rows.view(self.row.megatron_shape(self.dimensions))[:, megatron_module.columns]
 
     def megatron_to_hf(self, megatron_weights: Tensor | None, megatron_module: nn.Module | None) -> dict[str, Tensor]:
-        """Return an empty dict."""
+        """Return an empty dict, because `gather_tables` exports the n-gram tables."""
         return {}
 
 

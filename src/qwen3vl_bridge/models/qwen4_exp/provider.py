@@ -21,21 +21,21 @@ _NOT_WITH_STREAMS = "gated residuals do not support it"
 
 
 def _check_recomputed_modules(provider: Any) -> None:
-    """Raise ValueError if norms are recomputed: gated residuals are in their place, and always are."""
+    """Raise ValueError if norms are to be recomputed: gated residuals replace norms, and are always recomputed."""
     if provider.recompute_granularity == "selective" and "layernorm" in (provider.recompute_modules or ()):
         raise ValueError(
-            "recompute_modules has 'layernorm', which the model does not have: gated residuals are in the place of "
-            "norms, and are always recomputed"
+            "recompute_modules has 'layernorm', but the model has no norms there. Remove 'layernorm': gated residuals "
+            "replace norms, and are always recomputed"
         )
 
 
 def _check_offloaded_modules(provider: Any) -> None:
-    """Raise ValueError if norms are offloaded: gated residuals are in their place."""
+    """Raise ValueError if norms are to be offloaded: gated residuals replace norms."""
     norms = {"attn_norm", "mlp_norm"}.intersection(provider.offload_modules or ())
     if provider.fine_grained_activation_offloading and norms:
         raise ValueError(
-            f"offload_modules has {', '.join(sorted(norms))}, which the model does not have: gated residuals are in "
-            "the place of norms"
+            f"offload_modules has {', '.join(sorted(norms))}, which the model does not have: gated residuals replace "
+            "norms. Remove the names"
         )
 
 
@@ -61,7 +61,7 @@ class Qwen4ExpModelProvider(HybridExpertsMixin, HybridModelProvider):
 
     Attributes:
         hc_count: number of residual streams.
-        hc_lowrank: rank of the projection that mixes them.
+        hc_lowrank: rank of the projection that mixes the residual streams.
         linear_output_gate: activation of the output gate of linear attention, "sigmoid" or "silu".
         ple_layers: indices of the layers with an n-gram embedding, from 0.
         ple_embed_dim: size of a token's n-gram embedding, of all hash heads together.
@@ -140,15 +140,15 @@ class Qwen4ExpModelProvider(HybridExpertsMixin, HybridModelProvider):
         )
 
     def check_wrapping(self, *, fsdp: bool) -> None:
-        """Raise ValueError for Megatron-FSDP with n-gram tables that ranks divide.
+        """Raise ValueError for Megatron-FSDP with n-gram tables that are divided over ranks.
 
-        Megatron-FSDP recognizes parameters that ranks divide by the names of experts, and would average the tables of
+        Megatron-FSDP recognizes divided parameters only by the names of experts, and would average the n-gram tables of
         different hash heads.
         """
         ranks = self.expert_model_parallel_size * (self.expert_tensor_parallel_size or self.tensor_model_parallel_size)
         if fsdp and self.ple_layers and ranks > 1:
             raise ValueError(
-                f"Megatron-FSDP cannot train n-gram tables that {ranks} ranks divide, expected "
+                f"Megatron-FSDP cannot train n-gram tables that are divided over {ranks} ranks. Set "
                 "expert_model_parallel_size=1 and expert_tensor_parallel_size=1, or use_megatron_fsdp=False"
             )
 

@@ -1,8 +1,8 @@
-"""Gated residuals, or hyper connections: the residual of a layer as several streams instead of one.
+"""Gated residuals, or hyper connections: the residual of a layer consists of several streams.
 
 A gated residual takes the place of the norm before a block (attention or experts). It mixes the streams to the block's
 input, and computes how much of the block's output is added to each stream. megatron-core's layers accept such a norm,
-which returns its output and the residual, and a function in place of the addition (`inject`).
+which returns its output and the residual, and a function that replaces the addition (`inject`).
 
 Source: transformers 5.20, Qwen4ExpTextGatedResidual.
 
@@ -68,7 +68,7 @@ class GatedResidual(StreamMixer):
         super().__init__(config, injects=True)
 
     def forward(self, streams: Tensor) -> tuple[Tensor, Residual]:
-        """Return the input [s, b, h] of the block for streams [s, b, n * h], and what its output is added to."""
+        """Return the block's input [s, b, h] from streams [s, b, n * h], and the `Residual` for the block's output."""
         if torch.is_grad_enabled():
             mixed, weights = checkpoint(self._gate, streams, use_reentrant=False, preserve_rng_state=False)
         else:
@@ -81,12 +81,12 @@ class GatedResidual(StreamMixer):
 
 
 def inject(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Residual, float], Tensor]:
-    """Return the function that adds a block's output to the streams, with the arguments of megatron-core's addition."""
+    """Return the function that adds a block's output to the streams, in place of `get_bias_dropout_add`."""
     return _add_to_streams
 
 
 def _add_to_streams(output: tuple[Tensor, Tensor | None], residual: Residual, dropout: float) -> Tensor:
-    """Return streams [s, b, n * h] to which the output [s, b, h] of a block is added, times a weight of each stream."""
+    """Return streams [s, b, n * h] plus a block's output [s, b, h], which is multiplied by a weight for each stream."""
     added = output[0].unsqueeze(-2) * residual.weights.unsqueeze(-1)
     return residual.streams + added.flatten(-2)
 

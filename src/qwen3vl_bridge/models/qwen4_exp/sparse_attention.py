@@ -1,4 +1,4 @@
-"""QSA, sparse attention: each token attends to the blocks of tokens that the indexer selects, and to its own block.
+"""QSA (sparse attention): each token attends to the blocks of tokens that the indexer selects, and to its own block.
 
 On a GPU Triton kernels compute it (`sparse_kernels.py`). Elsewhere it is computed in chunks of queries with a mask for
 each chunk. Both compute scores again in the backward pass, so memory grows with the number of tokens and not with its
@@ -37,9 +37,10 @@ from torch import Tensor, nn
 
 
 def attended_blocks(selection: Tensor, tokens: Tensor, blocks: TokenBlocks) -> Tensor:
-    """Return the blocks of each query [n, 1 + k] int32: its own block if that is incomplete, and the selected ones.
+    """Return the blocks that each query attends to, [n, 1 + k] int32; -1 stands for no block.
 
-    Entries of -1 are no block. The arguments are those of `selected_tokens_mask`.
+    The blocks are the query's own block, if it is incomplete, and the selected blocks. The arguments are those of
+    `selected_tokens_mask`.
     """
     own = blocks.of_tokens[tokens]
     is_complete = tokens - blocks.offsets[own] == blocks.ratio - 1
@@ -158,7 +159,7 @@ def sparse_core_attention(base: type[nn.Module]) -> type[nn.Module]:
         ) -> None:
             given = dict(attention_dropout=attention_dropout, softmax_scale=softmax_scale, pg_collection=pg_collection)
             super().__init__(config, layer_number, attn_mask_type, attention_type, **given, **arguments)
-            # Names that Transformer Engine's class does not use.
+            # Attributes with names that Transformer Engine's class does not use.
             self.compress_ratio = config.indexer_compress_ratio
             self.budget = config.indexer_budget
             self.gather_group = group = pg_collection.cp if config.context_parallel_size > 1 else None
@@ -222,7 +223,7 @@ def sparse_core_attention(base: type[nn.Module]) -> type[nn.Module]:
             layout: SequenceLayout,
             attn_mask_type: AttnMaskType,
         ) -> Tensor:
-            """Attend to all visible tokens in segments of at most `budget` tokens, and to selected blocks in others.
+            """Attend to all visible tokens in segments up to `budget` tokens, to selected blocks in longer segments.
 
             A query in a short segment selects all blocks that it sees, so ordinary attention gives the same result. The
             base class computes many queries with the same keys at a time, which is faster.
@@ -249,7 +250,7 @@ def sparse_core_attention(base: type[nn.Module]) -> type[nn.Module]:
             params = layout_packed_seq_params(packed_row(of_short, short_lengths))
             short_output = super().forward(*parts, None, attn_mask_type=attn_mask_type, packed_seq_params=params)
 
-            # Blocks of earlier short segments are not counted in the row of long segments.
+            # In the row of long segments, blocks are numbered without those of earlier short segments.
             blocks = (lengths + self.compress_ratio - 1) // self.compress_ratio
             shift = blocks.masked_fill(is_long, 0).cumsum(0, dtype=torch.int32)[segment_of]
             selection = torch.where(selection < 0, selection, selection - shift[:, None])
@@ -292,7 +293,7 @@ def sparse_core_attention(base: type[nn.Module]) -> type[nn.Module]:
 
 
 class SparseSelfAttention(RotarySelfAttention):
-    """Self attention to the blocks that the indexer selects. Its core attention is a `sparse_core_attention`.
+    """Self attention to the blocks that the indexer selects. Core attention is a class from `sparse_core_attention`.
 
     If no segment is longer than `config.indexer_budget`, every block would be selected, and the indexer is not run.
     """
@@ -317,7 +318,7 @@ class SparseSelfAttention(RotarySelfAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute self attention as in RotarySelfAttention, which the selected blocks reach as its mask.
+        """Compute self attention as in RotarySelfAttention. Core attention gets the selected blocks as its mask.
 
         Raises:
             ValueError: `attention_mask` is not None.

@@ -23,8 +23,10 @@ import triton.language as tl
 from torch import Tensor
 
 PIECE = 2048  # pairs of a query and a block; a block of 4 tokens has as many if each query attends to 512 blocks
-STEP_BYTES = 128  # of rows of one column; a row is a head of a query, and gradients of keys add up many in one step
-SMALLEST_PRODUCT = 16  # rows and columns of a product of matrices on tensor cores
+# Rows or tokens that a program processes in one step, times the bytes of an element. For gradients of keys, a row is
+# one head of one query.
+STEP_BYTES = 128
+SMALLEST_PRODUCT = 16  # smallest number of rows and columns in a matrix product on tensor cores
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
@@ -69,8 +71,8 @@ def output_kernel(
 ):  # fmt: skip
     """Compute attention of one query to one key head, for the `GROUP` query heads that share it.
 
-    `counts` has the number of entries of each query's list up to its last block, `width` is the length of a list, and
-    `key_head` and `value_head` are distances between heads.
+    `counts` has the number of entries in each query's list of blocks up to the last block. `width` is the length of a
+    list. `key_head` and `value_head` are distances between heads.
     """
     index, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, dims = tl.arange(0, PADDED), tl.arange(0, DIM)
@@ -133,9 +135,9 @@ def key_gradient_kernel(
 ):  # fmt: skip
     """Compute gradients of the keys and values of one block and key head, from some of the queries that attend to it.
 
-    Args of its own:
+    Args that the other kernels do not have:
         pairs: query of each pair, sorted by block.
-        pieces: first pair of each program; the next program's is the end.
+        pieces: first pair of each program. A program ends before the first pair of the next program.
         block_of_piece: block of each program, or `num_blocks` for programs without one.
         sums: results [p, 2, g, RATIO, d] float32.
     """
@@ -208,7 +210,10 @@ class Pieces(NamedTuple):
 
 
 def divide_pairs(attended: Tensor, num_blocks: int) -> Pieces:
-    """Sort the pairs of queries and attended blocks [t, k] int32 by block, and divide them. No synchronization."""
+    """Sort pairs of a query and an `attended` block [t, k] int32 by block, and divide the pairs into pieces.
+
+    The host does not wait for the device.
+    """
     # Stable, so that the order of sums does not depend on the device.
     sorted_blocks, order = attended.flatten().sort(stable=True)
     boundaries = torch.arange(num_blocks + 1, dtype=attended.dtype, device=attended.device)

@@ -1,7 +1,7 @@
 """The weight table of Qwen3.8-Flash-Next: maps every parameter between Hugging Face and Megatron.
 
-Beside Qwen3.5's layers there are gated residuals (hyper connections) in place of the norms, the n-gram embedding (PLE)
-of some layers, and the indexer of full attention. Multi-token prediction is one additional layer with full attention.
+In addition to Qwen3.5's layers, the table has gated residuals (hyper connections) in place of norms, per-layer n-gram
+embeddings (`ple`), and the indexer of full attention. Multi-token prediction is one more layer with full attention.
 """
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ _NORMS = (".input_layernorm.weight", ".post_attention_layernorm.weight", "langua
 
 
 class NgramHead(WeightRow):
-    """Entry of one hash head's rows of the n-gram table, which Hugging Face stores as parts of the table of all heads.
+    """Weight-table row of the n-gram table of one hash head.
 
-    A head's rows begin and end anywhere in a part. The last head has the padding at the end of the table.
+    Hugging Face concatenates the n-gram tables of all heads, and stores the result in parts of equal length. The table
+    of a head begins and ends anywhere in a part. The last head has the padding at the end.
     """
 
     def with_indices(self, *numbers: int) -> Self:
-        """Return the entry with the layer and head of its Megatron name; `resolve` adds the names of the parts."""
+        """Return the weight-table row with layer and head in its Megatron name; `resolve` adds names of parts."""
         layer, _ = numbers
         return replace(super().with_indices(*numbers), hf=(self.hf[0].replace("*", str(layer), 1),))
 
     def resolve(self, dimensions: Dimensions) -> Self:
-        """Return the entry with the names of the parts that have rows of this head."""
+        """Return the weight-table row with the names of the parts that contain the table of this head."""
         part, start, stop = self._rows(dimensions)
         numbers = range(start // part, -(-stop // part))
         hf = tuple(self.hf[0].replace("*", str(number)) for number in numbers)
         return replace(self, hf=hf, shapes=((part, "ngram_dim"),) * len(hf))
 
     def hf_slices(self, dimensions: Dimensions) -> Iterator[TensorSlice]:
-        """Yield the rows of this head in each part; see `WeightRow.hf_slices`."""
+        """Yield the slice of this head's table in each part; see `WeightRow.hf_slices`."""
         part, start, stop = self._rows(dimensions)
         dim = dimensions["ngram_dim"]
         for name, first in zip(self.hf, itertools.count(start // part * part, part)):
@@ -53,12 +54,12 @@ class NgramHead(WeightRow):
             yield TensorSlice(name, (begin - first) * dim, (end - begin) * dim)
 
     def megatron_shape(self, dimensions: Dimensions) -> tuple[int, ...]:
-        """Return the number of rows of the head's table and their size."""
+        """Return the shape of this head's n-gram table, [rows, columns]."""
         _, start, stop = self._rows(dimensions)
         return stop - start, dimensions["ngram_dim"]
 
     def _rows(self, dimensions: Dimensions) -> tuple[int, int, int]:
-        """Return the number of rows of a part, and the first and the end of this head's rows in the table."""
+        """Return the number of rows in a part, and where this head begins and ends in the table of all heads."""
         layer, head = self.position
         sizes = ngram_head_sizes(dimensions, dimensions.indices["ple_layers"].index(layer))
         start = sum(sizes[:head])
@@ -66,12 +67,12 @@ class NgramHead(WeightRow):
 
 
 def _without_norms(table: Iterable[WeightRow]) -> tuple[WeightRow, ...]:
-    """Return the entries of a layer or model without its norms, which gated residuals replace."""
+    """Return the weight-table rows that do not belong to norms, because gated residuals replace norms."""
     return tuple(row for row in table if not row.hf[0].endswith(_NORMS))
 
 
 def _residual_rows(megatron: str, hf: str, *indices: str, injects: bool = True) -> tuple[WeightRow, ...]:
-    """Return the entries of a gated residual; the mixer at the end of the model does not inject an output."""
+    """Return the weight-table rows of a gated residual. The mixer at the end of the model does not inject outputs."""
     shapes = {
         "hc_norm": ("streams_hidden",),
         "input_mix_weight_down": ("lowrank", "streams_hidden"),
@@ -86,7 +87,7 @@ def _residual_rows(megatron: str, hf: str, *indices: str, injects: bool = True) 
 
 
 def _layer_residual_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightRow, ...]:
-    """Return the entries of both gated residuals of a layer, which take the place of its norms in Megatron."""
+    """Return the weight-table rows of both gated residuals of a layer. Megatron names them like the layer's norms."""
     return (
         *_residual_rows(f"{megatron}input_layernorm", f"{hf}attn_hyper_connection", *indices),
         *_residual_rows(f"{megatron}pre_mlp_layernorm", f"{hf}mlp_hyper_connection", *indices),
@@ -94,7 +95,7 @@ def _layer_residual_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightR
 
 
 def _indexed_attention_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightRow, ...]:
-    """Return the entries of full attention with output gates and of its indexer."""
+    """Return the weight-table rows of full attention with output gates, and of the indexer."""
     names = {
         "index_qk_proj": ("index_qk", "hidden"),
         "q_layernorm": ("index_dim",),
@@ -114,7 +115,7 @@ def _indexed_attention_rows(megatron: str, hf: str, *indices: str) -> tuple[Weig
 
 
 def _ple_rows(megatron: str, hf: str) -> tuple[WeightRow, ...]:
-    """Return the entries of the n-gram embedding of the layers that have one."""
+    """Return the weight-table rows of per-layer n-gram embeddings (`ple`). Only some layers have an embedding."""
     shapes = {
         "key_proj": ("streams_hidden", "ple_dim"),
         "value_proj": ("hidden", "ple_dim"),
@@ -140,7 +141,7 @@ def _ple_rows(megatron: str, hf: str) -> tuple[WeightRow, ...]:
 
 
 def _mtp_rows(experts: ExpertLayout) -> tuple[WeightRow, ...]:
-    """Return the entries of multi-token prediction: two norms, two projections, a layer and a mixer."""
+    """Return the weight-table rows of multi-token prediction: two norms, two projections, a layer and a mixer."""
     joining = {
         "enorm": ("pre_fc_norm_embedding", ("hidden",)),
         "hnorm": ("pre_fc_norm_hidden", ("streams_hidden",)),

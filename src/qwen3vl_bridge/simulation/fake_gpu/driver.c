@@ -1,4 +1,4 @@
-// The CUDA driver (libcuda.so.1) as Triton asks it: it compiles for sm_90 and launches by name.
+// The functions of the CUDA driver (libcuda.so.1) that Triton calls. Triton compiles for sm_90 and launches by name.
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>

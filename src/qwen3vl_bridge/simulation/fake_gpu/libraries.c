@@ -89,7 +89,7 @@ int cublasSgemmStridedBatched(void *handle, int transpose_a, int transpose_b, in
     return product("cublasSgemmStridedBatched", 0, m, n, k, batch, stream_of(handle));
 }
 
-// Of the functions of linear algebra that `fake_gpu.py` generates: their sizes are not known.
+// Called by the linear algebra functions that `fake_gpu.py` generates. Their matrix sizes are not known.
 int other_product(const char *function, void *handle) { return product(function, -1, 0, 0, 0, 0, stream_of(handle)); }
 
 int cublasLtCreate(void **handle) { return cublasCreate_v2(handle); }

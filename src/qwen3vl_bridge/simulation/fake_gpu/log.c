@@ -44,7 +44,7 @@ void log_event(const char *kind, const char *name, size_t bytes, const void *str
     if (on_sync && strcmp(kind, "sync") == 0) on_sync(name);
 }
 
-// Called from Python by ctypes: a line of the caller's own, and everything before it is on disk afterwards.
+// Called from Python by ctypes: writes a line with the caller's text, and flushes the log to disk.
 void fake_gpu_mark(const char *text) {
     log_event("mark", text, 0, NULL);
     if (file) fflush(file);

@@ -1,5 +1,5 @@
-// The CUDA runtime as torch calls it, of one H100, or of another compute capability. A function that torch wants and none here defines is generated when the
-// library is built, and returns 0, success.
+// The functions of the CUDA runtime that torch calls, for one H100 or a GPU of another compute capability. Functions
+// that torch needs and no file here defines are generated when the library is built, and return 0 (success).
 #define _GNU_SOURCE
 #include "fake_gpu.h"
 #include <cuda_runtime_api.h>
