@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 from qwen3vl_bridge.cli.main import main
@@ -108,3 +110,41 @@ def test_generate_exits_with_code_2_if_megatron_checkpoint_is_missing(untied_fol
     words = ["generate", QUESTION, "--hf-model", str(untied_folder), "--megatron-path", str(tmp_path / "none")]
     assert main(words) == 2
     assert f"error: {tmp_path / 'none'}" in capsys.readouterr().err
+
+
+def test_generate_draws_same_tokens_for_same_seed(folder, picture, capsys):
+    words = ["generate", QUESTION, "--hf-model", str(folder), "--image", str(picture), "--max-new-tokens", "6"]
+    sampled = [*words, "--do-sample", "--temperature", "5", "--top-k", "50", "--top-p", "0.9"]
+    found = []
+    for seed in ("1", "1", "2"):
+        assert main([*sampled, "--seed", seed]) == 0
+        found.append(capsys.readouterr().out)
+    assert found[0] == found[1] != found[2]
+
+
+def test_generate_exits_with_code_2_if_temperature_has_no_effect(untied_folder, capsys, monkeypatch):
+    monkeypatch.setattr(weight_loading, "load_model", None)  # no model is built before
+    assert main(["generate", QUESTION, "--hf-model", str(untied_folder), "--temperature", "0.5"]) == 2
+    assert "error: temperature has an effect only with do_sample=True" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["tp", "pp", "cp"])
+def test_generate_under_torchrun_answers_as_on_one_rank(folder, picture, capsys, size):
+    words = [
+        "generate",
+        QUESTION,
+        "--hf-model",
+        str(folder),
+        "--image",
+        str(picture),
+        "--max-new-tokens",
+        "6",
+        "--json",
+    ]
+    assert main(words) == 0
+    expected = json.loads(capsys.readouterr().out)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "qwen3vl_bridge", *words]
+    done = subprocess.run([*command, f"--{size}", "2"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == expected

@@ -310,10 +310,21 @@ def test_encoder_raises_if_truncated_sample_has_no_trained_answer(encoder):
 def test_read_prompts_ignores_loss_settings(tmp_path, make_provider, processor):
     messages = [ASK, {**SEVEN, "loss": True}, ASK, {**SEVEN, "content": "Eight.", "loss": False}]
     path = write(tmp_path / "train.jsonl", [{"messages": messages}])
-    (question,) = read_prompts(open_source(path), make_provider(train_path=path, seq_length=64), 1)
+    rows = make_provider(train_path=path, seq_length=64, answers="last")
+    (question,) = read_prompts(open_source(path), rows.checkpoint().encoder, [0])
     asked = processor.tokenizer.decode(question.prompt.input_ids)
     assert asked.endswith(f"Seven.{END}\n<|im_start|>user\nWhich?{END}\n<|im_start|>assistant\n")
-    assert question.answer == "Eight."
+    assert question.references == ("Eight.",) and question.question == ASK["content"]
+
+
+def test_read_prompts_accepts_references_of_record(tmp_path, make_provider):
+    records = [{"messages": [ASK, SEVEN], "references": given} for given in (["7", "seven"], "seven")]
+    path = write(tmp_path / "train.jsonl", records)
+    encoder = make_provider(train_path=path, seq_length=64, answers="last").checkpoint().encoder
+    (question,) = read_prompts(open_source(path), encoder, [0])
+    assert question.references == ("7", "seven")
+    with pytest.raises(DataError, match=r"^train\.jsonl:2: found 'seven' under 'references', expected a list of texts"):
+        read_prompts(open_source(path), encoder, [1])
 
 
 def test_read_prompts_removes_reasoning_from_answers(tmp_path, checkpoint, make_provider, templates):
@@ -327,12 +338,17 @@ def test_read_prompts_removes_reasoning_from_answers(tmp_path, checkpoint, make_
 
     def asked(template: str, answers: list[dict], **settings):
         path = write(tmp_path / "train.jsonl", [{"messages": [ASK, answer]} for answer in answers])
-        rows = make_provider(train_path=path, hf_processor_path=tmp_path / template, seq_length=64, **settings)
-        return read_prompts(open_source(path), rows, 9)
+        settings |= dict(hf_processor_path=tmp_path / template, seq_length=64, answers="last")
+        encoder = make_provider(train_path=path, **settings).checkpoint().encoder
+        return read_prompts(open_source(path), encoder, range(len(answers)))
 
     found = asked("thinking", records)
-    assert [q.answer.strip() for q in found] == ["Seven."] * 3 and [q.thinks for q in found] == [False, True, True]
-    assert [question.answer.strip() for question in asked("plain", records[:2])] == ["Seven."] * 2
+    assert [q.references[0].strip() for q in found] == ["Seven."] * 3 and [q.thinks for q in found] == [
+        False,
+        True,
+        True,
+    ]
+    assert [question.references[0].strip() for question in asked("plain", records[:2])] == ["Seven."] * 2
     (prompted,) = asked("thinking", [SEVEN], empty_thinking="train")
     assert prompted.thinks
     plain, _, thinks = found

@@ -7,29 +7,25 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from qwen3vl_bridge.config.other_trainers import describe_ignored_variables
+from qwen3vl_bridge.cli.data_options import (
+    add_encoding,
+    add_records,
+    make_encoder,
+    make_url_cache,
+    naming_options,
+    open_records,
+    progress_bar,
+)
 from qwen3vl_bridge.core.files import CheckpointError
 from qwen3vl_bridge.data.errors import DataError, group_errors
 from qwen3vl_bridge.terminal import CommandParser, at_least, run, show, show_report
 
 _BAD_SAMPLES = _FAILURES = 1
 _MOST_SHOWN = 10  # kinds of failed downloads, and unreadable samples
-# The fields of `VisionLimits`, which is in a module that needs torch.
-_LIMITS = {
-    "image_min_pixels": (int, "pixels to which a smaller image is enlarged (default of all these: the model's)"),
-    "image_max_pixels": (int, "pixels to which a larger image is reduced"),
-    "video_min_pixels": (int, "pixels to which a smaller video is enlarged, over all its frames together"),
-    "video_max_pixels": (int, "pixels to which a larger video is reduced, over all its frames together"),
-    "video_fps": (float, "frames sampled per second"),
-    "video_min_frames": (int, "minimum number of frames sampled from a video, if it has them"),
-    "video_max_frames": (int, "maximum number of frames sampled from a video"),
-}
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl data") -> int:
@@ -53,60 +49,13 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _records(parser: argparse.ArgumentParser, split: bool = True) -> None:
-    """Add the options that choose the data set, and those for progress and JSON; --split only if `split` is set."""
-    add = parser.add_argument
-    data = parser.add_mutually_exclusive_group(required=True)
-    data.add_argument("--data", metavar="PATH",
-                      help="conversations, as in dataset.path: a file, a folder (with or without splits), or "
-                      "hf://owner/name:configuration#split")  # fmt: skip
-    data.add_argument(
-        "--mixture", type=Path, metavar="FILE", help="YAML file with several data sets, as in dataset.mixture"
-    )
-    add("--schema-adapter", metavar="NAME",
-        help="format of the records, such as cord_v2 (default: conversations)")  # fmt: skip
-    add("--columns", nargs="+", default=[], metavar="KEY=COLUMN",
-        help="names of the records' columns: image=img 'answer={answers[0]}'")  # fmt: skip
-    add("--media-root", action="append", metavar="FOLDER",
-        help="folder of images and videos (default: the folder of --data); may be given several times: "
-        "paths are looked up in each folder, and links may lead from one to another")  # fmt: skip
-    add("--url-cache", metavar="FOLDER", help="folder for downloads (default: the user's cache folder)")
-    add("--no-progress", action="store_true", help="show no progress")
-    add("--json", action="store_true", help="print JSON")
-    if split:
-        add("--split", choices=("train", "valid", "test"), default="train",
-            help="which split of a folder with splits (default: %(default)s)")  # fmt: skip
-
-
-def _encoding(parser: argparse.ArgumentParser) -> None:
-    """Add the options for encoding samples: the model, the answers, the row length, and the limits of images."""
-    add = parser.add_argument
-    add("--hf-model", required=True, metavar="MODEL",
-        help="the model to train, a folder or hub id: its processor and template")  # fmt: skip
-    add("--answers", choices=("all", "last"), default="all",
-        help="train on all answers, or only on the last one (default: %(default)s)")  # fmt: skip
-    add("--empty-thinking", choices=("prompt", "train"), default="prompt",
-        help="whether the template's empty thinking blocks count as the end of the prompt, or are "
-        "trained on (default: %(default)s)")  # fmt: skip
-    add("--reasoning-effort", metavar="EFFORT",
-        help="as in dataset.reasoning_effort, for templates such as Qwen3.8's (default: the template's)")  # fmt: skip
-    add("--preserve-thinking", action=argparse.BooleanOptionalAction,
-        help="whether reasoning of earlier answers is written, as in dataset.preserve_thinking "
-        "(default: the template's)")  # fmt: skip
-    add("--seq-length", type=at_least(1), default=4096, metavar="N", help="tokens in a row (default: %(default)s)")
-    add("--on-long", choices=("error", "drop", "truncate"), default="error",
-        help="what training does with a sample longer than a row (default: %(default)s)")  # fmt: skip
-    for name, (kind, words) in _LIMITS.items():
-        add(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=words)
-
-
 def _pack(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Measure all samples, pack them into rows by best fit, and record which samples are in which row, for "
         "dataset.train_packing. Images are not copied. Use the same options as in the training data set."
     )
-    _records(parser, split=False)  # only training rows are packed
-    _encoding(parser)
+    add_records(parser, split=False)  # only training rows are packed
+    add_encoding(parser)
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="FOLDER", help="folder to write the rows to")
     add("--overwrite", action="store_true", help="replace an earlier packing in that folder")
@@ -130,8 +79,8 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
         "samples are, how full rows are, and which samples cannot be used. The exit status is 1 if some samples "
         "cannot be used, or are longer than a row and --on-long is error."
     )
-    _records(parser)
-    _encoding(parser)
+    add_records(parser)
+    add_encoding(parser)
     add = parser.add_argument
     add("--samples", type=at_least(0), default=2, metavar="N", help="how many samples to show (default: %(default)s)")
     which = parser.add_mutually_exclusive_group()
@@ -153,7 +102,7 @@ def _download(parser: argparse.ArgumentParser) -> None:
         "nothing. Finished downloads are kept, so the command can be stopped and run again. The exit status is 1 if "
         "some downloads failed."
     )
-    _records(parser)
+    add_records(parser)
     add = parser.add_argument
     add("--allowed-urls", nargs="+", required=True, metavar="URL",
         help="URL prefixes that may be fetched, such as https://images.example.org/; https:// allows "
@@ -178,8 +127,8 @@ def _run_inspect(options: argparse.Namespace) -> int:
             raise DataError(str(output), "the path exists already; --overwrite replaces a file")
         if not output.parent.is_dir():
             raise DataError(str(output.parent), "the folder for the report does not exist; create it")
-    source = _opened(options)  # before torch, so that a mistyped name is reported at once
-    encoder, _ = _encoder(options)
+    source = open_records(options)  # before torch, so that a mistyped name is reported at once
+    encoder, _ = make_encoder(options)
 
     from qwen3vl_bridge.data.inspection import as_json, inspect_samples, print_text, write_html
     from qwen3vl_bridge.data.samples import SampleFilter, Samples
@@ -194,7 +143,7 @@ def _run_inspect(options: argparse.Namespace) -> int:
         lengths=options.lengths,
         pack=not options.no_pack,
         images=output is not None,
-        progress=lambda numbers: _progress(options, numbers),
+        progress=lambda numbers: progress_bar(options, numbers),
     )
     if output is not None and found.errors and not (found.samples or found.lengths):
         show(f"{output} is not written: none of the inspected samples can be used", error=True)
@@ -209,8 +158,8 @@ def _run_inspect(options: argparse.Namespace) -> int:
 
 
 def _run_pack(options: argparse.Namespace) -> int:
-    source = _opened(options)
-    encoder, folder = _encoder(options)
+    source = open_records(options)
+    encoder, folder = make_encoder(options)
 
     from qwen3vl_bridge.data.collation import Collator, pad_token_id, read_vision_settings
     from qwen3vl_bridge.data.loading import RowDataset, RowSettings
@@ -226,11 +175,11 @@ def _run_pack(options: argparse.Namespace) -> int:
     )
     vision = read_vision_settings(folder, encoder.processor)
     padding = pad_token_id(encoder.processor.tokenizer)
-    with _wrong("--seq-length and --pad-to-multiple-of"):
+    with naming_options("--seq-length and --pad-to-multiple-of"):
         collator = Collator(vision, padding, options.seq_length, options.pad_to_multiple_of)
 
     def progress(steps: Iterable[int]) -> Iterable[int]:
-        bar = _progress(options, range(len(source)))
+        bar = progress_bar(options, range(len(source)))
         with bar:
             for step in steps:
                 bar.update(step)
@@ -261,10 +210,10 @@ def _run_download(options: argparse.Namespace) -> int:
     from qwen3vl_bridge.data.downloading import Downloader, UrlCollector, download
     from qwen3vl_bridge.data.media import MOST_RETRYABLE
 
-    cache, book = _url_cache(options), UrlCollector()
-    with _wrong("--allowed-urls"):
+    cache, book = make_url_cache(options), UrlCollector()
+    with naming_options("--allowed-urls"):
         fetch = Downloader(cache, options.allowed_urls)
-    source = _opened(options, book)
+    source = open_records(options, book)
     manifest = options.manifest or cache.root / "failed.jsonl"
     report = download(
         getattr(source, "sources", [source]),
@@ -274,7 +223,7 @@ def _run_download(options: argparse.Namespace) -> int:
         workers=options.workers,
         retry=options.retry,
         give_up=options.give_up,
-        progress=lambda numbers: _progress(options, numbers),
+        progress=lambda numbers: progress_bar(options, numbers),
     )
     lines = [f"downloaded: {report.downloaded:,}; there before: {report.present:,}"]
     final = sum(failure.final for failure in report.failures)
@@ -300,84 +249,3 @@ def _run_download(options: argparse.Namespace) -> int:
 def _record_of(place: str) -> str:
     """Return the name of a record from a location or an error message: the text before ": "."""
     return place.partition(": ")[0]
-
-
-def _opened(options: argparse.Namespace, url_cache: Any = None) -> Any:
-    from qwen3vl_bridge.data.conversations import Columns
-    from qwen3vl_bridge.data.data_paths import path_of_split
-    from qwen3vl_bridge.data.sources import open_source
-
-    url_cache = url_cache or _url_cache(options)
-    with _wrong("--columns"):
-        columns = Columns.from_words(options.columns)
-    if options.mixture is not None:
-        from qwen3vl_bridge.data.mixture import open_mixture, read_mixture
-
-        with _wrong("--mixture"):
-            sets = read_mixture(str(options.mixture), options.media_root, options.schema_adapter, columns)
-            mixture = open_mixture(sets, options.split, url_cache)
-        show(mixture.summary().replace("; ", "\n"), error=True)
-        return mixture
-    with _wrong("--schema-adapter"):
-        return open_source(
-            path_of_split(options.data, options.split),
-            options.media_root,
-            url_cache=url_cache,
-            schema_adapter=options.schema_adapter,
-            columns=columns,
-        )
-
-
-def _url_cache(options: argparse.Namespace) -> Any:
-    from qwen3vl_bridge.data.media import UrlCache
-
-    return UrlCache(None if options.url_cache is None else Path(options.url_cache))
-
-
-def _encoder(options: argparse.Namespace) -> tuple[Any, Path]:
-    """Return the encoder, and the folder of `--hf-model`.
-
-    The model is requested from the hub once: transformers would request each of its files again.
-    """
-    from qwen3vl_bridge.checkpoint.formats.huggingface import find_model
-
-    _warn_of_environment(options)
-    folder = find_model(options.hf_model, weights=False)
-
-    from qwen3vl_bridge.data.encoding import Encoder, VisionLimits, load_processor  # slow
-
-    with _wrong("limits of images and videos"):
-        processor = load_processor(folder, VisionLimits(**{name: getattr(options, name) for name in _LIMITS}))
-    names = ("answers", "empty_thinking", "reasoning_effort", "preserve_thinking")
-    with _wrong("settings of the chat template"):
-        return Encoder(processor, **{name: getattr(options, name) for name in names}), folder
-
-
-def _warn_of_environment(options: argparse.Namespace) -> None:
-    """Warn about environment variables that other trainers read, unless an option sets the same."""
-
-    def spelt(setting: str, value: str) -> str | None:
-        name = setting.rpartition(".")[2]
-        return None if getattr(options, name) is not None else f"--{name.replace('_', '-')} {value}"
-
-    if warning := describe_ignored_variables(os.environ, spelt):
-        show(warning, error=True)
-
-
-@contextmanager
-def _wrong(options: str) -> Iterator[None]:
-    """Turn a ValueError inside the `with` block into a DataError that names the command-line options `options`."""
-    try:
-        yield
-    except DataError:
-        raise
-    except ValueError as error:
-        raise DataError(options, str(error)) from error
-
-
-def _progress(options: argparse.Namespace, numbers: Sequence[int]) -> Any:
-    from tqdm import tqdm
-
-    # None lets tqdm decide: a bar on a terminal, nothing elsewhere.
-    hidden = True if options.no_progress else None
-    return tqdm(numbers, desc="samples", leave=False, disable=hidden, file=sys.stderr)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from qwen3vl_bridge.cli.generation_options import add_options, generation_settings, parallel_settings
 from qwen3vl_bridge.terminal import CommandParser, at_least, run, show
 
 
@@ -37,8 +38,9 @@ def _generate(options: argparse.Namespace) -> int:
 def _parse(prog: str | None, arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = CommandParser(
         prog=prog,
-        description="Ask a checkpoint a question without exporting it. Decoding is greedy: the answer equals that of "
-        "transformers' generate(do_sample=False) on the export.",
+        description="Ask a checkpoint a question without exporting it. By default the most likely tokens are chosen: "
+        "the answer equals that of transformers' generate(do_sample=False) on the export. Start the command with "
+        "torchrun to divide the model over several ranks.",
     )
     add = parser.add_argument
     add("question")
@@ -52,6 +54,7 @@ def _parse(prog: str | None, arguments: Sequence[str] | None) -> argparse.Namesp
     add("--image", action="append", default=[], metavar="FILE", help="image to show; may be given several times")
     add("--max-new-tokens", type=at_least(1), default=128, metavar="N",
         help="maximum length of the answer in tokens (default: %(default)s)")  # fmt: skip
+    add_options(parser)
     add("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     if missing := [path for path in options.image if not Path(path).is_file()]:
@@ -77,6 +80,7 @@ def _answer(options: argparse.Namespace) -> str | None:
     from qwen3vl_bridge.data.media import load_image
 
     images = [{"type": "image", "image": load_image(Path(path), "--image")} for path in options.image]
+    settings = generation_settings(options)
     from qwen3vl_bridge.core.collectives import is_rank_zero
     from qwen3vl_bridge.inference.generation import end_token_ids, generate
     from qwen3vl_bridge.training.process_groups import shutdown
@@ -85,14 +89,15 @@ def _answer(options: argparse.Namespace) -> str | None:
     from transformers import AutoProcessor
 
     try:
-        model = load_model(hf_folder, options.megatron_path)
+        model = load_model(hf_folder, options.megatron_path, **parallel_settings(options))
         processor = AutoProcessor.from_pretrained(hf_folder, trust_remote_code=False)
         asked = [{"role": "user", "content": [*images, {"type": "text", "text": options.question}]}]
         inputs = processor.apply_chat_template(
             asked, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
         ).to(next(model[0].parameters()).device)
         ends = end_token_ids([*model], processor.tokenizer, hf_folder)
-        answer = generate([*model], **inputs, max_new_tokens=options.max_new_tokens, eos_token_id=ends)
+        settings |= dict(max_new_tokens=options.max_new_tokens, eos_token_id=ends)
+        answer = generate([*model], **inputs, **settings)
         new = answer[:, inputs["input_ids"].shape[1] :]
         return processor.batch_decode(new, skip_special_tokens=True)[0] if is_rank_zero() else None
     finally:

@@ -23,6 +23,7 @@ COMMANDS = {
     "data": ("qwen3vl_bridge.cli.data:main", "inspect or pack conversations, or download their media, before training"),
     "plan": ("qwen3vl_bridge.cli.plan:main", "estimate the memory of a run on each GPU, and propose parallel layouts"),
     "generate": ("qwen3vl_bridge.cli.generate:main", "ask a checkpoint a question without exporting it"),
+    "evaluate": ("qwen3vl_bridge.cli.evaluate:main", "score the answers of a checkpoint to the prompts of a data set"),
     "doctor": ("qwen3vl_bridge.cli.doctor:main", "check this machine: hardware, packages, and missing requirements"),
 }
 

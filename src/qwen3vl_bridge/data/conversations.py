@@ -30,6 +30,7 @@ from qwen3vl_bridge.data.records import (
     PART_KINDS,
     PIXEL_LIMIT_KEYS,
     PROMPT_KEYS,
+    REFERENCES,
     TEMPLATE_KWARGS,
     TURN_KEYS,
     Placeholders,
@@ -64,6 +65,7 @@ class Conversation:
     # Whether an assistant message is trained on, by its index. Only for messages with the key "loss" or "weight".
     losses: Mapping[int, bool] = field(default_factory=dict)
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template, by name
+    references: Any = None  # the answers that an evaluation accepts; training does not read them
 
 
 def parse_conversation(record: Any, place: str, root: Path | MediaAccess) -> Conversation:
@@ -86,8 +88,17 @@ def parse_conversation(record: Any, place: str, root: Path | MediaAccess) -> Con
         raise DataError(place, f"found {short_repr(tools)} under 'tools', expected a list of objects")
     if not isinstance(kwargs := record.get(TEMPLATE_KWARGS) or {}, dict):
         raise DataError(place, f"found {short_repr(kwargs)} under {TEMPLATE_KWARGS!r}, expected an object")
-    images, videos = tuple(reader.images), tuple(reader.videos)
-    return Conversation(place, checked, images, videos, tuple(tools) or None, reader.limits, reader.losses, kwargs)
+    return Conversation(
+        place,
+        checked,
+        images=tuple(reader.images),
+        videos=tuple(reader.videos),
+        tools=tuple(tools) or None,
+        limits=reader.limits,
+        losses=reader.losses,
+        template_kwargs=kwargs,
+        references=record.get(REFERENCES),
+    )
 
 
 class _MessageParser:

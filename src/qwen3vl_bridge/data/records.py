@@ -363,9 +363,10 @@ LOSS_KEYS = ("loss", "weight")  # keys of an assistant message: whether it is tr
 TURN_KEYS = ("messages", "conversations", "texts")
 PROMPT_KEYS = {"question": "answer", "query": "response", "prompt": "completion", "instruction": "output"}
 TEMPLATE_KWARGS = "chat_template_kwargs"  # TRL's key: variables of the chat template for one record
+REFERENCES = "references"  # a list of all answers that an evaluation accepts
 KEYS = (
     *(*TURN_KEYS, "system", "tools", TEMPLATE_KWARGS, *MEDIA_KEYS, FPS_KEY, *PROMPT_KEYS, *PROMPT_KEYS.values()),
-    *("input", "history"),
+    *("input", "history", REFERENCES),
 )
 # may be strings of JSON, because tables store mixed types this way
 _JSON_KEYS = ("messages", "conversations", TEMPLATE_KWARGS)

@@ -13,7 +13,7 @@ from typing import Any
 
 from qwen3vl_bridge.core.batch import TokenBatch
 from qwen3vl_bridge.core.collectives import broadcast_from_rank, broadcast_in_group
-from qwen3vl_bridge.inference.decoder import Decoder, round_up, step_multiple
+from qwen3vl_bridge.inference.decoder import Decoder, round_up, row_multiple
 from qwen3vl_bridge.inference.sampling import Sampling
 from qwen3vl_bridge.models.common.model import VisionLanguageModel
 from qwen3vl_bridge.models.inputs.caller_batches import as_token_batch
@@ -53,8 +53,8 @@ def generate(
     compute of one token; only Qwen3.8-Flash-Next computes the full row for each. Prompts of all lengths are decoded
     together.
 
-    All ranks of a pipeline, and all that `ranks_in_step` returns, must get the same prompts. They return the same
-    answers.
+    Pipeline and context-parallel ranks, and those that `ranks_in_step` returns, must get the same prompts. They return
+    the same answers.
 
     Args:
         model: a VisionLanguageModel, wrapped or not, or a list of the chunks of this rank. It is in eval mode during
@@ -74,8 +74,8 @@ def generate(
         [prompts, tokens + longest answer] int64: `input_ids`, then the answers with their end tokens.
 
     Raises:
-        ValueError: the model has context parallelism or separate vision ranks, shapes are inconsistent, a prompt has no
-            tokens, images or videos do not match the tokens, or a setting of `Sampling` is wrong.
+        ValueError: the vision tower is on separate ranks, shapes are inconsistent, a prompt has no tokens, images or
+            videos do not match the tokens, or a setting of `Sampling` is wrong.
     """
     sampling = Sampling(do_sample, temperature, top_k, top_p)
     chunks = _unwrap(model)
@@ -88,7 +88,7 @@ def generate(
     prompts = _remove_padding(input_ids, attention_mask)
     lengths = [len(prompt) for prompt in prompts]
     # Padding follows each prompt, and the answer overwrites it.
-    size = round_up(max(lengths) + max_new_tokens, step_multiple(chunks[0]))
+    size = round_up(max(lengths) + max_new_tokens, row_multiple(chunks[0]))
     rows = torch.stack([F.pad(prompt, (0, size - len(prompt)), value=pad) for prompt in prompts])
     batch, _ = as_token_batch(
         config,
@@ -189,11 +189,6 @@ def _unwrap(model: nn.Module | list[nn.Module]) -> list[VisionLanguageModel]:
     if wrong or not chunks:
         raise ValueError(
             f"model is {wrong}, expected a VisionLanguageModel, such as Qwen3VLModel, or a list of its chunks"
-        )
-    if (size := chunks[0].pg_collection.cp.size()) > 1:
-        raise ValueError(
-            f"context_parallel_size is {size}, expected 1 for generation: load the checkpoint into a model with "
-            "context_parallel_size=1"
         )
     if chunks[0].pre_process and chunks[0].vision_model is None:
         raise ValueError("the vision tower is on separate ranks (dist_train), expected a complete model for generation")

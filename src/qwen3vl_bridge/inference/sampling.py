@@ -31,7 +31,8 @@ class Sampling:
     def __post_init__(self) -> None:
         changed = [name for name in ("temperature", "top_k", "top_p") if getattr(self, name) != getattr(Sampling, name)]
         if changed and not self.do_sample:
-            raise ValueError(f"{' and '.join(changed)} have an effect only with do_sample=True, but do_sample is False")
+            have = "have" if len(changed) > 1 else "has"
+            raise ValueError(f"{' and '.join(changed)} {have} an effect only with do_sample=True, but it is False")
         if not self.temperature > 0:
             raise ValueError(
                 f"temperature is {self.temperature}, expected more than 0; for greedy decoding set do_sample=False"

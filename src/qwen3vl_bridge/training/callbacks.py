@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 from qwen3vl_bridge.config.checks import run_checks
-from qwen3vl_bridge.core.collectives import is_rank_zero, sum_in_group
+from qwen3vl_bridge.core.collectives import is_rank_zero
 from qwen3vl_bridge.data.dataset_provider import ConversationRows
 from qwen3vl_bridge.data.prompts import Prompt, read_prompts
 from qwen3vl_bridge.data.sources import open_source
 from qwen3vl_bridge.dist_train.joint_run import JoinModules
-from qwen3vl_bridge.inference.generation import end_token_ids, generate, ranks_in_step
+from qwen3vl_bridge.inference.evaluation import evaluate, mean_score
+from qwen3vl_bridge.inference.generation import end_token_ids
 from qwen3vl_bridge.training import run_validation
 from qwen3vl_bridge.training.checkpoint_manager import check_script
 from qwen3vl_bridge.training.config import AccuracyConfig, Qwen3VLConfigContainer
@@ -24,12 +24,8 @@ from qwen3vl_bridge.training.run_log import RunLog, publish_metrics
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.bridge.training.config import ConfigContainer
-from megatron.core.utils import get_attr_wrapped_model
-from torch.nn.utils.rnn import pad_sequence
 
 logger = logging.getLogger(__name__)
-
-_BATCH_SIZE = 16  # prompts
 
 
 def training_callbacks(cfg: ConfigContainer) -> list[Callback]:
@@ -117,30 +113,36 @@ class CollectGarbageAfterFirstStep(Callback):
 
 
 class Accuracy(Callback):
-    """Callback that generates answers at each evaluation and logs the fraction of correct answers as `accuracy`.
-
-    Prompts are divided over data-parallel ranks. But with expert parallelism or Megatron-FSDP, ranks must run their
-    forward passes together, so every rank generates all answers.
-    """
+    """Callback that generates answers at each evaluation and logs their mean score as `accuracy`."""
 
     def __init__(self, cfg: ConfigContainer) -> None:
         self.settings: AccuracyConfig = cfg.accuracy
         self.rows: ConversationRows = cfg.dataset
-        self._questions: list[Prompt] | None = None
+        self._prompts: list[Prompt] | None = None
 
     def on_eval_end(self, context: CallbackContext) -> None:
-        """Generate answers and log the accuracy."""
-        groups = get_attr_wrapped_model(context.model[0], "pg_collection")
-        together = ranks_in_step(context.model) is not None
-        rank, ranks = (0, 1) if together else (groups.dp.rank(), groups.dp.size())
-        if self._questions is None:
-            self._questions = self.read_questions()[rank::ranks]
-        counts = torch.tensor(self.count_correct(context.model), device=next(context.model[0].parameters()).device)
-        right, asked = (counts if together else sum_in_group(counts, groups.dp)).tolist()
-        publish_metrics(context, {"accuracy": right / max(asked, 1)})
+        """Generate answers and log their mean score. Wrong answers are listed in the log."""
+        if self._prompts is None:
+            self._prompts = self.read_prompts()
+        model = list(context.model)
+        tokenizer = self.rows.checkpoint().encoder.processor.tokenizer
+        answers = evaluate(
+            model,
+            self._prompts,
+            tokenizer,
+            self.settings.metric,
+            max_new_tokens=self.settings.max_new_tokens,
+            eos_token_id=end_token_ids(model, tokenizer),
+        )
+        for answer in answers if is_rank_zero() else ():
+            if answer.score < 1:
+                logger.info(
+                    "%s: expected %r, the model answered %r", answer.sample_id, answer.references, answer.answer
+                )
+        publish_metrics(context, {"accuracy": mean_score(answers)})
 
-    def read_questions(self) -> list[Prompt]:
-        """Read the questions of all ranks, with the settings of the training data."""
+    def read_prompts(self) -> list[Prompt]:
+        """Read the first conversations, with the settings of the training data."""
         source = open_source(
             self.settings.path,
             getattr(self.rows, "media_root", None),
@@ -148,35 +150,5 @@ class Accuracy(Callback):
             schema_adapter=getattr(self.rows, "schema_adapter", None),
             columns=getattr(self.rows, "columns", None),
         )
-        return read_prompts(source, self.rows, self.settings.samples)
-
-    def count_correct(self, model: Sequence[torch.nn.Module]) -> list[int]:
-        """Generate answers to the questions of this rank; return [number of correct answers, number of questions]."""
-        asked = self._questions or []
-        right, tokenizer = 0, self.rows.checkpoint().encoder.processor.tokenizer
-        device = next(model[0].parameters()).device
-        settings = dict(max_new_tokens=self.settings.max_new_tokens, eos_token_id=end_token_ids(list(model), tokenizer))
-        for first in range(0, len(asked), _BATCH_SIZE):
-            batch = asked[first : first + _BATCH_SIZE]
-            prompts = _collate(batch, device)
-            sequences = generate(list(model), **prompts, **settings)
-            texts = tokenizer.batch_decode(sequences[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
-            for question, text in zip(batch, texts, strict=True):
-                expected, answer = question.answer.strip(), question.extract_answer(text).strip()
-                is_right = answer == expected if self.settings.metric == "exact" else expected in answer
-                right += is_right
-                if not is_right:
-                    logger.info("%s: expected %r, the model answered %r", question.sample_id, question.answer, text)
-        return [right, len(asked)]
-
-
-def _collate(batch: Sequence[Prompt], device: torch.device) -> dict[str, Any]:
-    """Return a batch: prompts padded on the right, their attention mask, and images in the order of the prompts."""
-    prompts = [question.prompt.input_ids for question in batch]
-    rows: dict[str, Any] = {
-        "input_ids": pad_sequence(prompts, batch_first=True),
-        "attention_mask": pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True),
-    }
-    for name in sorted({name for question in batch for name in question.vision_inputs}):
-        rows[name] = torch.cat([question.vision_inputs[name] for question in batch if name in question.vision_inputs])
-    return {name: value.to(device) for name, value in rows.items()}
+        encoder = replace(self.rows, answers="last").checkpoint().encoder
+        return read_prompts(source, encoder, range(min(self.settings.samples, len(source))))

@@ -57,23 +57,26 @@ class GuardConfig:
 
 @dataclass(kw_only=True)
 class AccuracyConfig:
-    """Accuracy on held-out conversations at each evaluation.
+    """Mean score of answers to held-out conversations at each evaluation.
 
-    The model's greedy answer is compared with the last answer of each conversation. Everything before the last
-    "</think>" is reasoning, which is ignored in both answers.
+    The model's greedy answer is compared with the last answer of each conversation, or with its `references`.
+    Everything before the last "</think>" is reasoning, which is ignored in both answers.
 
     Attributes:
         path: conversations, in the same format as `dataset.valid_path`; None to measure no accuracy.
         samples: number of conversations, from the beginning of the file.
         max_new_tokens: maximum number of tokens of an answer, including reasoning.
-        metric: "exact" counts answers that are equal apart from surrounding white space; "contains" counts answers that
-            contain the expected answer.
+        metric: how an answer is scored. "exact" accepts answers that are equal apart from surrounding white space, and
+            "contains" answers that contain the expected answer. The others are metrics of public benchmarks.
     """
 
     path: str | None = None
     samples: int = 64
     max_new_tokens: int = 32
-    metric: Literal["exact", "contains"] = "exact"
+    metric: Literal[
+        "exact", "contains", "normalized_match", "anls", "relaxed_accuracy", "vqa_accuracy", "multiple_choice",
+        "box_iou", "box_accuracy",
+    ] = "exact"  # fmt: skip
 
 
 @dataclass(kw_only=True)

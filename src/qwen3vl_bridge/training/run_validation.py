@@ -322,11 +322,6 @@ BEFORE_VALIDATE: tuple[Check, ...] = (
     # accuracy
     Requires("accuracy.samples", at_least(1)),
     Requires("accuracy.max_new_tokens", at_least(1)),
-    *requires_default(
-        "model.pipeline_model_parallel_size model.context_parallel_size",
-        "generation needs the complete model on each rank, apart from tensor parallelism",
-        _GENERATES,
-    ),
     Requires(
         "dataset.__class__",
         Values(lambda kind, _: issubclass(kind, ConversationRows), lambda _: "a data set of qwen3vl_bridge"),

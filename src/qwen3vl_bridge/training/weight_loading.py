@@ -90,19 +90,31 @@ _TABLE_BLOCK = 1 << 22
 _SECTION_SUFFIXES = ("_w", "_v", ".query", ".key", ".value", ".z", ".beta", ".alpha")
 
 
-def load_model(hf_path: str | Path, megatron_path: str | Path | None = None) -> list[VisionLanguageModel]:
+def load_model(
+    hf_path: str | Path, megatron_path: str | Path | None = None, **settings: Any
+) -> list[VisionLanguageModel]:
     """Build a Megatron model on all ranks and load its weights, for use without training.
 
     Args:
         hf_path: Hugging Face folder or hub id, for the configuration, and for the weights if `megatron_path` is None.
         megatron_path: checkpoint in either Megatron format, or the folder of a run, to load weights from.
+        settings: fields of the provider, for example `tensor_model_parallel_size`.
+
+    Returns:
+        The chunks of this rank: one, or several with a virtual pipeline.
 
     Raises:
-        CheckpointError, ValueError: A checkpoint does not exist or does not fit the model.
+        AttributeError: The provider lacks a field.
+        CheckpointError, ValueError: A checkpoint does not exist or does not fit the model, or a setting is wrong.
     """
     bridge = AutoBridge.from_hf_pretrained(str(hf_path))
     importlib.import_module(family_of(bridge.hf_pretrained.config.to_dict()).bridge)  # registers the family
     provider = bridge.to_megatron_provider(load_weights=megatron_path is None)
+    for name, value in settings.items():
+        getattr(provider, name)
+        setattr(provider, name, value)
+    if provider.pipeline_model_parallel_size > 1 and provider.pipeline_dtype is None:
+        provider.pipeline_dtype = provider.params_dtype
     provider.finalize()
     groups = initialize(provider, seed=0)
     model = provider.provide_distributed_model(

@@ -17,6 +17,7 @@ from typing import Any
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.gated_delta_net.common import get_parameter_local_cp
 from megatron.core.ssm.utils import _split_tensor_factory
 from torch import Tensor
 
@@ -41,20 +42,30 @@ class SegmentedGatedDeltaNet(GatedDeltaNet):
         """Split a sharded tensor into the sections of the fused input projection, like the projection's weight."""
         return _split_tensor_factory(weight, list(self.in_proj_split_sections), self.in_proj_split_names, 0)
 
+    def convolution_weights(self) -> tuple[Tensor, Tensor | None]:
+        """Return the weight [channels / cp, w] and bias of the convolution for the heads of this rank."""
+        sections = [self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp]
+        weight, bias = (
+            None if x is None else get_parameter_local_cp(x, 0, self.pg_collection.cp, sections)
+            for x in (self.conv1d.weight, self.conv1d.bias)
+        )
+        return weight.squeeze(1), bias
+
     def prepare_rule(
         self, convolved: Tensor, gate: Tensor, beta: Tensor, alpha: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the arguments of the delta rule: query, key, value, logarithm of the decay, and writing strength.
 
         Args:
-            convolved: [b, s, channels] queries, keys and values after the convolution.
+            convolved: [b, s, channels / cp] queries, keys and values after the convolution.
             gate, beta, alpha: [b, s, ...], the other sections of the input projection.
         """
         rows, tokens = convolved.shape[:2]
         query, key, value, _, beta, alpha = self._prepare_input_for_gated_delta_rule(
             convolved, gate, rows, tokens, beta, alpha
         )
-        return query, key, value, *self._compute_g_and_beta(self.A_log, self.dt_bias, alpha, beta)
+        decay, bias = (get_parameter_local_cp(x, 0, self.pg_collection.cp) for x in (self.A_log, self.dt_bias))
+        return query, key, value, *self._compute_g_and_beta(decay, bias, alpha, beta)
 
     def gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
         """Return `x` [b, s, heads, e], normalized and multiplied by `gate` [b, s, heads * e], in the gate's shape."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers.forked import results_of_ranks
 from tests.training.bridges_loop import Start, run_all
@@ -89,7 +90,12 @@ def test_log_entry_accuracy_equals_fraction_of_right_answers(places):
 @pytest.mark.slow
 def test_accuracy_on_two_ranks_is_fraction_of_right_answers(places):
     kind, hf, data, right = places
-    splits = [{}, dict(tensor_model_parallel_size=2, sequence_parallel=True)]
+    splits = [
+        {},
+        dict(tensor_model_parallel_size=2, sequence_parallel=True),
+        dict(pipeline_model_parallel_size=2, pipeline_dtype=torch.float32),
+        dict(context_parallel_size=2, calculate_per_token_loss=True),
+    ]
     if kind == "moe":
         splits = [dict(expert_model_parallel_size=2, expert_tensor_parallel_size=1)]
     found = results_of_ranks(accuracies, 2, hf, data, splits, timeout=400)
@@ -126,10 +132,3 @@ def test_accuracy_with_megatron_fsdp_is_right_and_leaves_training_unchanged(shar
     assert len(runs[f"{kind}, learns"]["accuracy"]) == 3
     assert runs[f"{kind}, learns"]["log"] == runs[f"{kind}, not asked"]["log"]
     assert len(runs[f"{kind}, bf16"]["accuracy"]) == 1
-
-
-@pytest.mark.parametrize("name", ["pipeline_model_parallel_size", "context_parallel_size"])
-def test_accuracy_raises_if_pipeline_or_context_parallelism_is_used(places, name):
-    _, hf, data, _ = places
-    with pytest.raises(ValueError, match=f"{name} is 2 with accuracy.path .*: generation needs"):
-        config_with_questions(hf, data, {name: 2}).validate()

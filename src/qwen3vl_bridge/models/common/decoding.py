@@ -1,54 +1,58 @@
 """Keys, values and states of earlier tokens in generation, and attention of one new token of each row to them.
 
-megatron-core's static inference context stores keys and values of all rows at the same offset. Here rows may have
-different lengths: a prompt is padded on the right, and new tokens overwrite its padding. Only the first token of a step
-is real. The others, which sequence parallelism and FP8 need as padding, are not stored.
+Prompts of all lengths are padded on the right. The cache stores the padding too, and new tokens after it, at the same
+index for all rows; a mask excludes padding. Only the first token of a step is real. The others, which sequence
+parallelism and FP8 need as padding, are not stored.
+
+Under context parallelism a rank stores its tokens of the prompts, and all new tokens. Ranks take turns to attend to the
+new tokens. Their results are combined as in Flash-Decoding: https://pytorch.org/blog/flash-decoding.
 
 `key_value_memory_dict` of the context contains two tensors per layer number, in both of which the second dimension is
 the rows, as megatron-core requires to exchange rows (`swap_key_value_dict`): keys and values [S, b, groups, d], or the
 last inputs of the convolution [w - 1, b, channels] and the state [h, b, d, e] of linear attention. Number 0 has the
 difference of `store_positions`.
 
-Legend of shapes: b rows, s tokens of a step, S tokens for which the cache has space, d and e head dimensions of keys
-and values, w width of the convolution, h heads.
+Legend of shapes: b rows, s tokens of a step, S tokens for which a rank has space, d and e head dimensions of keys and
+values, w width of the convolution, h heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from qwen3vl_bridge.core.batch import TokenBatch
+from qwen3vl_bridge.core.collectives import max_in_group, sum_in_group
 from qwen3vl_bridge.core.layout import SequenceLayout
 
 import torch
 import torch.nn.functional as F
 from megatron.core.inference.contexts import BaseInferenceContext, StaticInferenceContext
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 
-class RowLengthContext(StaticInferenceContext):
-    """megatron-core's static inference context, for rows of different lengths.
+class PaddedContext(StaticInferenceContext):
+    """megatron-core's static inference context, for prompts of different lengths that are padded on the right.
 
-    Call `begin_step` before each step after the first one, which is the forward pass of all prompts.
+    Call `begin_step` before each step after the first one, which is the forward pass of the prompts.
 
     Args:
-        lengths: numbers of tokens of the prompts, without padding.
-        max_tokens: maximum number of tokens of a row, padding included.
-        device: the device of the model.
+        lengths: [b] tokens of the prompts, without padding.
+        columns: [s] the tokens of a row that this context-parallel rank has.
+        max_new_tokens: maximum number of steps after the first one.
+        group: the context-parallel ranks.
     """
 
-    def __init__(self, lengths: Sequence[int], max_tokens: int, device: torch.device) -> None:
-        super().__init__(len(lengths), max_tokens)
-        self.sequence_len_offset = 0
-        self.longest = max(lengths)
-        self.row_lengths = torch.tensor(lengths).to(device)  # [b] tokens of each row before this step, or the prompts'
+    def __init__(self, lengths: Tensor, columns: Tensor, max_new_tokens: int, group: ProcessGroup) -> None:
+        super().__init__(len(lengths), len(columns) + max_new_tokens)
+        self.lengths, self.group = lengths, group
+        self.steps, self.prompt_slots = 0, len(columns)
+        # [b, S] whether this rank's attention reads the token.
+        self.visible = F.pad(columns < lengths[:, None], (0, max_new_tokens))
 
     def begin_step(self) -> None:
         """Begin a step with one new token of each row."""
-        if self.sequence_len_offset:
-            self.longest += 1
-            self.row_lengths = self.row_lengths + 1
-        self.sequence_len_offset = self.longest
+        self.sequence_len_offset = self.prompt_slots + self.steps
+        self.visible[:, self.sequence_len_offset] = self.steps % self.group.size() == self.group.rank()
+        self.steps += 1
         self.enable_decode_mode()
 
 
@@ -57,14 +61,9 @@ def has_tokens(context: BaseInferenceContext | None) -> bool:
     return context is not None and context.sequence_len_offset > 0
 
 
-def row_lengths(context: BaseInferenceContext, rows: int, tokens: int, device: torch.device) -> Tensor:
-    """Return the number of tokens [b] of each row: in the first step of its prompt, in others before the new token.
-
-    `tokens` is the number of tokens of a prompt if the context stores no lengths.
-    """
-    if isinstance(context, RowLengthContext):
-        return context.row_lengths
-    return torch.full((rows,), context.sequence_len_offset or tokens, device=device)
+def prompt_lengths(context: BaseInferenceContext, rows: int, tokens: int, device: torch.device) -> Tensor:
+    """Return the lengths [b] of prompts; `tokens` for a context that does not store them."""
+    return context.lengths if isinstance(context, PaddedContext) else torch.full((rows,), tokens, device=device)
 
 
 def step_batch(input_ids: Tensor, position_ids: Tensor) -> TokenBatch:
@@ -95,12 +94,6 @@ def next_positions(context: BaseInferenceContext) -> Tensor:
     return (context.sequence_len_offset + difference[0])[None, :, None].expand(3, -1, 1)
 
 
-def clear_unused(context: BaseInferenceContext, layer: int, tokens: int) -> None:
-    """Set keys and values after the first `tokens` of each row to 0: attention multiplies masked values by 0."""
-    for memory in context.key_value_memory_dict[layer]:
-        memory[tokens:].zero_()
-
-
 def attend_to_cache(
     context: BaseInferenceContext, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None
 ) -> Tensor:
@@ -115,13 +108,19 @@ def attend_to_cache(
     """
     keys, values = context.key_value_memory_dict[layer]
     rows, groups = key.shape[1:3]
-    lengths = row_lengths(context, rows, 0, key.device)
-    number = torch.arange(rows, device=key.device)
-    keys[lengths, number], values[lengths, number] = key[0], value[0]
-    used = context.sequence_len_offset + 1
+    slot = context.sequence_len_offset
+    keys[slot, :rows], values[slot, :rows] = key[0], value[0]
     # The queries of a group are the "tokens" of the kernel, so that no key is copied for each of them.
     grouped = query[0].unflatten(1, (groups, -1))  # [b, groups, heads / groups, d]
-    keys, values = (memory[:used, :rows].permute(1, 2, 0, 3) for memory in (keys, values))
-    visible = torch.arange(used, device=key.device) <= lengths[:, None]
-    output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=visible[:, None, None], scale=scale)
+    keys, values = (memory[: slot + 1, :rows].permute(1, 2, 0, 3) for memory in (keys, values))
+    visible = context.visible[:, None, None, : slot + 1] if isinstance(context, PaddedContext) else None
+    if visible is None or context.group.size() == 1:
+        output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=visible, scale=scale)
+    else:
+        scores = (grouped @ keys.mT).float() * (scale or query.size(-1) ** -0.5)
+        scores = scores.masked_fill(~visible, float("-inf"))
+        # Some rank has a token, so the maximum is finite.
+        weights = (scores - max_in_group(scores.amax(-1, keepdim=True), context.group)).exp()
+        sums = sum_in_group(torch.cat((weights @ values.float(), weights.sum(-1, keepdim=True)), -1), context.group)
+        output = (sums[..., :-1] / sums[..., -1:]).to(query.dtype)
     return output.flatten(1)[None]

@@ -7,9 +7,10 @@ import functools
 from dataclasses import replace
 from typing import Any
 
+from qwen3vl_bridge.core.collectives import gather_over_context
 from qwen3vl_bridge.models.common import delta_rule
 from qwen3vl_bridge.models.common.attention import HostPackedSeqParams
-from qwen3vl_bridge.models.common.decoding import has_tokens, row_lengths
+from qwen3vl_bridge.models.common.decoding import has_tokens, prompt_lengths
 from qwen3vl_bridge.models.common.layer_specs import LocalBackend, backend, decoder_block_spec
 from qwen3vl_bridge.upstream.gated_delta_kernels import without_package_check
 from qwen3vl_bridge.upstream.gated_delta_net import GatedDeltaRule, SegmentedGatedDeltaNet
@@ -24,6 +25,7 @@ from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
+from megatron.core.ssm.gated_delta_net.common import get_parameter_local_cp, tensor_a2a_cp2hp, tensor_a2a_hp2cp
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -86,34 +88,41 @@ class LinearAttention(KeepFloat32, SegmentedGatedDeltaNet):
     def infer(self, hidden_states: Tensor, context: BaseInferenceContext) -> tuple[Tensor, Tensor | None]:
         """Compute linear attention of padded rows [s / sp, b, h], or of one new token of each row.
 
-        The last inputs of the convolution and the state of the delta rule after the last real token are stored.
+        The last inputs of the convolution, and the state of the delta rule after the last real token, are stored.
+        Under context parallelism each rank has all tokens of some of the heads.
         """
         projected, _ = self.in_proj(hidden_states)
-        step, decodes = len(projected), has_tokens(context)
-        if decodes:
-            projected = projected[:1]  # the others are padding
+        step, decodes, cp = len(projected), has_tokens(context), self.pg_collection.cp
+        if decodes:  # only the first token is real; every rank has it
+            projected = get_parameter_local_cp(projected[:1], -1, cp, list(self.in_proj_split_sections))
+        else:
+            projected = tensor_a2a_cp2hp(projected, 0, -1, cp, list(self.in_proj_split_sections))
         inputs, gate, beta, alpha = projected.transpose(0, 1).split(self.feat_dim_split, -1)
         (rows, tokens), kept = inputs.shape[:2], self.conv_kernel_dim - 1
-        weight = self.conv1d.weight.squeeze(1)
+        weight, bias = self.convolution_weights()
         if decodes:
             window, state = (x.transpose(0, 1) for x in context.key_value_memory_dict[self.layer_number])
             window = torch.cat((window, inputs), 1)
             convolved = (window * weight.T).sum(1, keepdim=True)
-            convolved = self.act_fn(convolved if self.conv1d.bias is None else convolved + self.conv1d.bias)
+            convolved = self.act_fn(convolved if bias is None else convolved + bias)
             query, key, value, decay, beta = self.prepare_rule(convolved, gate, beta, alpha)
             output, state = delta_rule.recurrent_gated_delta_rule(query, key, value, decay, beta, state)
         else:
-            lengths = row_lengths(context, rows, tokens, inputs.device)
+            lengths = prompt_lengths(context, rows, tokens, inputs.device)
             last = lengths[:, None] + torch.arange(kept, device=inputs.device)  # among tokens after `kept` zeros
             window = F.pad(inputs, (0, 0, kept, 0))[torch.arange(rows, device=inputs.device)[:, None], last]
-            convolved, _ = delta_rule.causal_conv1d(inputs, weight, self.conv1d.bias, self.activation)
+            convolved, _ = delta_rule.causal_conv1d(inputs, weight, bias, self.activation)
             query, key, value, decay, beta = self.prepare_rule(convolved, gate, beta, alpha)
             is_real = (torch.arange(tokens, device=inputs.device) < lengths[:, None])[..., None]
             decay, beta = decay * is_real, beta * is_real  # padding changes no state
             output, state = self.gated_delta_rule(query, key, value, g=decay, beta=beta, output_final_state=True)
         context.key_value_memory_dict[self.layer_number] = tuple(x.transpose(0, 1) for x in (window[:, -kept:], state))
-        output = self.gated_norm(output, gate).transpose(0, 1)
-        return self.out_proj(F.pad(output, (0, 0, 0, 0, 0, step - len(output))).contiguous())
+        output = self.gated_norm(output, gate).transpose(0, 1).contiguous()
+        if not decodes:
+            output = tensor_a2a_hp2cp(output, 0, -1, cp)
+        elif cp.size() > 1:
+            output = gather_over_context(output, cp).movedim(0, -2).flatten(-2)
+        return self.out_proj(F.pad(output, (0, 0, 0, 0, 0, step - len(output))))
 
     def fused_projection(self) -> tuple[nn.Module, list[int]]:
         """Return `in_proj` and the number of rows of each of its sections on this rank."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from qwen3vl_bridge.core.device_transfer import copy_to_device
-from qwen3vl_bridge.models.common.decoding import attend_to_cache, clear_unused, has_tokens
+from qwen3vl_bridge.models.common.decoding import attend_to_cache, has_tokens
 from qwen3vl_bridge.upstream.dynamic_shapes import call_compiled
 
 import torch
@@ -187,13 +187,9 @@ class RotarySelfAttention(SelfAttention):
         if has_tokens(inference_context):
             return self.decode(hidden_states, rotary_pos_emb, inference_context)
         # key_value_states is unused in self attention; it passes the angles to get_query_key_value_tensors.
-        output = super().forward(
+        return super().forward(
             hidden_states, attention_mask, rotary_pos_emb, inference_context, rotary_pos_emb=None, **kwargs
         )
-        if inference_context is not None:
-            sp_size = self.pg_collection.tp.size() if self.config.sequence_parallel else 1
-            clear_unused(inference_context, self.layer_number, sp_size * len(hidden_states))
-        return output
 
     def decode(
         self, hidden_states: Tensor, rotary_pos_emb: Tensor | None, context: Any

@@ -2,7 +2,6 @@
 
 import shutil
 import tempfile
-import types
 from pathlib import Path
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
@@ -235,13 +234,12 @@ def test_generate_raises_if_arguments_are_invalid(one, arguments, message):
         generate(one.megatron, **arguments)
 
 
-def test_generate_raises_for_other_model_or_context_parallelism(one, monkeypatch):
+def test_generate_raises_for_other_model_or_separate_vision_ranks(one, monkeypatch):
     ids = torch.ones(1, 4, dtype=torch.long)
     with pytest.raises(ValueError, match=r"model is \['Linear'\], expected a VisionLanguageModel"):
         generate(torch.nn.Linear(1, 1), ids, max_new_tokens=1)
-    alone, two = (types.SimpleNamespace(size=lambda n=n: n, rank=lambda: 0) for n in (1, 2))
-    monkeypatch.setitem(vars(one.megatron), "pg_collection", types.SimpleNamespace(pp=alone, cp=two, tp=alone))
-    with pytest.raises(ValueError, match="context_parallel_size is 2, expected 1"):
+    monkeypatch.setattr(one.megatron, "vision_model", None)
+    with pytest.raises(ValueError, match="the vision tower is on separate ranks"):
         generate(one.megatron, ids, max_new_tokens=1)
 
 
@@ -288,6 +286,7 @@ LAYOUTS = {
     "TP 2 + SP": dict(tensor_model_parallel_size=2, sequence_parallel=True),
     "PP 2": dict(pipeline_model_parallel_size=2, pipeline_dtype=torch.float32),
     "EP 2": dict(expert_model_parallel_size=2),
+    "CP 2": dict(context_parallel_size=2),
 }
 
 

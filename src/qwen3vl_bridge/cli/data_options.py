@@ -1,0 +1,167 @@
+"""Options of commands that read conversations: which ones, and how they are encoded."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from qwen3vl_bridge.config.other_trainers import describe_ignored_variables
+from qwen3vl_bridge.data.errors import DataError
+from qwen3vl_bridge.terminal import at_least, show
+
+# The fields of `VisionLimits`, which is in a module that needs torch.
+_LIMITS = {
+    "image_min_pixels": (int, "pixels to which a smaller image is enlarged (default of all these: the model's)"),
+    "image_max_pixels": (int, "pixels to which a larger image is reduced"),
+    "video_min_pixels": (int, "pixels to which a smaller video is enlarged, over all its frames together"),
+    "video_max_pixels": (int, "pixels to which a larger video is reduced, over all its frames together"),
+    "video_fps": (float, "frames sampled per second"),
+    "video_min_frames": (int, "minimum number of frames sampled from a video, if it has them"),
+    "video_max_frames": (int, "maximum number of frames sampled from a video"),
+}
+
+
+def add_records(parser: argparse.ArgumentParser, split: bool = True) -> None:
+    """Add the options that choose the data set, and those for progress and JSON; --split only if `split` is set."""
+    add = parser.add_argument
+    data = parser.add_mutually_exclusive_group(required=True)
+    data.add_argument("--data", metavar="PATH",
+                      help="conversations, as in dataset.path: a file, a folder (with or without splits), or "
+                      "hf://owner/name:configuration#split")  # fmt: skip
+    data.add_argument(
+        "--mixture", type=Path, metavar="FILE", help="YAML file with several data sets, as in dataset.mixture"
+    )
+    add("--schema-adapter", metavar="NAME",
+        help="format of the records, such as cord_v2 (default: conversations)")  # fmt: skip
+    add("--columns", nargs="+", default=[], metavar="KEY=COLUMN",
+        help="names of the records' columns: image=img 'answer={answers[0]}'")  # fmt: skip
+    add("--media-root", action="append", metavar="FOLDER",
+        help="folder of images and videos (default: the folder of --data); may be given several times: "
+        "paths are looked up in each folder, and links may lead from one to another")  # fmt: skip
+    add("--url-cache", metavar="FOLDER", help="folder for downloads (default: the user's cache folder)")
+    add("--no-progress", action="store_true", help="show no progress")
+    add("--json", action="store_true", help="print JSON")
+    if split:
+        add("--split", choices=("train", "valid", "test"), default="train",
+            help="which split of a folder with splits (default: %(default)s)")  # fmt: skip
+
+
+def add_template(parser: argparse.ArgumentParser) -> None:
+    """Add the options for encoding prompts: the model, variables of its chat template, and the limits of images."""
+    add = parser.add_argument
+    add("--hf-model", required=True, metavar="MODEL",
+        help="the model, a folder or hub id: its processor and template")  # fmt: skip
+    add("--reasoning-effort", metavar="EFFORT",
+        help="as in dataset.reasoning_effort, for templates such as Qwen3.8's (default: the template's)")  # fmt: skip
+    add("--preserve-thinking", action=argparse.BooleanOptionalAction,
+        help="whether reasoning of earlier answers is written, as in dataset.preserve_thinking "
+        "(default: the template's)")  # fmt: skip
+    for name, (kind, words) in _LIMITS.items():
+        add(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=words)
+
+
+def add_encoding(parser: argparse.ArgumentParser) -> None:
+    """Add the options for encoding training samples: those of prompts, the answers, and the row length."""
+    add_template(parser)
+    add = parser.add_argument
+    add("--answers", choices=("all", "last"), default="all",
+        help="train on all answers, or only on the last one (default: %(default)s)")  # fmt: skip
+    add("--empty-thinking", choices=("prompt", "train"), default="prompt",
+        help="whether the template's empty thinking blocks count as the end of the prompt, or are "
+        "trained on (default: %(default)s)")  # fmt: skip
+    add("--seq-length", type=at_least(1), default=4096, metavar="N", help="tokens in a row (default: %(default)s)")
+    add("--on-long", choices=("error", "drop", "truncate"), default="error",
+        help="what training does with a sample longer than a row (default: %(default)s)")  # fmt: skip
+
+
+def open_records(options: argparse.Namespace, url_cache: Any = None) -> Any:
+    """Open the data set or the mixture; `url_cache` replaces the folder of downloads.
+
+    Raises:
+        DataError: it does not exist, or its settings are wrong.
+    """
+    from qwen3vl_bridge.data.conversations import Columns
+    from qwen3vl_bridge.data.data_paths import path_of_split
+    from qwen3vl_bridge.data.sources import open_source
+
+    url_cache = url_cache or make_url_cache(options)
+    with naming_options("--columns"):
+        columns = Columns.from_words(options.columns)
+    if options.mixture is not None:
+        from qwen3vl_bridge.data.mixture import open_mixture, read_mixture
+
+        with naming_options("--mixture"):
+            sets = read_mixture(str(options.mixture), options.media_root, options.schema_adapter, columns)
+            mixture = open_mixture(sets, options.split, url_cache)
+        show(mixture.summary().replace("; ", "\n"), error=True)
+        return mixture
+    with naming_options("--schema-adapter"):
+        return open_source(
+            path_of_split(options.data, options.split),
+            options.media_root,
+            url_cache=url_cache,
+            schema_adapter=options.schema_adapter,
+            columns=columns,
+        )
+
+
+def make_url_cache(options: argparse.Namespace) -> Any:
+    """Return the `UrlCache` of the folder of downloads."""
+    from qwen3vl_bridge.data.media import UrlCache
+
+    return UrlCache(None if options.url_cache is None else Path(options.url_cache))
+
+
+def make_encoder(options: argparse.Namespace) -> tuple[Any, Path]:
+    """Return the encoder, and the folder of `--hf-model`.
+
+    The model is requested from the hub once: transformers would request each of its files again.
+    """
+    from qwen3vl_bridge.checkpoint.formats.huggingface import find_model
+
+    _warn_of_environment(options)
+    folder = find_model(options.hf_model, weights=False)
+
+    from qwen3vl_bridge.data.encoding import Encoder, VisionLimits, load_processor  # slow
+
+    with naming_options("limits of images and videos"):
+        processor = load_processor(folder, VisionLimits(**{name: getattr(options, name) for name in _LIMITS}))
+    names = ("answers", "empty_thinking", "reasoning_effort", "preserve_thinking")
+    with naming_options("settings of the chat template"):
+        return Encoder(processor, **{name: getattr(options, name) for name in names}), folder
+
+
+def _warn_of_environment(options: argparse.Namespace) -> None:
+    """Warn about environment variables that other trainers read, unless an option sets the same."""
+
+    def spelt(setting: str, value: str) -> str | None:
+        name = setting.rpartition(".")[2]
+        return None if getattr(options, name) is not None else f"--{name.replace('_', '-')} {value}"
+
+    if warning := describe_ignored_variables(os.environ, spelt):
+        show(warning, error=True)
+
+
+@contextmanager
+def naming_options(options: str) -> Iterator[None]:
+    """Turn a ValueError inside the `with` block into a DataError that names the command-line options `options`."""
+    try:
+        yield
+    except DataError:
+        raise
+    except ValueError as error:
+        raise DataError(options, str(error)) from error
+
+
+def progress_bar(options: argparse.Namespace, numbers: Sequence[int]) -> Any:
+    """Return the numbers as an iterable that shows progress on a terminal."""
+    from tqdm import tqdm
+
+    # None lets tqdm decide: a bar on a terminal, nothing elsewhere.
+    hidden = True if options.no_progress else None
+    return tqdm(numbers, desc="samples", leave=False, disable=hidden, file=sys.stderr)

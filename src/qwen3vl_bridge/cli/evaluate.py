@@ -1,0 +1,158 @@
+"""`qwen3vl evaluate`: generate answers to the prompts of a data set, and score them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from qwen3vl_bridge.cli.data_options import add_records, add_template, make_encoder, open_records, progress_bar
+from qwen3vl_bridge.cli.generation_options import add_options, generation_settings, parallel_settings
+from qwen3vl_bridge.data.errors import DataError
+from qwen3vl_bridge.inference.scorers import SCORERS
+from qwen3vl_bridge.terminal import CommandParser, at_least, run, show
+
+_MOST_SHOWN = 10  # wrong answers
+
+
+def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> int:
+    """Print the mean score; return exit code 0, 2 for invalid input, or 130 if interrupted."""
+    options = _parse(prog, arguments)
+    return run(lambda: _evaluate(options), ValueError, OSError)  # DataError and CheckpointError are ValueErrors
+
+
+def _parse(prog: str | None, arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = CommandParser(
+        prog=prog,
+        description="Generate answers to the prompts of a data set and compare each with the last answer of its "
+        "conversation, or with the list `references` of its record. Start the command with torchrun to divide the "
+        "model, or the prompts, over several ranks.",
+    )
+    add_records(parser, split=False)
+    add_template(parser)
+    add = parser.add_argument
+    add("--split", choices=("train", "valid", "test"),
+        help="which split of a folder with splits, or of the data sets of a mixture (default: test)")  # fmt: skip
+    add("--megatron-path", metavar="FOLDER", help="weights: a Megatron checkpoint of either format, or a run's folder "
+        "(default: those of --hf-model)")  # fmt: skip
+    add("--metric", choices=tuple(SCORERS), default="exact", help="how an answer is scored, see docs/evaluation.md "
+        "(default: %(default)s)")  # fmt: skip
+    add(
+        "--samples",
+        type=at_least(1),
+        metavar="N",
+        help="only the first N conversations of each data set (default: all)",
+    )
+    add("--max-new-tokens", type=at_least(1), default=128, metavar="N",
+        help="maximum length of an answer in tokens, reasoning included (default: %(default)s)")  # fmt: skip
+    add("--batch-size", type=at_least(1), default=16, metavar="N",
+        help="prompts that are decoded together (default: %(default)s)")  # fmt: skip
+    add_options(parser)
+    add("--output", type=Path, metavar="FILE", help="also write every answer with its score, as JSON Lines")
+    add("--overwrite", action="store_true", help="replace an earlier file")
+    parser.set_defaults(answers="last", empty_thinking="prompt")
+    options = parser.parse_args(arguments)
+    if options.split is None and options.mixture is not None:
+        parser.error("--split is missing, which --mixture needs; a data set that is one file is its train split")
+    if options.split is None:
+        options.split = "test" if Path(options.data).is_dir() else "train"  # a file is the train split
+    return options
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    from qwen3vl_bridge.upstream.library_logs import quiet
+
+    quiet()
+    logging.getLogger("qwen3vl_bridge").setLevel(logging.WARNING)  # nothing is trained here
+    if (output := options.output) is not None:  # before any work is done
+        if output.exists() and (not options.overwrite or not output.is_file()):
+            raise DataError(str(output), "the path exists already; --overwrite replaces a file")
+        if not output.parent.is_dir():
+            raise DataError(str(output.parent), "the folder for the answers does not exist; create it")
+    settings = generation_settings(options)
+    source = open_records(options)  # before torch, so that a mistyped name is reported at once
+    with contextlib.redirect_stdout(sys.stderr):  # Megatron-Bridge prints what it loads
+        found = _answers(options, source, settings)
+    if found is None:  # not the first rank
+        return 0
+    scores = _mean_scores(found)
+    if output is not None:
+        from qwen3vl_bridge.core.atomic import replace_file
+
+        lines = (f"{json.dumps(one)}\n" for answers in found.values() for one in answers)
+        replace_file(output, "".join(lines).encode())
+    if options.json:
+        print(json.dumps({"metric": options.metric, **scores}, indent=2))
+    else:
+        _print_scores(options.metric, scores, found)
+    return 0
+
+
+def _answers(
+    options: argparse.Namespace, source: Any, settings: dict[str, Any]
+) -> dict[str, list[dict[str, Any]]] | None:
+    """Return the scored answers of each data set by its name; None on ranks after the first."""
+    from qwen3vl_bridge.checkpoint.formats.huggingface import HFWeights
+    from qwen3vl_bridge.checkpoint.formats.megatron import find_iteration
+    from qwen3vl_bridge.peft.stored_adapters import check_complete_model
+
+    # Check the input before the slow imports.
+    if options.megatron_path is not None:
+        check_complete_model(find_iteration(Path(options.megatron_path)))
+    encoder, folder = make_encoder(options)
+    if options.megatron_path is None:
+        HFWeights(folder)
+    from qwen3vl_bridge.core.collectives import is_rank_zero
+    from qwen3vl_bridge.data.prompts import read_prompts
+    from qwen3vl_bridge.inference.evaluation import evaluate, references_of
+    from qwen3vl_bridge.inference.generation import end_token_ids
+    from qwen3vl_bridge.training.process_groups import shutdown
+    from qwen3vl_bridge.training.weight_loading import load_model
+
+    sets = zip(getattr(source, "names", [options.data]), getattr(source, "sources", [source]), strict=True)
+    prompts = {}
+    for name, one in sets:
+        first = len(one) if options.samples is None else min(options.samples, len(one))
+        prompts[name] = read_prompts(one, encoder, range(first))
+        references_of(prompts[name], options.metric)  # raises before the model is loaded
+    try:
+        model = load_model(folder, options.megatron_path, **parallel_settings(options))
+        tokenizer = encoder.processor.tokenizer
+        settings |= dict(max_new_tokens=options.max_new_tokens, batch_size=options.batch_size)
+        settings |= dict(eos_token_id=end_token_ids([*model], tokenizer, folder))
+        found = {}
+        for name, asked in prompts.items():
+            progress = (lambda numbers: progress_bar(options, numbers)) if is_rank_zero() else iter
+            answers = evaluate([*model], asked, tokenizer, options.metric, progress=progress, **settings)
+            found[name] = [asdict(answer) for answer in answers]
+        return found if is_rank_zero() else None
+    finally:
+        shutdown()
+
+
+def _mean_scores(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """Return the mean score and number of all answers, and for several data sets those of each."""
+
+    def mean(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        return {"score": sum(one["score"] for one in answers) / max(len(answers), 1), "answers": len(answers)}
+
+    total = mean([one for ones in found.values() for one in ones])
+    return total | ({"sets": {name: mean(ones) for name, ones in found.items()}} if len(found) > 1 else {})
+
+
+def _print_scores(metric: str, scores: Mapping[str, Any], found: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    show(f"{metric}: {scores['score']:.4f}, the mean of {scores['answers']:,} answers")
+    for name, one in scores.get("sets", {}).items():
+        show(f"  {name}: {one['score']:.4f}, {one['answers']:,} answers")
+    wrong = [one for ones in found.values() for one in ones if one["score"] < 1]
+    if wrong:
+        show(f"below 1: {len(wrong):,} answers" + (f", the first {_MOST_SHOWN}" if len(wrong) > _MOST_SHOWN else ""))
+    for one in wrong[:_MOST_SHOWN]:
+        accepted = " or ".join(map(repr, one["references"]))
+        show(f"  {one['sample_id']}: {one['score']:.2f}, expected {accepted}, the model answered {one['answer']!r}")

@@ -1,0 +1,44 @@
+"""Options of commands that generate: how tokens are chosen, and over which ranks the model is divided."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from qwen3vl_bridge.terminal import at_least
+
+_SIZES = {
+    "tp": ("tensor", "tensor_model_parallel_size"),
+    "pp": ("pipeline", "pipeline_model_parallel_size"),
+    "cp": ("context", "context_parallel_size"),
+    "ep": ("expert", "expert_model_parallel_size"),
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options to the parser of a command."""
+    add = parser.add_argument
+    add("--do-sample", action="store_true", help="draw tokens at random instead of taking the most likely ones")
+    add("--temperature", type=float, default=1.0, metavar="T", help="divides the logits (default: %(default)s)")
+    add("--top-k", type=at_least(0), default=0, metavar="K", help="draw from the K most likely tokens (default: all)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="draw from the most likely tokens, as many as have the "
+        "probability P together (default: all)")  # fmt: skip
+    add("--seed", type=at_least(0), default=0, metavar="N", help="seed of the drawn tokens (default: %(default)s)")
+    for option, (kind, _) in _SIZES.items():
+        meaning = f"{kind}-parallel size (default: %(default)s)"
+        add(f"--{option}", type=at_least(1), default=1, metavar="N", help=meaning)
+
+
+def generation_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of `generate` by which tokens are chosen. Raise ValueError for a wrong setting."""
+    from qwen3vl_bridge.inference.sampling import Sampling
+
+    sampling = Sampling(options.do_sample, options.temperature, options.top_k, options.top_p)
+    return vars(sampling) | dict(seed=options.seed)
+
+
+def parallel_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of the provider that differ from those of a model on one rank."""
+    settings: dict[str, Any] = {field: getattr(options, option) for option, (_, field) in _SIZES.items()}
+    settings["sequence_parallel"] = options.tp > 1  # linear attention and experts need it
+    return {name: value for name, value in settings.items() if value not in (1, False)}
