@@ -22,8 +22,8 @@ from transformers.models.qwen4_exp import modeling_qwen4_exp as modeling  # pyri
 from tests.helpers import noise
 from tests.helpers.batches import CONTENTS, Sample, make_batch, make_samples, run_reference
 from tests.helpers.ranks import set_threads
-from tests.models.qwen4_exp.tiny import as_stored, freeze_indexers, make_checkpoint
 from tests.inference.test_generation import NEW, answers, load, prompts
+from tests.models.qwen4_exp.tiny import as_stored, freeze_indexers, make_checkpoint
 from tests.parity.conftest import Pair, make_pair
 from tests.parity.test_parity import run_megatron
 
