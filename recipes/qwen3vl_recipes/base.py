@@ -33,7 +33,7 @@ def sft(
     """
     import qwen3vl_bridge
     from qwen3vl_bridge import registry
-    from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
+    from qwen3vl_bridge.training.config import Qwen3VLCheckpointConfig, Qwen3VLConfigContainer
 
     from megatron.bridge import AutoBridge
     from megatron.bridge.training import config
@@ -90,7 +90,7 @@ def sft(
             grad_reduce_in_fp32=True,
             average_in_collective=False,  # losses are sums over tokens
         ),
-        checkpoint=config.CheckpointConfig(
+        checkpoint=Qwen3VLCheckpointConfig(
             save_interval=200,
             most_recent_k=2,
             ckpt_format="torch_dist",

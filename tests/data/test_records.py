@@ -436,7 +436,7 @@ def test_record_with_renamed_columns_raises_if_kto_label_is_false():
         columns.convert_record({"prompt": "Which?", "completion": "Seven.", "label": False}, "here")
 
 
-def test_false_label_next_to_question_and_answer_is_ignored(read):
+def test_label_field_with_value_false_is_ignored_next_to_question_and_answer(read):
     assert len(read({"question": "Is it seven?", "answer": "No.", "label": False}).messages) == 2
 
 

@@ -5,8 +5,11 @@ import tempfile
 from pathlib import Path
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+from qwen3vl_bridge.inference import decoder
 from qwen3vl_bridge.inference.decoder import Decoder
 from qwen3vl_bridge.inference.generation import generate
+from qwen3vl_bridge.models.common.decoding import PaddedContext
+from qwen3vl_bridge.models.common.linear_attention import LinearAttention
 
 import numpy as np
 import pytest
@@ -251,8 +254,8 @@ def test_generate_with_cache_has_logits_of_full_rows(pair, monkeypatch):
     for cached in (True, False):
         monkeypatch.setattr(type(pair.megatron.language_model), "keeps_states", cached)
 
-        def record(decoder: Decoder, kept=found[cached]) -> torch.Tensor:
-            kept.append(compute(decoder))
+        def record(computing: Decoder, kept=found[cached]) -> torch.Tensor:
+            kept.append(compute(computing))
             return kept[-1]
 
         monkeypatch.setattr(Decoder, "next_logits", record)
@@ -279,6 +282,69 @@ def test_forward_with_inference_context_continues_images_and_videos(pair):
             logits = model(found[-1], inference_context=context)
             context.increment_sequence_len_offset(1)
     assert torch.equal(torch.cat(found, 1), expected)
+
+
+@of_both_families
+def test_generate_cache_has_bytes_of_formula(pair, monkeypatch):
+    """The formula of docs/evaluation.md, for padded rows and one rank."""
+    caches = []
+
+    class Kept(PaddedContext):
+        def __init__(self, *args) -> None:
+            super().__init__(*args)
+            caches.append(self)
+
+    monkeypatch.setattr(decoder, "PaddedContext", Kept)
+    batch, config = prompts("mixed", pair.config), pair.provider
+    answers(pair, batch)
+    (cache,) = caches
+    rows, slots = cache.visible.shape
+    assert slots == batch["input_ids"].shape[1] + NEW
+    full, linear = 4 * 2 * slots * config.num_query_groups * config.kv_channels, 0
+    if config.experimental_attention_variant is not None:
+        keys, values = (
+            config.linear_num_key_heads * config.linear_key_head_dim,
+            config.linear_num_value_heads * config.linear_value_head_dim,
+        )
+        linear = 4 * ((2 * keys + values) * (config.linear_conv_kernel_dim - 1) + config.linear_key_head_dim * values)
+    layers = [isinstance(layer.self_attention, LinearAttention) for layer in pair.megatron.decoder.layers]
+    assert any(layers) == (linear > 0)
+    found = sum(x.nbytes for pair_of_layer in cache.key_value_memory_dict.values() for x in pair_of_layer)
+    assert found == rows * sum(linear if is_linear else full for is_linear in layers)
+
+
+def random_prompts(config, count: int, seed: int) -> dict[str, torch.Tensor]:
+    """Return prompts of 3 to 40 tokens, of which some have an image."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=rng))
+
+    rows, pixels, grids = [], [], []
+    image = [config.vision_start_token_id, *[config.image_token_id] * 6, config.vision_end_token_id]
+    for _ in range(count):
+        text = torch.randint(0, config.image_token_id - 16, (draw(3, 30),), generator=rng).tolist()
+        if draw(0, 2):
+            at = draw(0, len(text))
+            text = [*text[:at], *image, *text[at:]]
+            pixels.append(torch.randn(24, 3 * 2 * 16 * 16, generator=rng))
+            grids.append([1, 4, 6])
+        rows.append(torch.tensor(text))
+    longest = max(map(len, rows))
+    ids = torch.stack([torch.nn.functional.pad(row, (longest - len(row), 0), value=PAD) for row in rows])
+    mask = torch.stack([(torch.arange(longest) >= longest - len(row)).long() for row in rows])
+    kinds = (ids == config.image_token_id).int() * mask.int()
+    vision = dict(pixel_values=torch.cat(pixels), image_grid_thw=torch.tensor(grids)) if pixels else {}
+    return dict(input_ids=ids, attention_mask=mask, mm_token_type_ids=kinds, **vision)
+
+
+@pytest.mark.slow
+@of_both_families
+def test_generate_tokens_of_200_random_prompts_match_transformers(pair):
+    for seed in range(10):
+        batch = random_prompts(pair.config, 20, seed)
+        expected = pair.reference.generate(**batch, max_new_tokens=NEW)
+        assert torch.equal(generate(pair.megatron, **batch, max_new_tokens=NEW, eos_token_id=NEVER), expected), seed
 
 
 LAYOUTS = {

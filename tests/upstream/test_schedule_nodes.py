@@ -27,7 +27,7 @@ def test_extra_args_for_layer_has_expected_parameters():
         CONTRACT.find(PLAN, f"TransformerModelChunkSchedulePlan.{name}")
 
 
-def test_transformer_layer_forward_parts_have_expected_parameters():
+def test_forward_methods_of_transformer_layer_have_expected_arguments():
     CONTRACT.takes(
         LAYER, "TransformerLayer._forward_attention", "self", "hidden_states", "attention_mask", "context",
         "context_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "rotary_pos_cos_sin", "attention_bias",

@@ -270,7 +270,7 @@ def check_yaml(path: Path) -> str:
                             event.start_mark.line + 1,
                             f"{event.value[:20]}... of {len(event.value):,} letters",
                         )
-                        raise ValueError(f"line {line} has the number {shown}, expected at most {_MAX_DIGITS}")
+                        raise ValueError(f"line {line} has the number {shown}, expected at most {_MAX_DIGITS} letters")
             if count > _MAX_YAML_VALUES:
                 raise ValueError(f"found more than {_MAX_YAML_VALUES:,} values with all aliases written out")
     except (yaml.YAMLError, ValueError) as error:

@@ -90,7 +90,10 @@ def count_checkpoints(cfg: Any) -> tuple[int, int]:
     settings, steps = cfg.checkpoint, cfg.train.train_iters or 1
     saves = math.ceil(steps / settings.save_interval) if settings.save_interval else 1
     most = settings.most_recent_k
-    return saves, saves if most is None or most < 0 else min(saves, most)
+    if most is not None and most >= 0:
+        best = getattr(settings, "keep_best", None) is not None  # Megatron-Bridge's own class lacks it
+        return saves, min(saves, most + best)
+    return saves, saves
 
 
 def checkpoint_bytes(cfg: Any) -> int:

@@ -15,7 +15,6 @@ import dataclasses
 import json
 import logging
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -40,6 +39,7 @@ from qwen3vl_bridge.dist_train.joint_run import merge_split_model
 from qwen3vl_bridge.peft.lora import Qwen3VLAdapters
 from qwen3vl_bridge.peft.stored_adapters import check_same_adapters
 from qwen3vl_bridge.terminal import in_bytes
+from qwen3vl_bridge.training.best_checkpoint import record_best, saved_steps
 from qwen3vl_bridge.training.resuming import (
     check_optimizer_state,
     folder_to_load,
@@ -137,7 +137,9 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
                 if is_rank_zero():
                     replace_file(folder / LATEST_TRAIN_STATE, (final / TRAIN_STATE).read_bytes())
                     replace_file(folder / TRACKER, str(step).encode())
-                    self._remove_older(folder, step, settings.most_recent_k)
+                    metric = getattr(settings, "keep_best", None)  # Megatron-Bridge's own class lacks it
+                    best = record_best(folder, metric) if metric else None
+                    self._remove_older(folder, step, settings.most_recent_k, best)
                     logger.info("saved %s", final)
             _notify_saved(ctx, final, callback_manager)
 
@@ -157,17 +159,15 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
         padding = {"vocab_divisor": cfg.model.make_vocab_size_divisible_by} if cfg.model.should_pad_vocab else {}
         _write_json(folder / MANIFEST, self._export.manifest | padding)
 
-    def _remove_older(self, folder: Path, step: int, most: int | None) -> None:
-        """Remove checkpoints up to `step`. Keep the newest `most`, and the checkpoint that the run started from."""
+    def _remove_older(self, folder: Path, step: int, most: int | None, best: Path | None) -> None:
+        """Remove checkpoints up to `step`. Keep the newest `most`, the best, and the one that the run started from."""
         if most is None or most < 0:
             return
         keep = None if self._export is None else self._export.source
-        steps = {
-            int(match[1]): path for path in folder.iterdir() if (match := re.fullmatch(r"iter_(\d{7,})", path.name))
-        }
+        steps = saved_steps(folder)
         for number in sorted(number for number in steps if number <= step)[:-most]:
             path = steps[number]
-            if keep is None or not keep.exists() or not path.samefile(keep):
+            if path != best and (keep is None or not keep.exists() or not path.samefile(keep)):
                 # Rename first, so that a partly removed folder does not look like a checkpoint.
                 path.rename(path.with_name(f".{path.name}{_REMOVED}"))
                 logger.info("removed %s, older than the newest %d", path, most)

@@ -22,6 +22,7 @@ from qwen3vl_bridge.weights.rows import Component, component_of
 
 from megatron.bridge.data.builders.energon import EnergonDatasetConfig
 from megatron.bridge.training.config import (
+    CheckpointConfig,
     ConfigContainer,
     OptimizerConfigOverrideProvider,
     OptimizerConfigOverrideProviderContext,
@@ -123,6 +124,18 @@ def rows_per_evaluation(cfg: ConfigContainer) -> int:
 
 
 @dataclass(kw_only=True)
+class Qwen3VLCheckpointConfig(CheckpointConfig):
+    """Megatron-Bridge's `CheckpointConfig` with `keep_best`.
+
+    Attributes:
+        keep_best: a metric of the run's evaluations, "valid_loss" or "accuracy". The checkpoint with its best value is
+            kept in addition to the newest `most_recent_k`, and `best_checkpoint.json` names it. None for no metric.
+    """
+
+    keep_best: Literal["valid_loss", "accuracy"] | None = None
+
+
+@dataclass(kw_only=True)
 class Qwen3VLConfigContainer(ConfigContainer):
     """Megatron-Bridge's `ConfigContainer` with the sections `guard` and `accuracy`.
 
@@ -134,6 +147,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
         optimizer_config_override_provider: Megatron-Bridge's field, here with the learning rates of the model's
             components.
         rerun_state_machine: Megatron-Bridge's field, with its check for losses that are not finite turned off.
+        checkpoint: Megatron-Bridge's field, with `keep_best`.
         guard: what to do in steps with a bad loss or gradient; None for no checks.
         accuracy: accuracy on held-out conversations.
     """
@@ -146,6 +160,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
     rerun_state_machine: RerunStateMachineConfig = field(
         default_factory=lambda: RerunStateMachineConfig(check_for_nan_in_loss=False)
     )
+    checkpoint: CheckpointConfig = field(default_factory=Qwen3VLCheckpointConfig)
     guard: GuardConfig | None = field(default_factory=GuardConfig)
     accuracy: AccuracyConfig = field(default_factory=AccuracyConfig)
 

@@ -301,7 +301,8 @@ def record_losses(count: Callable, state: GlobalState, batch: TokenBatch, mask: 
         mask: this rank's part of the loss mask [rows, tokens], on the device.
 
     Raises:
-        ValueError: No callback has started, but callbacks implement some settings of the configuration.
+        ValueError: The configuration has settings that only this package's callbacks carry out, but training was
+            started without these callbacks.
     """
     microbatches: list[Microbatch] | None = getattr(state, _RECORDED, None)
     if microbatches is None:

@@ -27,6 +27,7 @@ from qwen3vl_bridge.config.checks import (
     is_above,
     is_off,
     is_on,
+    multiple_of,
     not_installed,
     one_of,
     requires_default,
@@ -240,6 +241,11 @@ def _is_layer_wise(cfg: Any) -> bool:
 
 _SKIPS_NAN = Condition("guard.on_nan", lambda cfg: cfg.guard is not None and cfg.guard.on_nan == "skip")
 _GENERATES = is_on("accuracy.path")
+# Megatron-Bridge's own `CheckpointConfig` lacks the setting.
+_KEEPS_BEST = Condition("checkpoint.keep_best", lambda cfg: getattr(cfg.checkpoint, "keep_best", None) is not None)
+_KEEPS_ACCURACY = Condition(
+    "checkpoint.keep_best", lambda cfg: getattr(cfg.checkpoint, "keep_best", None) == "accuracy"
+)
 QUANTIZED = is_on("model.restore_modelopt_state")
 _GROUPS = "each module has its own process groups, and all of them must be of one kind"
 _ONE_DTYPE = "it gathers parameters of one dtype in one call, but some parameters of linear attention are float32"
@@ -319,8 +325,18 @@ BEFORE_VALIDATE: tuple[Check, ...] = (
         "linear attention are float32",
     ),
     lambda cfg: run_checks(model_validation.CUDA_GRAPHS, cfg.model),
-    # accuracy
+    # accuracy and the best checkpoint
     Requires("accuracy.samples", at_least(1)),
+    Requires(
+        "accuracy.path", Values(lambda path, _: path is not None, lambda _: "a path"), _KEEPS_ACCURACY,
+        why="there is no accuracy otherwise",
+    ),
+    Requires("validation.eval_iters", at_least(1), _KEEPS_BEST, why="checkpoints must have been evaluated"),
+    *requires_default("checkpoint.async_save", "Megatron removes older checkpoints then", _KEEPS_BEST),
+    Requires(
+        "checkpoint.save_interval", multiple_of("validation.eval_interval"), _KEEPS_BEST, (None,),
+        why="checkpoints must have been evaluated",
+    ),
     Requires("accuracy.max_new_tokens", at_least(1)),
     Requires(
         "dataset.__class__",

@@ -1,9 +1,9 @@
 """Build this package's classes where a saved configuration names a class of Megatron-Bridge.
 
 Replaced: `_resolve_target` of `megatron.training.config.instantiate_utils`, which turns each `_target_` of a
-`run_config.yaml` into the class to build. There is no registry in between. Megatron's classes are not changed, so
-that other code builds them as before. Delete this module when targets can be mapped to other ones, or when checkpoints
-that name Megatron-Bridge's Qwen3-VL providers no longer have to be loaded.
+`run_config.yaml` into the class to build. It has no registry where other classes could be named. Megatron's classes are
+not changed, so that other code builds them as before. Delete this module when targets can be mapped to other ones, or
+when checkpoints that name Megatron-Bridge's Qwen3-VL providers no longer have to be loaded.
 """
 
 from __future__ import annotations

@@ -31,7 +31,9 @@ Block = tuple[int, int]  # rows and columns with one scale
 
 
 def find_scales(name: str, names: Collection[str]) -> str:
-    """Return the name of the scales of an FP8 tensor: the scale that parts of an n-gram table share, or its own scales.
+    """Return the name of the tensor with the scales of an FP8 tensor.
+
+    The parts of an n-gram table share one scale. Every other tensor has scales of its own.
 
     Args:
         name: name of the tensor.

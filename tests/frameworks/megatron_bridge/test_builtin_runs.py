@@ -71,7 +71,7 @@ def test_our_routers_get_padding_mask_and_megatron_bridge_routers_do_not(moe_fol
     assert theirs and all(value is None for given in theirs for value in given)
 
 
-def test_our_video_timestamps_span_23_s_and_those_of_megatron_bridge_1_6_s(untied_folder, tmp_path):
+def test_video_timestamps_span_whole_video_unlike_those_of_megatron_bridge(untied_folder, tmp_path):
     """46 frames, two a second: 23 seconds."""
     names = [f"{number}.png" for number in range(46)]
     for number, name in enumerate(names):

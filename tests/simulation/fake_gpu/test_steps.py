@@ -125,7 +125,7 @@ class TestStep:
         assert (numbers["all_to_all_single"], numbers["all_gather_into_tensor"]) == (4 * 2, 4 * 4 + 1)
 
     @pytest.mark.parametrize("case", ["dense packed", "moe packed", "LoRA packed"])
-    def test_checkpoint_saved_between_steps_has_weights_of_gpu(self, run, case):
+    def test_checkpoint_saved_between_steps_has_current_weights_of_simulated_gpu(self, run, case):
         """The step after the save passes the other tests."""
         assert run.result[case]["complete"]
 

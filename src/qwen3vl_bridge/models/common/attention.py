@@ -56,7 +56,10 @@ class HostPackedSeqParams(PackedSeqParams):
     _chunk_indices: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def causal_chunks(self, cp_size: int, cp_rank: int) -> CausalChunks:
-        """Return the queries and keys of a context-parallel rank, see `core.layout.causal_chunks`. Computed once."""
+        """Return which tokens are the queries and keys of a context-parallel rank, chunk by chunk. Computed once.
+
+        See `core.layout.causal_chunks`.
+        """
         if (cp_size, cp_rank) not in self._causal_chunks:
             self._causal_chunks[cp_size, cp_rank] = causal_chunks(self.layout, cp_size, cp_rank)
         return self._causal_chunks[cp_size, cp_rank]

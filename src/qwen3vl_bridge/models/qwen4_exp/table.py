@@ -1,7 +1,8 @@
 """The weight table of Qwen3.8-Flash-Next: maps every parameter between Hugging Face and Megatron.
 
-In addition to Qwen3.5's layers, the table has gated residuals (hyper connections) in place of norms, per-layer n-gram
-embeddings (`ple`), and the indexer of full attention. Multi-token prediction is one more layer with full attention.
+It differs from Qwen3.5's table: rows of hyper connections (gated residuals) replace those of the layers' norms, and
+rows are added for per-layer n-gram embeddings (`ple`) and for the indexer of full attention. Multi-token prediction is
+one more layer with full attention.
 """
 
 from __future__ import annotations
