@@ -186,7 +186,7 @@ def test_columns_setting_raises_if_it_is_invalid(columns, message):
 
 
 def test_open_source_raises_if_schema_adapter_and_columns_are_both_set(tmp_path):
-    with pytest.raises(ValueError, match=r"schema_adapter is 'cord_v2', .* schema of columns image='img'; exp"):
+    with pytest.raises(ValueError, match=r"schema_adapter is 'cord_v2', .* schema of columns image='img'; set only"):
         open_source(tmp_path, schema_adapter="cord_v2", columns=Columns(image="img"))
 
 
@@ -286,7 +286,7 @@ def test_columns_apply_to_streamed_data_and_accuracy_questions(sources, checkpoi
     assert len(next(streamed.stream("train")).sample_ids) == 3
     rows = qwen3vl_bridge.Qwen3VLConversationProvider(train_path=str(parquet), **settings)
     cfg = SimpleNamespace(accuracy=AccuracyConfig(path=str(parquet)), dataset=rows)
-    assert [question.answer for question in Accuracy(cfg).read_questions()] == ["0", "1", "2"]
+    assert [question.references for question in Accuracy(cfg).read_prompts().questions] == [("0",), ("1",), ("2",)]
 
 
 def test_columns_of_data_set_in_mixture_override_common_columns(sources, checkpoint, tmp_path):

@@ -225,7 +225,7 @@ def test_streamed_dataset_can_be_read_again_after_connection_error():
     assert [asked(source, number) for number in source.sample_numbers(0, 0, 7)] == list(range(7))
     for read in (lambda: source.sample_numbers(0, 0, 8), lambda: source[12]):
         with pytest.raises(
-            DataUnavailable, match=r"^owner/name#train\[7\]: .* \(ConnectionError: no route to host\), exp"
+            DataUnavailable, match=r"^owner/name#train\[7\]: .* \(ConnectionError: no route to host\)\. If"
         ):
             read()
     with pytest.raises(DataUnavailable) as caught:

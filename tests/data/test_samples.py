@@ -6,7 +6,7 @@ import re
 from qwen3vl_bridge.data import BatchStream, Conversation, DataError, JsonLines, load_processor, one_pass, open_source
 from qwen3vl_bridge.data.conversations import PixelLimits
 from qwen3vl_bridge.data.encoding import Encoder, VisionLimits
-from qwen3vl_bridge.data.prompts import read_prompts
+from qwen3vl_bridge.data.prompts import Prompt, Prompts
 
 import numpy as np
 import pyarrow as pa
@@ -307,27 +307,27 @@ def test_encoder_raises_if_truncated_sample_has_no_trained_answer(encoder):
     assert_refused(encoder, "and no answer among the first", conversation, tokens // 2 + 1)
 
 
-def test_read_prompts_ignores_loss_settings(tmp_path, make_provider, processor):
+def test_prompts_ignore_loss_settings(tmp_path, make_provider, processor):
     messages = [ASK, {**SEVEN, "loss": True}, ASK, {**SEVEN, "content": "Eight.", "loss": False}]
     path = write(tmp_path / "train.jsonl", [{"messages": messages}])
     rows = make_provider(train_path=path, seq_length=64, answers="last")
-    (question,) = read_prompts(open_source(path), rows.checkpoint().encoder, [0])
-    asked = processor.tokenizer.decode(question.prompt.input_ids)
+    prompts = Prompts(open_source(path), rows.checkpoint().encoder, [0])
+    (question,) = prompts.questions
+    asked = processor.tokenizer.decode(prompts.encode(question).sample.input_ids)
     assert asked.endswith(f"Seven.{END}\n<|im_start|>user\nWhich?{END}\n<|im_start|>assistant\n")
-    assert question.references == ("Eight.",) and question.question == ASK["content"]
+    assert question.references == ("Eight.",) and question.text == ASK["content"]
 
 
-def test_read_prompts_accepts_references_of_record(tmp_path, make_provider):
+def test_prompts_accept_references_of_record(tmp_path, make_provider):
     records = [{"messages": [ASK, SEVEN], "references": given} for given in (["7", "seven"], "seven")]
     path = write(tmp_path / "train.jsonl", records)
     encoder = make_provider(train_path=path, seq_length=64, answers="last").checkpoint().encoder
-    (question,) = read_prompts(open_source(path), encoder, [0])
-    assert question.references == ("7", "seven")
+    assert Prompts(open_source(path), encoder, [0]).questions[0].references == ("7", "seven")
     with pytest.raises(DataError, match=r"^train\.jsonl:2: found 'seven' under 'references', expected a list of texts"):
-        read_prompts(open_source(path), encoder, [1])
+        Prompts(open_source(path), encoder, [1])
 
 
-def test_read_prompts_removes_reasoning_from_answers(tmp_path, checkpoint, make_provider, templates):
+def test_prompts_remove_reasoning_from_answers(tmp_path, checkpoint, make_provider, templates):
     for name, template in (("plain", templates[0]), ("thinking", templates[1])):
         (tmp_path / name).mkdir()
         for file in checkpoint.iterdir():
@@ -336,19 +336,17 @@ def test_read_prompts_removes_reasoning_from_answers(tmp_path, checkpoint, make_
     inside = {**SEVEN, "content": "<think>\nA bar.\n</think>\n\nSeven."}
     records = [SEVEN, inside, {**SEVEN, "reasoning_content": "A bar."}]
 
-    def asked(template: str, answers: list[dict], **settings):
+    def asked(template: str, answers: list[dict], **settings) -> list[Prompt]:
         path = write(tmp_path / "train.jsonl", [{"messages": [ASK, answer]} for answer in answers])
         settings |= dict(hf_processor_path=tmp_path / template, seq_length=64, answers="last")
         encoder = make_provider(train_path=path, **settings).checkpoint().encoder
-        return read_prompts(open_source(path), encoder, range(len(answers)))
+        prompts = Prompts(open_source(path), encoder, range(len(answers)))
+        assert [question.references[0].strip() for question in prompts.questions] == ["Seven."] * len(answers)
+        return [prompts.encode(question) for question in prompts.questions]
 
     found = asked("thinking", records)
-    assert [q.references[0].strip() for q in found] == ["Seven."] * 3 and [q.thinks for q in found] == [
-        False,
-        True,
-        True,
-    ]
-    assert [question.references[0].strip() for question in asked("plain", records[:2])] == ["Seven."] * 2
+    assert [prompt.thinks for prompt in found] == [False, True, True]
+    asked("plain", records[:2])
     (prompted,) = asked("thinking", [SEVEN], empty_thinking="train")
     assert prompted.thinks
     plain, _, thinks = found

@@ -119,7 +119,7 @@ def test_parquet_raises_if_messages_are_missing_or_splits_are_mixed(folder, tmp_
     for name in ("train-0.parquet", "test-0.parquet"):
         (tmp_path / "splits").mkdir(exist_ok=True)
         (tmp_path / "splits" / name).write_bytes((folder / "train.parquet").read_bytes())
-    with pytest.raises(DataError, match=r"found files of the splits test, train, .*/NAME-\*.parquet"):
+    with pytest.raises(DataError, match=r"found files of the splits test, train; .*/NAME-\*.parquet"):
         open_source(tmp_path / "splits")
     assert len(open_source(tmp_path / "splits/train-*.parquet", folder)) == 20
 

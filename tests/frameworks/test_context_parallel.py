@@ -172,4 +172,4 @@ def test_log_probs_match_transformers_if_frameworks_use_context_parallelism(foun
 def test_forward_raises_if_position_ids_are_sliced_and_input_ids_are_full(found, family):
     """As ms-swift cuts them; the message says that None derives them."""
     said = found["ms_swift", "labels and positions are cut", family]
-    assert isinstance(said, str) and "expected [3, 1, 84]" in said and "None to derive them" in said, said
+    assert isinstance(said, str) and "expected [3, 1, 84]" in said and "None to derive positions" in said, said

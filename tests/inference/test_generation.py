@@ -10,10 +10,13 @@ from qwen3vl_bridge.inference.decoder import Decoder
 from qwen3vl_bridge.inference.generation import generate
 from qwen3vl_bridge.models.common.decoding import PaddedContext
 from qwen3vl_bridge.models.common.linear_attention import LinearAttention
+from qwen3vl_bridge.training.process_groups import initialize
 
 import numpy as np
 import pytest
 import torch
+from megatron.bridge import AutoBridge
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.inference.contexts import StaticInferenceContext
 from PIL import Image
@@ -356,9 +359,17 @@ LAYOUTS = {
 }
 
 
-def answers_of_ranks(folder: Path, layout: str) -> torch.Tensor:
-    parallel = load(folder, **LAYOUTS[layout])
-    return answers(parallel, prompts("mixed", parallel.config))
+ON_FOUR = {
+    "TP 2 x CP 2": dict(tensor_model_parallel_size=2, sequence_parallel=True, context_parallel_size=2),
+    "PP 2 x CP 2": dict(pipeline_model_parallel_size=2, pipeline_dtype=torch.float32, context_parallel_size=2),
+    "CP 4": dict(context_parallel_size=4),
+    "TP 4 + SP": dict(tensor_model_parallel_size=4, sequence_parallel=True),
+}
+
+
+def answers_of_ranks(folder: Path, layout: str, content: str = "mixed") -> torch.Tensor:
+    parallel = load(folder, **(LAYOUTS | ON_FOUR)[layout])
+    return answers(parallel, prompts(content, parallel.config))
 
 
 # The model with experts has a dense layer too.
@@ -373,3 +384,58 @@ def test_generate_on_two_ranks_has_tokens_of_one(request, kind, layout):
     alone = load(folder)
     expected = answers(alone, prompts("mixed", alone.config))
     assert torch.equal(results_of_ranks(answers_of_ranks, 2, folder, layout), expected)
+
+
+# Four ranks have two key heads of linear attention.
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "layout"), [
+    *(("untied", layout) for layout in ON_FOUR), ("3.5 dense", "PP 2 x CP 2"), ("3.5 moe", "PP 2 x CP 2"),
+])  # fmt: skip
+def test_generate_on_four_ranks_has_tokens_of_one(request, kind, layout):
+    folder = folder_of(kind, request)
+    alone = load(folder)
+    expected = answers(alone, prompts("mixed", alone.config))
+    assert torch.equal(results_of_ranks(answers_of_ranks, 4, folder, layout), expected)
+
+
+def short_answers(folder: Path, **fields) -> torch.Tensor:
+    pair, ids = load(folder, **fields), torch.tensor([[5, 6, 7], [8, PAD, PAD], [9, 10, PAD]])
+    return answers(pair, dict(input_ids=ids, attention_mask=(ids != PAD).long()))
+
+
+def short_answers_of_ranks(folder: Path) -> torch.Tensor:
+    return short_answers(folder, context_parallel_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["untied", "3.5 dense"])
+def test_generate_for_prompts_shorter_than_context_parallel_chunks_has_tokens_of_one_rank(request, kind):
+    folder = folder_of(kind, request)
+    assert torch.equal(results_of_ranks(short_answers_of_ranks, 2, folder), short_answers(folder))
+
+
+def answers_of_virtual_stages(folder: Path) -> torch.Tensor:
+    alone = load(folder)  # for its configuration only; the processes have no groups before it
+    batch = prompts("mixed", alone.config)
+    parallel_state.destroy_model_parallel()
+    provider = AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider(load_weights=True)
+    for name, value in dict(
+        pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, pipeline_dtype=torch.float32,
+        overlap_p2p_comm=True, batch_p2p_comm=False,
+    ).items():  # fmt: skip
+        setattr(provider, name, value)
+    provider.finalize()
+    initialize(provider, seed=0)
+    chunks = provider.provide_distributed_model(
+        wrap_with_ddp=False, use_cpu_initialization=True, mixed_precision_wrapper=None
+    )
+    assert len(chunks) == 2
+    settings = dict(max_new_tokens=NEW, eos_token_id=NEVER)
+    return generate(list(chunks), **batch, **settings)[:, batch["input_ids"].shape[1] :]
+
+
+@pytest.mark.slow
+def test_generate_on_interleaved_pipeline_stages_has_tokens_of_one_rank(untied_folder):
+    alone = make_pair(untied_folder)
+    expected = answers(alone, prompts("mixed", alone.config))
+    assert torch.equal(results_of_ranks(answers_of_virtual_stages, 2, untied_folder), expected)

@@ -59,6 +59,7 @@ def test_choose_is_greedy_by_default():
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (dict(temperature=0.5, top_p=0.9), "temperature and top_p have an effect only with do_sample=True"),
+    (dict(seed=0), "seed has an effect only with do_sample=True"),
     (dict(do_sample=True, temperature=0.0), "temperature is 0.0, expected more than 0; for greedy decoding"),
     (dict(do_sample=True, temperature=float("nan")), "temperature is nan, expected more than 0"),
     (dict(do_sample=True, top_k=-1), r"top_k is -1, expected 0 \(all tokens\) or more"),

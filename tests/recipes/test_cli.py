@@ -234,7 +234,7 @@ def test_dry_run_prints_each_of_many_errors_once(capsys, tmp_path):
         "12 GPUs, expected a multiple of etp * ep * pp, which is 8",
         "train.global_batch_size is 31, expected a multiple of 12",
         "dataset.seq_length is 4096, expected model.seq_length, 8192",
-        f"{tmp_path / 'file'} is a file: expected a folder",
+        f"{tmp_path / 'file'} is a file: use a folder",
     ):
         assert said.count(message) == 1
     assert os.listdir(tmp_path) == ["file"]

@@ -150,7 +150,7 @@ def test_dist_train_config_raises_if_required_setting_is_off():
 
 
 def test_recipe_raises_if_called_with_arguments():
-    with pytest.raises(TypeError, match=r"given {'peft_scheme': 'dora'}.* such as qwen3_vl_8b_peft_dora_config"):
+    with pytest.raises(TypeError, match=r"found {'peft_scheme': 'dora'}.* such as qwen3_vl_8b_peft_dora_config"):
         qwen3vl_recipes.qwen3_vl_8b_peft_config(peft_scheme="dora")
     assert not inspect.signature(qwen3vl_recipes.qwen3_vl_8b_peft_config).parameters  # its launcher looks there
     assert "qwen3_vl_8b_peft_dora_config" in recipes()

@@ -454,7 +454,7 @@ def test_run_raises_at_start_if_host_memory_does_not_suffice_to_save(inputs, mon
         runtime_config_update(cfg)
 
     by_numbers = dict(checkpoint__dist_ckpt_optim_fully_reshardable=False)
-    message = "takes .* on each of 1 ranks, .*optim_fully_reshardable=False, .* GiB a rank"
+    message = "takes .* on each of 1 ranks, .*optim_fully_reshardable=False. Then .* GiB a rank"
     with pytest.raises(ValueError, match=message):
         start(room=2**20)
     for settings in (dict(room=2**40), dict(room=2**20, **by_numbers), dict(room=2**20, checkpoint__save=None)):

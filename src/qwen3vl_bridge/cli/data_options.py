@@ -117,15 +117,15 @@ def make_url_cache(options: argparse.Namespace) -> Any:
     return UrlCache(None if options.url_cache is None else Path(options.url_cache))
 
 
-def make_encoder(options: argparse.Namespace) -> tuple[Any, Path]:
-    """Return the encoder, and the folder of `--hf-model`.
+def make_encoder(options: argparse.Namespace, *, weights: bool = False) -> tuple[Any, Path]:
+    """Return the encoder, and the folder of `--hf-model`, with the weights only if `weights` is set.
 
     The model is requested from the hub once: transformers would request each of its files again.
     """
     from qwen3vl_bridge.checkpoint.formats.huggingface import find_model
 
     _warn_of_environment(options)
-    folder = find_model(options.hf_model, weights=False)
+    folder = find_model(options.hf_model, weights=weights)
 
     from qwen3vl_bridge.data.encoding import Encoder, VisionLimits, load_processor  # slow
 

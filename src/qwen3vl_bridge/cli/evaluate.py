@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import logging
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -70,7 +71,8 @@ def _evaluate(options: argparse.Namespace) -> int:
 
     quiet()
     logging.getLogger("qwen3vl_bridge").setLevel(logging.WARNING)  # nothing is trained here
-    if (output := options.output) is not None:  # before any work is done
+    output: Path | None = options.output
+    if output is not None and os.environ.get("RANK", "0") == "0":  # before any work is done; others do not write
         if output.exists() and (not options.overwrite or not output.is_file()):
             raise DataError(str(output), "the path exists already; --overwrite replaces a file")
         if not output.parent.is_dir():
@@ -105,12 +107,12 @@ def _answers(
     # Check the input before the slow imports.
     if options.megatron_path is not None:
         check_complete_model(find_iteration(Path(options.megatron_path)))
-    encoder, folder = make_encoder(options)
+    encoder, folder = make_encoder(options, weights=options.megatron_path is None)
     if options.megatron_path is None:
         HFWeights(folder)
     from qwen3vl_bridge.core.collectives import is_rank_zero
-    from qwen3vl_bridge.data.prompts import read_prompts
-    from qwen3vl_bridge.inference.evaluation import evaluate, references_of
+    from qwen3vl_bridge.data.prompts import Prompts
+    from qwen3vl_bridge.inference.evaluation import evaluate, make_references
     from qwen3vl_bridge.inference.generation import end_token_ids
     from qwen3vl_bridge.training.process_groups import shutdown
     from qwen3vl_bridge.training.weight_loading import load_model
@@ -119,17 +121,16 @@ def _answers(
     prompts = {}
     for name, one in sets:
         first = len(one) if options.samples is None else min(options.samples, len(one))
-        prompts[name] = read_prompts(one, encoder, range(first))
-        references_of(prompts[name], options.metric)  # raises before the model is loaded
+        prompts[name] = Prompts(one, encoder, range(first))
+        make_references(prompts[name].questions, options.metric)  # raises before the model is loaded
     try:
         model = load_model(folder, options.megatron_path, **parallel_settings(options))
-        tokenizer = encoder.processor.tokenizer
         settings |= dict(max_new_tokens=options.max_new_tokens, batch_size=options.batch_size)
-        settings |= dict(eos_token_id=end_token_ids([*model], tokenizer, folder))
+        settings |= dict(eos_token_id=end_token_ids([*model], encoder.processor.tokenizer, folder))
         found = {}
         for name, asked in prompts.items():
             progress = (lambda numbers: progress_bar(options, numbers)) if is_rank_zero() else iter
-            answers = evaluate([*model], asked, tokenizer, options.metric, progress=progress, **settings)
+            answers = evaluate([*model], asked, options.metric, progress=progress, **settings)
             found[name] = [asdict(answer) for answer in answers]
         return found if is_rank_zero() else None
     finally:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+import os
 from typing import Any
 
 from qwen3vl_bridge.terminal import at_least
@@ -23,7 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--top-k", type=at_least(0), default=0, metavar="K", help="draw from the K most likely tokens (default: all)")
     add("--top-p", type=float, default=1.0, metavar="P", help="draw from the most likely tokens, as many as have the "
         "probability P together (default: all)")  # fmt: skip
-    add("--seed", type=at_least(0), default=0, metavar="N", help="seed of the drawn tokens (default: %(default)s)")
+    add("--seed", type=at_least(0), metavar="N", help="seed of the drawn tokens (default: 0)")
     for option, (kind, _) in _SIZES.items():
         meaning = f"{kind}-parallel size (default: %(default)s)"
         add(f"--{option}", type=at_least(1), default=1, metavar="N", help=meaning)
@@ -33,12 +35,23 @@ def generation_settings(options: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of `generate` by which tokens are chosen. Raise ValueError for a wrong setting."""
     from qwen3vl_bridge.inference.sampling import Sampling
 
-    sampling = Sampling(options.do_sample, options.temperature, options.top_k, options.top_p)
-    return vars(sampling) | dict(seed=options.seed)
+    sampling = Sampling(options.do_sample, options.temperature, options.top_k, options.top_p, options.seed)
+    return vars(sampling) | ({"seed": options.seed or 0} if options.do_sample else {})
 
 
 def parallel_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of the provider that differ from those of a model on one rank."""
+    """Return the fields of the provider that differ from those of a model on one rank.
+
+    Raises:
+        ValueError: the sizes do not fit the number of processes.
+    """
+    processes, model, experts = int(os.environ.get("WORLD_SIZE", "1")), options.tp * options.pp * options.cp, options.ep
+    if processes % model or processes // options.pp % experts:
+        least = math.lcm(model, options.pp * experts)
+        raise ValueError(
+            f"found {processes} processes for --tp {options.tp} --pp {options.pp} --cp {options.cp} --ep {experts}, "
+            f"expected a multiple of {least}: start the command with torchrun --nproc_per_node {least}"
+        )
     settings: dict[str, Any] = {field: getattr(options, option) for option, (_, field) in _SIZES.items()}
     settings["sequence_parallel"] = options.tp > 1  # linear attention and experts need it
     return {name: value for name, value in settings.items() if value not in (1, False)}

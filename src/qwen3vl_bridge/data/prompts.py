@@ -1,7 +1,7 @@
 """Read conversations as prompts: everything before the last answer, with that answer as the reference.
 
 Reasoning is not part of an answer, neither in the conversation (next to the answer or inside its content) nor in the
-output of a model.
+output of a model. Questions are read at once, but their images only when a prompt is encoded.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from qwen3vl_bridge.data.chat_template import texts_of
+from qwen3vl_bridge.data.conversations import Conversation
 from qwen3vl_bridge.data.encoding import EncodedSample, Encoder
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.records import REFERENCES, short_repr
@@ -23,14 +24,22 @@ _TAIL = 8  # tokens; a prompt that opens a thinking block has it in its last two
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """An encoded prompt, and the answers that are accepted from the model."""
+class Question:
+    """The text of a question, and the answers that are accepted from the model."""
 
-    prompt: EncodedSample  # images, videos and the [n] tokens up to the answer
-    references: tuple[str, ...]  # accepted answers, without reasoning
-    question: str  # the text of the last message before the answer
+    index: int  # of the conversation
     sample_id: str
-    thinks: bool = False  # whether the prompt opens a thinking block that the model must close before its answer
+    text: str  # the last message before the answer
+    references: tuple[str, ...]  # accepted answers, without reasoning
+    tokens: int  # of the prompt and the conversation's answer
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """An encoded prompt."""
+
+    sample: EncodedSample  # images, videos and the [n] tokens up to the answer
+    thinks: bool  # whether it opens a thinking block that the model must close before its answer
 
     def extract_answer(self, said: str) -> str:
         """Return the answer in the output of a model, without reasoning; empty if the reasoning is not finished."""
@@ -40,14 +49,12 @@ class Prompt:
     def vision_inputs(self) -> dict[str, Tensor]:
         """Return the pixels and grids of the prompt, as keyword arguments of a Hugging Face model."""
         names = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
-        found = ((name, getattr(self.prompt, name)) for name in names)
+        found = ((name, getattr(self.sample, name)) for name in names)
         return {name: value for name, value in found if value is not None}
 
 
-def read_prompts(source: ConversationSource, encoder: Encoder, numbers: Iterable[int]) -> list[Prompt]:
-    """Return the prompts of the conversations of a source with these indices.
-
-    The accepted answers are the `references` of a record, or the last answer of the conversation.
+class Prompts:
+    """The prompts of a data set.
 
     Args:
         source: the conversations.
@@ -55,26 +62,37 @@ def read_prompts(source: ConversationSource, encoder: Encoder, numbers: Iterable
         numbers: indices of conversations.
 
     Raises:
-        DataError: a conversation cannot be encoded, or does not end with an assistant message.
+        DataError: a conversation does not end with an assistant message, or cannot be encoded. The contents of its
+            images and videos are not read.
     """
-    decode = encoder.processor.tokenizer.decode
-    found = []
-    for number in numbers:
-        conversation = replace(source[number], losses={})  # which messages a run trains on does not matter here
-        last = conversation.messages[-1]
+
+    def __init__(self, source: ConversationSource, encoder: Encoder, numbers: Iterable[int]) -> None:
+        self.source, self.encoder = source, encoder
+        self.questions = [self._question(number) for number in numbers]
+
+    def _read(self, index: int) -> Conversation:
+        return replace(self.source[index], losses={})  # which messages a run trains on does not matter here
+
+    def _question(self, index: int) -> Question:
+        """Read the text of a conversation.
+
+        The accepted answers are the `references` of its record, or its last answer.
+        """
+        conversation = self._read(index)
+        place, last = conversation.sample_id, conversation.messages[-1]
         if last["role"] != "assistant":
-            raise DataError(
-                conversation.sample_id, f"the last message has the role {last['role']!r}, expected 'assistant'"
-            )
-        sample = encoder(conversation)
+            raise DataError(place, f"the last message has the role {last['role']!r}, expected 'assistant'")
+        accepted = conversation.references or ["".join(texts_of(last["content"])).rpartition(_CLOSE)[2]]
+        if not isinstance(accepted, list | tuple) or not all(isinstance(answer, str) for answer in accepted):
+            raise DataError(place, f"found {short_repr(accepted)} under {REFERENCES!r}, expected a list of texts")
+        text = "".join(texts_of(conversation.messages[-2]["content"]))
+        return Question(index, place, text, tuple(accepted), self.encoder.size(conversation).tokens)
+
+    def encode(self, question: Question) -> Prompt:
+        """Read the images of a question, and encode it as for training. Raise DataError if that fails."""
+        sample = self.encoder(self._read(question.index))
         # A label is trained on if the next token belongs to the answer.
         length = int(sample.loss_mask.argmax()) + 1
         prompt = replace(sample, input_ids=sample.input_ids[:length])
-        thinks = _OPEN.search(decode(prompt.input_ids[-_TAIL:])) is not None
-        accepted = conversation.references or ["".join(texts_of(last["content"])).rpartition(_CLOSE)[2]]
-        if not isinstance(accepted, list | tuple) or not all(isinstance(answer, str) for answer in accepted):
-            problem = f"found {short_repr(accepted)} under {REFERENCES!r}, expected a list of texts"
-            raise DataError(conversation.sample_id, problem)
-        question = "".join(texts_of(conversation.messages[-2]["content"]))
-        found.append(Prompt(prompt, tuple(accepted), question, conversation.sample_id, thinks))
-    return found
+        tail = self.encoder.processor.tokenizer.decode(prompt.input_ids[-_TAIL:])
+        return Prompt(prompt, _OPEN.search(tail) is not None)

@@ -15,13 +15,14 @@ from dataclasses import replace
 from typing import Any
 
 from qwen3vl_bridge.config.fields import token_multiple
-from qwen3vl_bridge.core.batch import TokenBatch
+from qwen3vl_bridge.core.batch import ModelInputs, TokenBatch
 from qwen3vl_bridge.core.collectives import gather_logits, gather_sequence, sum_in_group
 from qwen3vl_bridge.core.layout import SequenceLayout, segment_multiple, token_index
-from qwen3vl_bridge.models.common.decoding import PaddedContext, step_batch
+from qwen3vl_bridge.models.common.decoding import PaddedContext, step_inputs
 from qwen3vl_bridge.models.common.model import VisionLanguageModel
 
 import torch
+import torch.nn.functional as F
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor, nn
 
@@ -46,22 +47,27 @@ class Decoder:
 
     Args:
         chunks: the model; several chunks with a virtual pipeline.
-        batch: rows on the device of the model, each a prompt and space for its answer.
+        batch: rows on the host, each a prompt and space for its answer.
         lengths: number of tokens of each prompt.
+        device: the device of the model.
     """
 
-    def __init__(self, chunks: Sequence[VisionLanguageModel], batch: TokenBatch, lengths: Sequence[int]) -> None:
-        self.chunks, self.batch, self.lengths = chunks, batch, lengths
+    def __init__(
+        self, chunks: Sequence[VisionLanguageModel], batch: TokenBatch, lengths: Sequence[int], device: torch.device
+    ) -> None:
+        self.chunks, self.batch, self.lengths, self.device = chunks, batch, lengths, device
         self.config, self.groups = chunks[0].config, chunks[0].pg_collection
-        self.ends = torch.tensor(lengths).to(batch.input_ids.device)  # [b] tokens of each row so far
-        self.generated = 0
+        self.ends = torch.tensor(lengths)  # [b] tokens of each row so far, on the host
+        self.newest: Tensor | None = None  # [b] the latest token of each row
+        self.encoded: tuple[Tensor, Tensor] | None = None  # vision tokens, on the first stage
         # None for layers that keep no state: each step then computes the full rows again.
         self.cache: PaddedContext | None = None
         if chunks[0].language_model.keeps_states:
             columns = self._columns(self._full_rows())[:, 0]
             max_new_tokens = batch.input_ids.size(1) - max(lengths)
-            self.cache = PaddedContext(self.ends, columns, max_new_tokens, self.groups.cp)
-        self.encoded: tuple[Tensor, Tensor] | None = None  # vision tokens, on the first stage
+            self.cache = PaddedContext(self.ends, columns, max_new_tokens, self.groups.cp, device)
+            self.positions = batch.position_ids.to(device)  # [3, b, S]
+            self.next_positions = self.ends.to(device)  # [b] where each row continues
         self.pipeline: P2PCommunicator | None = None
         if self.groups.pp.size() > 1:
             # Steps differ in size from microbatches of training, so each tensor is sent after its shape.
@@ -77,25 +83,22 @@ class Decoder:
     def next_logits(self) -> Tensor | None:
         """Return logits [b, vocabulary] of the token after each row; None on pipeline stages before the last."""
         ranks = self.config.local_arguments(self.groups) | dict(with_next_tokens=False)
-        if self.cache is None or not self.generated:
-            step = self._full_rows()
-            is_last = self._columns(step) == self.ends - 1
-        else:
+        newest = rows = is_last = None
+        if self.cache is None or self.newest is None:
+            rows = self._full_rows()
+            is_last = (self._columns(rows) == self.ends - 1).to(self.device)
+        else:  # every context-parallel rank computes the token
             self.cache.begin_step()
-            step = self._newest_tokens()
-            ranks |= dict(cp_size=1, cp_rank=0)  # every context-parallel rank computes the token
-            is_last = None
+            newest = self._newest_tokens(self.newest, ranks["sp_size"], ranks["sp_rank"])
         for chunk in self.chunks:
-            inputs = step.local(**ranks | chunk.stage_arguments())
+            inputs = newest or rows.local(**ranks | chunk.stage_arguments()).without_labels().to(self.device)
             if chunk.pre_process:
-                if self.encoded is None or (self.cache is None and self.groups.cp.size() > 1):
-                    self.encoded = chunk.encode(inputs)  # longer rows are divided differently over ranks
-                hidden, layer_arguments = chunk.embed(inputs, self.encoded)
+                hidden, layer_arguments = chunk.embed(inputs, self._encode(chunk, inputs))
             else:
                 chunk.set_input_tensor(self.pipeline.recv_forward((0, 0, 0), is_first_stage=False))
                 hidden, layer_arguments = chunk.receive(inputs)
             output = chunk.decode(
-                inputs.without_labels(),
+                inputs,
                 hidden,
                 layer_arguments,
                 inference_context=self.cache,
@@ -104,21 +107,33 @@ class Decoder:
             )
             if not chunk.post_process:
                 self.pipeline.send_forward(chunk.pack(output, layer_arguments), is_last_stage=False)
+        if self.cache is not None:  # later steps have no images
+            self.batch, self.encoded = replace(self.batch, vision=None), None
         return output[:, : self.config.vocab_size] if self.is_last_stage else None
 
     def append(self, tokens: Tensor) -> None:
         """Add a token [b] to each row."""
-        self.batch.input_ids.scatter_(1, self.ends[:, None], tokens[:, None])
-        self.ends = self.ends + 1
-        self.generated += 1
+        self.newest = tokens
+        if self.cache is None:  # the full rows are computed again, from the host
+            self.batch.input_ids[torch.arange(len(tokens)), self.ends] = tokens.cpu()
+            self.ends = self.ends + 1
+
+    def _encode(self, chunk: VisionLanguageModel, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
+        """Return the vision tokens of a step. With a cache, steps after the first one have none."""
+        if self.cache is not None and self.newest is not None:
+            return chunk.no_vision_tokens(self.device)
+        # Longer rows are divided differently over context-parallel ranks, which then need other vision tokens.
+        if self.encoded is None or self.groups.cp.size() > 1:
+            self.encoded = chunk.encode(inputs)
+        return self.encoded
 
     def _columns(self, step: TokenBatch) -> Tensor:
         """Return which token of its row [s, b] each token of this context-parallel rank is."""
         return token_index(step.layout, self.groups.cp.size(), self.groups.cp.rank()) % step.input_ids.size(1)
 
     def _full_rows(self) -> TokenBatch:
-        """Return the rows up to the longest one's last token."""
-        lengths = [length + self.generated for length in self.lengths]
+        """Return the rows up to the longest one's last token, on the host."""
+        lengths = self.ends.tolist()
         size = round_up(max(lengths), row_multiple(self.chunks[0]))
         slots = self.batch.vision_slot.view(self.batch.input_ids.shape)
         return replace(
@@ -128,15 +143,16 @@ class Decoder:
             loss_mask=self.batch.loss_mask[:, :size],
             position_ids=self.batch.position_ids[:, :, :size],
             vision_slot=slots[:, :size].flatten(),
-            layout=SequenceLayout.padded_rows(lengths, size).to(slots.device),
+            layout=SequenceLayout.padded_rows(lengths, size),
         )
 
-    def _newest_tokens(self) -> TokenBatch:
-        """Return the last token of each row, and padding."""
-        columns = self.ends[:, None] - 1 + torch.arange(step_multiple(self.chunks[0]), device=self.ends.device)
-        columns = columns.clamp(max=self.batch.input_ids.size(1) - 1)
-        positions = self.batch.position_ids.gather(2, columns.expand(3, -1, -1))
-        return step_batch(self.batch.input_ids.gather(1, columns), positions)
+    def _newest_tokens(self, tokens: Tensor, sp_size: int, sp_rank: int) -> ModelInputs:
+        """Return the latest token [b] of each row, and padding, as inputs of this rank."""
+        padding = step_multiple(self.chunks[0]) - 1
+        index = self.next_positions[None, :, None].expand(3, -1, 1)
+        self.next_positions = self.next_positions + 1
+        positions = F.pad(self.positions.gather(2, index), (0, padding))
+        return step_inputs(F.pad(tokens[:, None], (0, padding)), positions, sp_size, sp_rank)
 
 
 def _logits_of_tokens(

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.core.batch import TokenBatch
 from qwen3vl_bridge.core.collectives import broadcast_from_rank, broadcast_in_group
 from qwen3vl_bridge.inference.decoder import Decoder, round_up, row_multiple
 from qwen3vl_bridge.inference.sampling import Sampling
@@ -45,7 +43,7 @@ def generate(
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
-    seed: int = 0,
+    seed: int | None = None,
 ) -> Tensor:
     """Generate answers, like transformers' `generate` with the outputs of its processor.
 
@@ -67,8 +65,8 @@ def generate(
             provider's id, which may mark the end of a text instead of a turn.
         pad_token_id: fills rows after the end of an answer. None for the provider's id, or else the first of
             `eos_token_id`.
-        do_sample, temperature, top_k, top_p: see `Sampling`. By default the most likely token is chosen.
-        seed: seed of the drawn tokens. The same call with the same seed gives the same answers.
+        do_sample, temperature, top_k, top_p, seed: see `Sampling`. By default the most likely token is chosen. The same
+            call with the same seed gives the same answers.
 
     Returns:
         [prompts, tokens + longest answer] int64: `input_ids`, then the answers with their end tokens.
@@ -77,7 +75,8 @@ def generate(
         ValueError: the vision tower is on separate ranks, shapes are inconsistent, a prompt has no tokens, images or
             videos do not match the tokens, or a setting of `Sampling` is wrong.
     """
-    sampling = Sampling(do_sample, temperature, top_k, top_p)
+    sampling = Sampling(do_sample, temperature, top_k, top_p, seed)
+    input_ids = input_ids.long()
     chunks = _unwrap(model)
     config = chunks[0].config
     if max_new_tokens < 1:
@@ -99,19 +98,14 @@ def generate(
         pixel_values_videos=pixel_values_videos,
         video_grid_thw=video_grid_thw,
     )
-    generator = torch.Generator(input_ids.device).manual_seed(seed)
+    generator = torch.Generator(input_ids.device).manual_seed(seed or 0)
     with contextlib.ExitStack() as stack:
         for chunk, wrapped in zip(chunks, _as_list(model), strict=True):
             stack.enter_context(_eval_mode(chunk))
             stack.enter_context(direct_module_calls(wrapped))
-        decoder = Decoder(chunks, _without_unused_vision(batch, chunks).to(input_ids.device), lengths)
+        decoder = Decoder(chunks, batch, lengths, input_ids.device)
         answers = _decode(decoder, max_new_tokens, ends, pad, ranks_in_step(model), sampling, generator)
     return torch.cat((input_ids, answers), dim=1)
-
-
-def _without_unused_vision(batch: TokenBatch, chunks: Sequence[VisionLanguageModel]) -> TokenBatch:
-    """Return the batch without pixels on pipeline stages after the first, which do not encode them."""
-    return batch if chunks[0].pre_process else replace(batch, vision=None)
 
 
 def _decode(
@@ -119,7 +113,7 @@ def _decode(
     max_new_tokens: int,
     ends: list[int],
     pad: int,
-    group: ProcessGroup | None,
+    together: ProcessGroup | None,
     sampling: Sampling,
     generator: torch.Generator,
 ) -> Tensor:
@@ -130,23 +124,25 @@ def _decode(
         max_new_tokens: the maximum length of an answer.
         ends: ids that end an answer.
         pad: fills rows after the end of an answer.
-        group: ranks that must generate the same tokens, those of the first rank; None for this rank alone.
+        together: further ranks that must generate the same tokens, those of the first rank; None for no other.
         sampling, generator: choose tokens.
     """
-    ids, stages = decoder.batch.input_ids, decoder.groups.pp
-    answers = ids.new_full((len(ids), max_new_tokens), pad)
-    running = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
-    end_ids = torch.tensor(ends, dtype=torch.long, device=ids.device)
+    rows, groups, device = len(decoder.lengths), decoder.groups, decoder.device
+    answers = torch.full((rows, max_new_tokens), pad, device=device)
+    running = torch.ones(rows, dtype=torch.bool, device=device)
+    end_ids = torch.tensor(ends, dtype=torch.long, device=device)
+    # Ranks compute the same logits, but rounding may differ, and each token must be that of one rank.
+    agreeing = [group for group in (groups.tp, groups.cp, together) if group is not None and group.size() > 1]
     for number in range(max_new_tokens):
         logits = decoder.next_logits()
-        tokens = ids.new_empty(len(ids)) if logits is None else sampling.choose(logits, generator)
-        if group is not None:
+        tokens = answers.new_empty(rows) if logits is None else sampling.choose(logits, generator)
+        for group in agreeing:
             tokens = broadcast_in_group(tokens, group)
-        tokens = broadcast_from_rank(tokens, stages.size() - 1, stages)
+        tokens = broadcast_from_rank(tokens, groups.pp.size() - 1, groups.pp)
         tokens = torch.where(running, tokens, pad)
         answers[:, number] = tokens
         running &= ~torch.isin(tokens, end_ids)
-        if not running.any():
+        if ends and not running.any():  # waits for the device
             break
         decoder.append(tokens)
     return answers[:, : number + 1]
@@ -169,12 +165,13 @@ def end_token_ids(model: nn.Module | list[nn.Module], tokenizer: Any, hf_model: 
 def ranks_in_step(model: nn.Module | list[nn.Module]) -> ProcessGroup | None:
     """Return the group of ranks over which Megatron-FSDP or expert parallelism shards weights; None if there is none.
 
-    These ranks compute each forward pass together, so they must get the same prompts.
+    These ranks compute each forward pass together, so they must get the same prompts. Tensor-parallel ranks do anyway:
+    experts that are only divided over them need no group.
     """
     groups = _unwrap(model)[0].pg_collection
     if megatron_fsdp(_as_list(model)[0]) is not None:
         return groups.dp
-    return groups.ep if groups.ep.size() > 1 else None
+    return groups.tp_ep if groups.ep.size() * groups.expt_tp.size() > groups.tp.size() else None
 
 
 def _as_list(model: nn.Module | list[nn.Module]) -> list[nn.Module]:

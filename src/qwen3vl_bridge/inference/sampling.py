@@ -18,6 +18,7 @@ class Sampling:
         temperature: divides the logits. Above 0.
         top_k: keep only the k most likely tokens; 0 keeps all.
         top_p: of these, keep the fewest most likely tokens whose probabilities sum to at least `top_p`; 1 keeps all.
+        seed: seed of the drawn tokens. None for 0.
 
     Raises:
         ValueError: a setting is outside its range, or has no effect because `do_sample` is False.
@@ -27,9 +28,11 @@ class Sampling:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    seed: int | None = None
 
     def __post_init__(self) -> None:
-        changed = [name for name in ("temperature", "top_k", "top_p") if getattr(self, name) != getattr(Sampling, name)]
+        names = ("temperature", "top_k", "top_p", "seed")
+        changed = [name for name in names if getattr(self, name) != getattr(Sampling, name)]
         if changed and not self.do_sample:
             have = "have" if len(changed) > 1 else "has"
             raise ValueError(f"{' and '.join(changed)} {have} an effect only with do_sample=True, but it is False")

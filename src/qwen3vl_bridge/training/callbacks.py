@@ -9,10 +9,10 @@ from dataclasses import replace
 from qwen3vl_bridge.config.checks import run_checks
 from qwen3vl_bridge.core.collectives import is_rank_zero
 from qwen3vl_bridge.data.dataset_provider import ConversationRows
-from qwen3vl_bridge.data.prompts import Prompt, read_prompts
+from qwen3vl_bridge.data.prompts import Prompts
 from qwen3vl_bridge.data.sources import open_source
 from qwen3vl_bridge.dist_train.joint_run import JoinModules
-from qwen3vl_bridge.inference.evaluation import evaluate, mean_score
+from qwen3vl_bridge.inference.evaluation import evaluate, make_references, mean_score
 from qwen3vl_bridge.inference.generation import end_token_ids
 from qwen3vl_bridge.training import run_validation
 from qwen3vl_bridge.training.checkpoint_manager import check_script
@@ -118,21 +118,24 @@ class Accuracy(Callback):
     def __init__(self, cfg: ConfigContainer) -> None:
         self.settings: AccuracyConfig = cfg.accuracy
         self.rows: ConversationRows = cfg.dataset
-        self._prompts: list[Prompt] | None = None
+        self._prompts: Prompts | None = None
+
+    def on_train_start(self, context: CallbackContext) -> None:
+        """Read the questions, so that unsuitable data raise an error before the first step."""
+        self._prompts = self.read_prompts()
+        make_references(self._prompts.questions, self.settings.metric)
 
     def on_eval_end(self, context: CallbackContext) -> None:
         """Generate answers and log their mean score. Wrong answers are listed in the log."""
         if self._prompts is None:
             self._prompts = self.read_prompts()
         model = list(context.model)
-        tokenizer = self.rows.checkpoint().encoder.processor.tokenizer
         answers = evaluate(
             model,
             self._prompts,
-            tokenizer,
             self.settings.metric,
             max_new_tokens=self.settings.max_new_tokens,
-            eos_token_id=end_token_ids(model, tokenizer),
+            eos_token_id=end_token_ids(model, self._prompts.encoder.processor.tokenizer),
         )
         for answer in answers if is_rank_zero() else ():
             if answer.score < 1:
@@ -141,7 +144,7 @@ class Accuracy(Callback):
                 )
         publish_metrics(context, {"accuracy": mean_score(answers)})
 
-    def read_prompts(self) -> list[Prompt]:
+    def read_prompts(self) -> Prompts:
         """Read the first conversations, with the settings of the training data."""
         source = open_source(
             self.settings.path,
@@ -151,4 +154,4 @@ class Accuracy(Callback):
             columns=getattr(self.rows, "columns", None),
         )
         encoder = replace(self.rows, answers="last").checkpoint().encoder
-        return read_prompts(source, encoder, range(min(self.settings.samples, len(source))))
+        return Prompts(source, encoder, range(min(self.settings.samples, len(source))))

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, gdn
 from megatron.core.ssm.gated_delta_net.common import get_parameter_local_cp
 from megatron.core.ssm.utils import _split_tensor_factory
 from torch import Tensor
@@ -50,6 +50,12 @@ class SegmentedGatedDeltaNet(GatedDeltaNet):
             for x in (self.conv1d.weight, self.conv1d.bias)
         )
         return weight.squeeze(1), bias
+
+    def convolve(self, inputs: Tensor) -> Tensor:
+        """Return the causal convolution and activation of padded rows [b, s, channels / cp], as in training."""
+        weight, bias = self.convolution_weights()
+        # `choose_kernels` has replaced or wrapped the function in this module.
+        return gdn.causal_conv1d(x=inputs, weight=weight, bias=bias, activation=self.activation)[0]
 
     def prepare_rule(
         self, convolved: Tensor, gate: Tensor, beta: Tensor, alpha: Tensor

@@ -239,7 +239,7 @@ def test_energon_build_datasets_of_dp_rank_yields_batches_of_its_stream(make, fo
     ({"pin_memory": False}, "pin_memory is False, expected True: .* ignores this setting"),
     ({"data_sharding": False}, "data_sharding is False"),
     ({"num_workers": 1, "persistent_workers": False}, "persistent_workers is False, expected True"),
-    ({"dataset_kwargs": {"auto_decode": True, "batch_size": 2}}, "has auto_decode, batch_size, expected none"),
+    ({"dataset_kwargs": {"auto_decode": True, "batch_size": 2}}, "sets auto_decode, batch_size: remove these keys"),
 ])  # fmt: skip
 def test_energon_raises_if_settings_are_invalid_or_ignored(make, folder, changes, message):
     with pytest.raises(ValueError, match=message):

@@ -175,7 +175,7 @@ def test_finalize_converts_yarn_settings_to_rope_parameters(settings, untied_fol
 
 
 @pytest.mark.parametrize(("settings", "message"), [
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "no original_max_position_embeddings"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "original_max_position_embeddings is missing"),
     ({"rope_parameters": YARN | {"rope_theta": 7.0}},
      "has rope_theta 7.0, but another field of the provider sets 5000000: use the same"),
     ({"yarn_rotary_scaling_factor": 4.0}, "position_embedding_type='yarn'"),

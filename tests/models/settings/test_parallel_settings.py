@@ -121,7 +121,7 @@ INVALID = [
     (
         EXPERTS,
         dict(FINE, offload_modules=["attn_norm"]),
-        r"offload_modules has \['attn_norm'\], for which .* 'mlp_norm'",
+        r"offload_modules has \['attn_norm'\], for which .*: use only .*mlp_norm",
     ),
     *((EXPERTS, {name: True}, f"{name} is True with .* 'local', expected False: it needs Tr") for name in FUSED_MOE),
     # of overlapping the expert all-to-all with compute
@@ -134,7 +134,7 @@ INVALID = [
         COMBINED | dict(mlp_chunks_for_training=2),
         "mlp_chunks_for_training is 2 with .*, expected 1: the",
     ),
-    (EXPERTS, COMBINED | dict(moe_token_dispatcher_type="flex"), "'flex' with .*, expected 'alltoall': only its"),
+    (EXPERTS, COMBINED | dict(moe_token_dispatcher_type="flex"), "'flex' with .*, expected 'alltoall': no other"),
     (EXPERTS, COMBINED | dict(fp8="hybrid"), "fp8 is 'hybrid' with .*, expected None: the inputs of experts"),
     (EXPERTS, COMBINED | dict(delay_wgrad_compute=True), "transformer_impl is 'local' with delay_.*: local layers"),
     (

@@ -20,6 +20,7 @@ from typing import Any
 
 from qwen3vl_bridge.core.collectives import gather_over_context
 from qwen3vl_bridge.core.layout import CausalChunks, SequenceLayout, causal_chunks, locate_chunks
+from qwen3vl_bridge.models.common.sdpa_kernels import allowed_kernels
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +32,6 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 
@@ -170,13 +170,6 @@ def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, sc
     return _sdpa(query, key, value, attn_mask=mask, scale=scale, dropout=0.0)
 
 
-_KERNELS = {
-    SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
-    SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
-    SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
-}
-
-
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, *, dropout: float, **arguments: object) -> Tensor:
     """Call scaled_dot_product_attention on [n, heads, s, d] with a kernel that does not store all scores."""
     groups = query.size(1) // key.size(1)
@@ -184,10 +177,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, *, dropout: float, **argume
         # The memory-efficient kernel (in float32, for example) needs as many key heads as query heads. With fewer,
         # torch would use the math kernel.
         key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
-    # cuDNN's kernel, which torch prefers in 16 bits on an H100, is excluded. It makes a plan for each shape, and the
-    # lengths of segments change with each batch.
-    allowed = [kernel for kernel, is_on in _KERNELS.items() if is_on()]
-    with sdpa_kernel(allowed) if query.is_cuda else contextlib.nullcontext():
+    with allowed_kernels(query):
         return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, enable_gqa=groups > 1, **arguments)
 
 

@@ -10,7 +10,7 @@ new tokens. Their results are combined as in Flash-Decoding: https://pytorch.org
 `key_value_memory_dict` of the context contains two tensors per layer number, in both of which the second dimension is
 the rows, as megatron-core requires to exchange rows (`swap_key_value_dict`): keys and values [S, b, groups, d], or the
 last inputs of the convolution [w - 1, b, channels] and the state [h, b, d, e] of linear attention. Number 0 has the
-difference of `store_positions`.
+difference that `is_stored` stores.
 
 Legend of shapes: b rows, s tokens of a step, S tokens for which a rank has space, d and e head dimensions of keys and
 values, w width of the convolution, h heads.
@@ -18,13 +18,16 @@ values, w width of the convolution, h heads.
 
 from __future__ import annotations
 
-from qwen3vl_bridge.core.batch import TokenBatch
+from qwen3vl_bridge.core.batch import ModelInputs, VisionRows
 from qwen3vl_bridge.core.collectives import max_in_group, sum_in_group
 from qwen3vl_bridge.core.layout import SequenceLayout
+from qwen3vl_bridge.models.common.sdpa_kernels import allowed_kernels
 
 import torch
 import torch.nn.functional as F
 from megatron.core.inference.contexts import BaseInferenceContext, StaticInferenceContext
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -35,18 +38,23 @@ class PaddedContext(StaticInferenceContext):
     Call `begin_step` before each step after the first one, which is the forward pass of the prompts.
 
     Args:
-        lengths: [b] tokens of the prompts, without padding.
+        lengths: [b] tokens of the prompts, without padding; on the host, as `columns`.
         columns: [s] the tokens of a row that this context-parallel rank has.
         max_new_tokens: maximum number of steps after the first one.
         group: the context-parallel ranks.
+        device: the device of the model.
     """
 
-    def __init__(self, lengths: Tensor, columns: Tensor, max_new_tokens: int, group: ProcessGroup) -> None:
+    def __init__(
+        self, lengths: Tensor, columns: Tensor, max_new_tokens: int, group: ProcessGroup, device: torch.device
+    ) -> None:
         super().__init__(len(lengths), len(columns) + max_new_tokens)
-        self.lengths, self.group = lengths, group
+        self.lengths, self.group = lengths.to(device), group
         self.steps, self.prompt_slots = 0, len(columns)
+        visible = columns < lengths[:, None]
+        self.has_padding = not bool(visible.all())
         # [b, S] whether this rank's attention reads the token.
-        self.visible = F.pad(columns < lengths[:, None], (0, max_new_tokens))
+        self.visible = F.pad(visible, (0, max_new_tokens)).to(device)
 
     def begin_step(self) -> None:
         """Begin a step with one new token of each row."""
@@ -56,9 +64,9 @@ class PaddedContext(StaticInferenceContext):
         self.enable_decode_mode()
 
 
-def has_tokens(context: BaseInferenceContext | None) -> bool:
+def has_tokens(context: BaseInferenceContext) -> bool:
     """Return whether a step adds one token to a cache that contains earlier tokens."""
-    return context is not None and context.sequence_len_offset > 0
+    return context.sequence_len_offset > 0
 
 
 def prompt_lengths(context: BaseInferenceContext, rows: int, tokens: int, device: torch.device) -> Tensor:
@@ -66,26 +74,44 @@ def prompt_lengths(context: BaseInferenceContext, rows: int, tokens: int, device
     return context.lengths if isinstance(context, PaddedContext) else torch.full((rows,), tokens, device=device)
 
 
-def step_batch(input_ids: Tensor, position_ids: Tensor) -> TokenBatch:
-    """Return a batch of new tokens [b, s] at positions [3, b, s]. The first token of each row is real.
+def step_inputs(input_ids: Tensor, position_ids: Tensor, sp_size: int = 1, sp_rank: int = 0) -> ModelInputs:
+    """Return the inputs of one rank for new tokens [b, s] at positions [3, b, s], without waiting for the device.
 
-    Placeholders of images that the model has generated are tokens like others.
+    The first token of each row is real. Placeholders of images that the model has generated are tokens like others.
     """
     rows, tokens = input_ids.shape
-    return TokenBatch(
+    is_padding = torch.arange(tokens, device=input_ids.device) > 0
+    nowhere = VisionRows(*(torch.zeros(0, dtype=torch.int64, device=input_ids.device) for _ in range(2)))
+    return ModelInputs(
         input_ids=input_ids,
-        labels=torch.zeros_like(input_ids),
-        loss_mask=torch.zeros(input_ids.shape, device=input_ids.device),
         position_ids=position_ids,
-        vision_slot=torch.full_like(input_ids, -1).flatten(),
+        labels=None,
+        loss_mask=None,
+        padding_mask=is_padding.expand(rows, -1).chunk(sp_size, 1)[sp_rank],
         layout=SequenceLayout.padded_rows([1] * rows, tokens).to(input_ids.device),
+        fuse=nowhere,
+        deepstack=nowhere,
     )
 
 
-def store_positions(context: BaseInferenceContext, position_ids: Tensor) -> None:
-    """Store how many positions [3, b, s] the prompts have more or less than tokens, because of images and videos."""
-    difference = position_ids.amax((0, 2)) + 1 - position_ids.size(2)
+def is_stored(
+    context: BaseInferenceContext, inputs: ModelInputs, config: TransformerConfig, groups: ProcessGroupCollection
+) -> bool:
+    """Return whether a step of a caller is stored in a context. For the first step, store the next positions.
+
+    Prompts cannot be stored with padding or several documents in a row, and under sequence or context parallelism.
+    After images and videos the next position differs from the number of tokens; the difference of each row is stored.
+    """
+    if has_tokens(context):
+        return True
+    layout = inputs.layout
+    is_plain = len(layout.lengths) == layout.num_rows and layout.lengths == layout.padded_lengths
+    if not is_plain or config.sequence_parallel or groups.cp.size() > 1 or context.batch_size_offset:
+        context.key_value_memory_dict.pop(0, None)
+        return False
+    difference = inputs.position_ids.amax((0, 2)) + 1 - inputs.position_ids.size(2)
     context.key_value_memory_dict[0] = (difference[None],) * 2  # layers are numbered from 1
+    return True
 
 
 def next_positions(context: BaseInferenceContext) -> Tensor:
@@ -113,14 +139,25 @@ def attend_to_cache(
     # The queries of a group are the "tokens" of the kernel, so that no key is copied for each of them.
     grouped = query[0].unflatten(1, (groups, -1))  # [b, groups, heads / groups, d]
     keys, values = (memory[: slot + 1, :rows].permute(1, 2, 0, 3) for memory in (keys, values))
-    visible = context.visible[:, None, None, : slot + 1] if isinstance(context, PaddedContext) else None
-    if visible is None or context.group.size() == 1:
-        output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=visible, scale=scale)
-    else:
-        scores = (grouped @ keys.mT).float() * (scale or query.size(-1) ** -0.5)
-        scores = scores.masked_fill(~visible, float("-inf"))
-        # Some rank has a token, so the maximum is finite.
-        weights = (scores - max_in_group(scores.amax(-1, keepdim=True), context.group)).exp()
-        sums = sum_in_group(torch.cat((weights @ values.float(), weights.sum(-1, keepdim=True)), -1), context.group)
-        output = (sums[..., :-1] / sums[..., -1:]).to(query.dtype)
+    if isinstance(context, PaddedContext) and context.group.size() > 1:
+        return _attend_over_ranks(context, grouped, keys, values, scale or query.size(-1) ** -0.5)
+    has_padding = isinstance(context, PaddedContext) and context.has_padding
+    mask = context.visible[:, None, None, : slot + 1] if has_padding else None
+    with allowed_kernels(query):
+        output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
     return output.flatten(1)[None]
+
+
+def _attend_over_ranks(context: PaddedContext, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Return attention [1, b, heads * e] of queries [b, groups, r, d] to the tokens of all context-parallel ranks."""
+    visible, scores, sums = context.visible[:, None, : keys.size(2)], [], []
+    for group in range(query.size(1)):  # one at a time, because products in float32 copy the keys
+        found = (query[:, group].float() @ keys[:, group].float().mT) * scale  # [b, r, tokens]
+        scores.append(found.masked_fill(~visible, float("-inf")))
+    # Some rank has a token, so the maximum is finite.
+    largest = max_in_group(torch.stack([one.amax(-1, keepdim=True) for one in scores], 1), context.group)
+    for group, score in enumerate(scores):
+        weights = (score - largest[:, group]).exp()
+        sums.append(torch.cat((weights @ values[:, group].float(), weights.sum(-1, keepdim=True)), -1))
+    total = sum_in_group(torch.stack(sums, 1), context.group)  # [b, groups, r, e + 1]
+    return (total[..., :-1] / total[..., -1:]).to(query.dtype).flatten(1)[None]

@@ -99,20 +99,19 @@ class LinearAttention(KeepFloat32, SegmentedGatedDeltaNet):
             projected = tensor_a2a_cp2hp(projected, 0, -1, cp, list(self.in_proj_split_sections))
         inputs, gate, beta, alpha = projected.transpose(0, 1).split(self.feat_dim_split, -1)
         (rows, tokens), kept = inputs.shape[:2], self.conv_kernel_dim - 1
-        weight, bias = self.convolution_weights()
         if decodes:
             window, state = (x.transpose(0, 1) for x in context.key_value_memory_dict[self.layer_number])
             window = torch.cat((window, inputs), 1)
-            convolved = (window * weight.T).sum(1, keepdim=True)
-            convolved = self.act_fn(convolved if bias is None else convolved + bias)
+            weight, bias = self.convolution_weights()
+            convolved = (window.float() * weight.T.float()).sum(1, keepdim=True)
+            convolved = self.act_fn(convolved if bias is None else convolved + bias).to(inputs.dtype)
             query, key, value, decay, beta = self.prepare_rule(convolved, gate, beta, alpha)
             output, state = delta_rule.recurrent_gated_delta_rule(query, key, value, decay, beta, state)
         else:
             lengths = prompt_lengths(context, rows, tokens, inputs.device)
             last = lengths[:, None] + torch.arange(kept, device=inputs.device)  # among tokens after `kept` zeros
             window = F.pad(inputs, (0, 0, kept, 0))[torch.arange(rows, device=inputs.device)[:, None], last]
-            convolved, _ = delta_rule.causal_conv1d(inputs, weight, bias, self.activation)
-            query, key, value, decay, beta = self.prepare_rule(convolved, gate, beta, alpha)
+            query, key, value, decay, beta = self.prepare_rule(self.convolve(inputs), gate, beta, alpha)
             is_real = (torch.arange(tokens, device=inputs.device) < lengths[:, None])[..., None]
             decay, beta = decay * is_real, beta * is_real  # padding changes no state
             output, state = self.gated_delta_rule(query, key, value, g=decay, beta=beta, output_final_state=True)

@@ -18,7 +18,7 @@ from qwen3vl_bridge.config.model_validation import GATHERED_LOGITS, ON_FORWARD, 
 from qwen3vl_bridge.core.batch import ModelInputs, VisionRows
 from qwen3vl_bridge.core.collectives import exchange_vision_tokens, scatter_sequence
 from qwen3vl_bridge.models.common.attention import layout_packed_seq_params
-from qwen3vl_bridge.models.common.decoding import has_tokens, next_positions, step_batch, store_positions
+from qwen3vl_bridge.models.common.decoding import has_tokens, is_stored, next_positions, step_inputs
 from qwen3vl_bridge.models.common.layer_specs import decoder_block_spec
 from qwen3vl_bridge.models.common.loss import cross_entropy, loss_processor
 from qwen3vl_bridge.models.common.moe import reset_stale_moe_metrics
@@ -301,10 +301,8 @@ class VisionLanguageModel(MegatronModule):
                 "mixed_precision_wrapper=Float16Module"
             )
         conversion: OutputConversion | None = None
-        if inputs is None and has_tokens(inference_context):
-            step = step_batch(input_ids, next_positions(inference_context))
-            inputs = step.local(**self.config.local_arguments(self.pg_collection) | self.stage_arguments())
-            inputs = inputs.without_labels()
+        if inputs is None and inference_context is not None and has_tokens(inference_context):
+            inputs = step_inputs(input_ids, next_positions(inference_context))
         elif inputs is None:
             stage = self.stage_arguments()
             inputs, conversion = as_model_inputs(self.config, self.pg_collection, stage_arguments=stage, **batch)
@@ -313,15 +311,19 @@ class VisionLanguageModel(MegatronModule):
         check_token_count(self.config, inputs.input_ids.numel())
         settings: dict[str, Any] = dict(runtime_gather_output=runtime_gather_output)
         if inference_context is not None and keeps:
-            settings["inference_context"] = inference_context
-            if not has_tokens(inference_context):
-                store_positions(inference_context, inputs.position_ids)
+            stored = is_stored(inference_context, inputs, self.config, self.pg_collection)
+            settings["inference_context"] = inference_context if stored else None
         if output_processor is not None:
             conversion = conversion and conversion.for_output_processor()
             settings |= dict(output_processor=output_processor, output_processor_context=output_processor_context)
             settings |= dict(loss_mask=inputs.loss_mask)
         self.check_inputs(inputs)
-        hidden, layer_arguments = self.embed(inputs) if self.pre_process else self.receive(inputs)
+        if self.pre_process:
+            continues = inference_context is not None and has_tokens(inference_context)
+            encoded = self.no_vision_tokens(inputs.input_ids.device) if continues else None
+            hidden, layer_arguments = self.embed(inputs, encoded)
+        else:
+            hidden, layer_arguments = self.receive(inputs)
         output = self.decode(inputs, hidden, layer_arguments, **settings)
         if not self.post_process:
             return self.pack(output, layer_arguments)
@@ -397,6 +399,12 @@ class VisionLanguageModel(MegatronModule):
         if (exchange := inputs.vision_exchange) is None:
             return encoded
         return exchange_vision_tokens(*encoded, exchange.sources, exchange.sent, exchange.received, self.pg_collection)
+
+    def no_vision_tokens(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the result of `encode` for tokens without images, without running the vision tower."""
+        like = dict(dtype=self.config.params_dtype, device=device)
+        layers, hidden = len(self.vision_model.decoder.deepstack_merger_list), self.config.hidden_size
+        return torch.zeros(0, hidden, **like), torch.zeros(layers, 0, hidden, **like)
 
     def embed(self, inputs: ModelInputs, encoded: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, dict[str, Any]]:
         """Return hidden states [s / sp, b, h] of tokens and images, and a dict of additional inputs of decoder layers.

@@ -184,7 +184,7 @@ class RotarySelfAttention(SelfAttention):
 
         With an `inference_context`, keys and values are stored in it; see `decoding.py`.
         """
-        if has_tokens(inference_context):
+        if inference_context is not None and has_tokens(inference_context):
             return self.decode(hidden_states, rotary_pos_emb, inference_context)
         # key_value_states is unused in self attention; it passes the angles to get_query_key_value_tensors.
         return super().forward(

@@ -559,6 +559,12 @@ def check_inference(context: Any, runtime_gather_output: bool | None, batch: Map
     if context is not None and not context.is_static_batching():
         raise ValueError(f"inference_context is a {type(context).__name__}, expected a StaticInferenceContext")
     if context is not None and context.sequence_len_offset:
+        if keeps and 0 not in context.key_value_memory_dict:
+            raise ValueError(
+                f"inference_context holds {context.sequence_len_offset} tokens, which this model has not stored: their "
+                "rows had padding or several documents, or the model uses sequence or context parallelism. Use "
+                "qwen3vl_bridge.generate"
+            )
         if not keeps:
             raise ValueError(
                 f"inference_context holds {context.sequence_len_offset} tokens, but this model stores none: pass all "
