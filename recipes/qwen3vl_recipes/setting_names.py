@@ -25,6 +25,7 @@ _CLASSES = {
         "qwen3vl_bridge.models.qwen4_exp.provider.Qwen4ExpModelProvider",
     ),
     "dataset": ("qwen3vl_bridge.data.dataset_provider.Qwen3VLConversationProvider",),
+    "checkpoint": ("qwen3vl_bridge.training.config.Qwen3VLCheckpointConfig",),
     "peft": ("qwen3vl_bridge.peft.lora.Qwen3VLLoRA", "qwen3vl_bridge.peft.lora.Qwen3VLDoRA"),
     "optimizer_config_override_provider": ("qwen3vl_bridge.training.config.Qwen3VLLearningRates",),
 }

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from qwen3vl_bridge.cli import data as data_command
+from qwen3vl_bridge.cli import main as program
 from qwen3vl_bridge.cli.plan import main as plan_command
 from qwen3vl_bridge.data import DataError, open_source
 from qwen3vl_bridge.data.mixture import read_mixture
@@ -44,11 +45,11 @@ from tests.models import test_toy_family
 from tests.parity.conftest import make_pair
 from tests.training.running import Inputs, replicated, train
 
-README, QUICKSTART, TRAIN, CONVERT, RECIPES, SCALING, DATA, CALLERS = (
+README, QUICKSTART, TRAIN, CONVERT, RECIPES, SCALING, DATA, CALLERS, EVALUATION = (
     PAGES[page]
     for page in (
         *("README.md", "docs/quickstart.md", "docs/train.md", "docs/convert.md", "docs/recipes.md", "docs/scaling.md"),
-        *("docs/data.md", "docs/callers.md"),
+        *("docs/data.md", "docs/callers.md", "docs/evaluation.md"),
     )
 )
 
@@ -266,7 +267,20 @@ def test_train_page_script_runs_offline_on_two_processes(places, tmp_path):
     assert config["data"]["seq_length"] == 2048 and (iteration / "hf" / "tokenizer.json").is_file()
 
 
-def test_train_page_python_blocks_run(untied_folder, tmp_path, monkeypatch):
+def test_evaluation_page_commands_run_on_its_record(untied_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("test.jsonl").write_text(only(EVALUATION, "json"))
+    Image.new("RGB", (64, 64), "gray").save("IMAGE.png")
+    generate, evaluate = blocks(EVALUATION, "console")
+    first, sampled, _ = generate.replace("\\\n", " ").splitlines()
+    for line in (first, sampled.replace("--megatron-path MEGATRON", ""), *evaluate.splitlines()):
+        words = shlex.split(line.replace("HF_FOLDER", str(untied_folder)).replace("IMAGE", "IMAGE.png"))
+        at = words.index("--max-new-tokens") if "--max-new-tokens" in words else len(words)
+        assert program.main([*words[1:at], *words[at + 2 :], "--max-new-tokens", "2"]) == 0
+    assert json.loads(Path("answers.jsonl").read_text())["references"] == ["7", "seven"]
+
+
+def test_train_page_and_evaluation_page_python_blocks_run(untied_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     hf_processor = AutoProcessor.from_pretrained(untied_folder)
     content = [{"type": "image", "image": Image.new("RGB", (64, 64), "gray")}, {"type": "text", "text": "Which digit?"}]
@@ -276,7 +290,7 @@ def test_train_page_python_blocks_run(untied_folder, tmp_path, monkeypatch):
         "processor": hf_processor, "messages": messages, "loss_mask": torch.ones_like(batch["input_ids"]),
         **{name: batch[name] for name in ("input_ids", "pixel_values", "image_grid_thw")},
     }  # fmt: skip
-    for code in PYTHON:
+    for code in (*PYTHON, only(EVALUATION, "python")):
         exec(code.replace("Qwen/Qwen3-VL-8B-Instruct", str(untied_folder)), names)
     assert names["losses"].shape == names["input_ids"].shape and names["loss"].isfinite()
     assert 0 < names["answer"].shape[1] - names["inputs"]["input_ids"].shape[1] <= 64

@@ -8,7 +8,7 @@ forgotten. `best_checkpoint.json` names the best checkpoint.
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from qwen3vl_bridge.core.atomic import replace_file
@@ -17,28 +17,30 @@ from qwen3vl_bridge.training.run_log import read_metrics
 BEST = "best_checkpoint.json"
 
 
-def saved_steps(folder: Path) -> dict[int, Path]:
-    """Return the folder of each checkpoint of a run by its step."""
-    return {int(match[1]): path for path in folder.iterdir() if (match := re.fullmatch(r"iter_(\d{7,})", path.name))}
-
-
-def find_best(folder: Path, metric: str) -> tuple[int, float] | None:
+def find_best(folder: Path, metric: str, saved: Collection[int]) -> tuple[int, float] | None:
     """Return the step and value of the best checkpoint of a run; None if no checkpoint was evaluated.
 
     The best loss is the lowest, the best value of another metric the highest. Of equal ones the first is taken.
+
+    Args:
+        folder: folder of the run.
+        metric: key of an evaluation in `metrics.jsonl`.
+        saved: steps of the checkpoints in the folder.
     """
-    saved, sign = saved_steps(folder), 1 if metric.endswith("loss") else -1
+    sign = 1 if metric.endswith("loss") else -1
     values = {int(entry["step"]): entry.get(metric) for entry in read_metrics(folder)}
     found = [(step, value) for step, value in values.items() if value is not None and step in saved]
     return min(found, key=lambda one: (sign * one[1], one[0])) if found else None
 
 
-def record_best(folder: Path, metric: str) -> Path | None:
-    """Write `best_checkpoint.json` and return the best checkpoint's folder; None if no checkpoint was evaluated."""
-    if (best := find_best(folder, metric)) is None:
+def record_best(folder: Path, metric: str, saved: Mapping[int, Path]) -> Path | None:
+    """Write `best_checkpoint.json` and return the best checkpoint's folder; None if no checkpoint was evaluated.
+
+    `saved` contains the folder of each checkpoint by its step. The others are those of `find_best`.
+    """
+    if (best := find_best(folder, metric, saved)) is None:
         return None
     step, value = best
-    path = saved_steps(folder)[step]
-    content = {"checkpoint": path.name, "step": step, "metric": metric, "value": value}
+    content = {"checkpoint": saved[step].name, "step": step, "metric": metric, "value": value}
     replace_file(folder / BEST, (json.dumps(content, indent=2) + "\n").encode())
-    return path
+    return saved[step]

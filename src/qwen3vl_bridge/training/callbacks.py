@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 from dataclasses import replace
+from pathlib import Path
 
 from qwen3vl_bridge.config.checks import run_checks
-from qwen3vl_bridge.core.collectives import is_rank_zero
+from qwen3vl_bridge.core.collectives import is_rank_zero, raise_on_all_ranks
 from qwen3vl_bridge.data.dataset_provider import ConversationRows
 from qwen3vl_bridge.data.prompts import Prompts
 from qwen3vl_bridge.data.sources import open_source
@@ -15,7 +16,8 @@ from qwen3vl_bridge.dist_train.joint_run import JoinModules
 from qwen3vl_bridge.inference.evaluation import evaluate, make_references, mean_score
 from qwen3vl_bridge.inference.generation import end_token_ids
 from qwen3vl_bridge.training import run_validation
-from qwen3vl_bridge.training.checkpoint_manager import check_script
+from qwen3vl_bridge.training.best_checkpoint import record_best
+from qwen3vl_bridge.training.checkpoint_manager import check_script, saved_steps
 from qwen3vl_bridge.training.config import AccuracyConfig, Qwen3VLConfigContainer
 from qwen3vl_bridge.training.guard import StepGuard
 from qwen3vl_bridge.training.metrics import Metrics
@@ -56,7 +58,10 @@ def build_callbacks(cfg: ConfigContainer) -> list[Callback]:
         callbacks += [SkipFinishedRun(), KeepRngState()]
     if torch.cuda.is_available():
         callbacks.append(CollectGarbageAfterFirstStep())
-    return [*callbacks, RunLog()]
+    callbacks.append(RunLog())
+    if getattr(cfg.checkpoint, "keep_best", None) is not None:  # Megatron-Bridge's own class lacks it
+        callbacks.append(RecordBest())
+    return callbacks
 
 
 class SkipFinishedRun(Callback):
@@ -155,3 +160,18 @@ class Accuracy(Callback):
         )
         encoder = replace(self.rows, answers="last").checkpoint().encoder
         return Prompts(source, encoder, range(min(self.settings.samples, len(source))))
+
+
+class RecordBest(Callback):
+    """Callback that names the best checkpoint after each evaluation: the last one comes after the last save.
+
+    It follows `RunLog`, which writes the metrics.
+    """
+
+    def on_eval_end(self, context: CallbackContext) -> None:
+        """Write `best_checkpoint.json`."""
+        settings = context.state.cfg.checkpoint
+        folder = Path(settings.save)
+        with raise_on_all_ranks():
+            if is_rank_zero():
+                record_best(folder, settings.keep_best, saved_steps(folder))

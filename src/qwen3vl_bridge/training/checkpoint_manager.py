@@ -15,6 +15,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -39,7 +40,7 @@ from qwen3vl_bridge.dist_train.joint_run import merge_split_model
 from qwen3vl_bridge.peft.lora import Qwen3VLAdapters
 from qwen3vl_bridge.peft.stored_adapters import check_same_adapters
 from qwen3vl_bridge.terminal import in_bytes
-from qwen3vl_bridge.training.best_checkpoint import record_best, saved_steps
+from qwen3vl_bridge.training.best_checkpoint import record_best
 from qwen3vl_bridge.training.resuming import (
     check_optimizer_state,
     folder_to_load,
@@ -138,7 +139,7 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
                     replace_file(folder / LATEST_TRAIN_STATE, (final / TRAIN_STATE).read_bytes())
                     replace_file(folder / TRACKER, str(step).encode())
                     metric = getattr(settings, "keep_best", None)  # Megatron-Bridge's own class lacks it
-                    best = record_best(folder, metric) if metric else None
+                    best = record_best(folder, metric, saved_steps(folder)) if metric else None
                     self._remove_older(folder, step, settings.most_recent_k, best)
                     logger.info("saved %s", final)
             _notify_saved(ctx, final, callback_manager)
@@ -215,6 +216,11 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
             if folder is not None and not settings.pretrained_checkpoint and is_rank_zero():
                 self._export = Pretrained(folder, is_hf=False).export_files()
         return loaded
+
+
+def saved_steps(folder: Path) -> dict[int, Path]:
+    """Return the folder of each checkpoint of a run by its step."""
+    return {int(match[1]): path for path in folder.iterdir() if (match := re.fullmatch(r"iter_(\d{7,})", path.name))}
 
 
 def _lock_run_folder(settings: CheckpointConfig) -> RunLock | None:

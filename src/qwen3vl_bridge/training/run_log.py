@@ -133,11 +133,6 @@ class RunLog(Callback):
             self._validated = step
             entry = self._add(context, {"step": step, "valid_loss": losses["lm loss"]})
             self._shown.write("  ".join(f"{name} {value:.4g}" for name, value in entry.items()))
-            metric = getattr(context.state.cfg.checkpoint, "keep_best", None)
-            if metric and self._path is not None:  # the step of the last evaluation is saved already
-                from qwen3vl_bridge.training.best_checkpoint import record_best
-
-                record_best(self._path.parent, metric)
 
     def on_train_end(self, context: CallbackContext) -> None:
         """Skip the final validation if the previous validation was at the same step."""

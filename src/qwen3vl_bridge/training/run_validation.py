@@ -334,6 +334,10 @@ BEFORE_VALIDATE: tuple[Check, ...] = (
     Requires("validation.eval_iters", at_least(1), _KEEPS_BEST, why="checkpoints must have been evaluated"),
     *requires_default("checkpoint.async_save", "Megatron removes older checkpoints then", _KEEPS_BEST),
     Requires(
+        "checkpoint.save", Values(lambda path, _: path and "://" not in str(path), lambda _: "a local folder"),
+        _KEEPS_BEST,
+    ),
+    Requires(
         "checkpoint.save_interval", multiple_of("validation.eval_interval"), _KEEPS_BEST, (None,),
         why="checkpoints must have been evaluated",
     ),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.training.best_checkpoint import BEST, find_best, record_best
+from qwen3vl_bridge.training.checkpoint_manager import saved_steps
 from qwen3vl_bridge.training.run_log import METRICS
 
 import pytest
@@ -31,8 +32,8 @@ ENTRIES = [
 ])  # fmt: skip
 def test_find_best_takes_evaluated_checkpoint_with_best_value(tmp_path, metric, saved, best):
     folder = make_run(tmp_path, ENTRIES, saved)
-    assert find_best(folder, metric) == best
-    path = record_best(folder, metric)
+    assert find_best(folder, metric, saved) == best
+    path = record_best(folder, metric, saved_steps(folder))
     assert (path is None) == (best is None) == (not (folder / BEST).exists())
     if best is not None:
         written = {"checkpoint": f"iter_{best[0]:07d}", "step": best[0], "metric": metric, "value": best[1]}
@@ -59,7 +60,7 @@ def test_run_keeps_newest_and_best_checkpoint_also_if_resumed(inputs, tmp_path):
     (dict(checkpoint__keep_best="valid_loss", checkpoint__save_interval=3, validation__eval_interval=2),
      "checkpoint.save_interval is 3 .*, expected a multiple of validation.eval_interval, 2"),
     (dict(checkpoint__keep_best="valid_loss", validation__eval_iters=0), "validation.eval_iters is 0 .*, expected 1"),
-    (dict(checkpoint__keep_best="loss", validation__eval_interval=3), "keep_best is 'loss', expected 'valid_loss' or"),
+    (dict(checkpoint__keep_best="loss", validation__eval_interval=3), "keep_best is 'loss', expected one of"),
 ])  # fmt: skip
 def test_validate_raises_if_best_checkpoint_could_not_be_found(inputs, tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):

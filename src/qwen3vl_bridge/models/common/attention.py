@@ -177,7 +177,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, *, dropout: float, **argume
         # The memory-efficient kernel (in float32, for example) needs as many key heads as query heads. With fewer,
         # torch would use the math kernel.
         key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
-    with allowed_kernels(query):
+    with allowed_kernels() if query.is_cuda else contextlib.nullcontext():
         return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, enable_gqa=groups > 1, **arguments)
 
 

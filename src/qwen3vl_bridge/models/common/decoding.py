@@ -18,6 +18,8 @@ values, w width of the convolution, h heads.
 
 from __future__ import annotations
 
+import contextlib
+
 from qwen3vl_bridge.core.batch import ModelInputs, VisionRows
 from qwen3vl_bridge.core.collectives import max_in_group, sum_in_group
 from qwen3vl_bridge.core.layout import SequenceLayout
@@ -143,7 +145,7 @@ def attend_to_cache(
         return _attend_over_ranks(context, grouped, keys, values, scale or query.size(-1) ** -0.5)
     has_padding = isinstance(context, PaddedContext) and context.has_padding
     mask = context.visible[:, None, None, : slot + 1] if has_padding else None
-    with allowed_kernels(query):
+    with allowed_kernels() if query.is_cuda else contextlib.nullcontext():
         output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
     return output.flatten(1)[None]
 

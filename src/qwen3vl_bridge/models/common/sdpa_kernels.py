@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 
 import torch
-from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 _KERNELS = {
@@ -15,12 +14,10 @@ _KERNELS = {
 }
 
 
-def allowed_kernels(query: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Context manager that excludes cuDNN's kernel on a GPU.
+def allowed_kernels() -> contextlib.AbstractContextManager[object]:
+    """Context manager that excludes cuDNN's kernel. For tensors on a GPU.
 
     torch prefers it in 16 bits on an H100. It makes a plan for each shape, but the lengths of segments change with each
     batch, and those of keys with each generated token.
     """
-    if not query.is_cuda:
-        return contextlib.nullcontext()
     return sdpa_kernel([kernel for kernel, is_on in _KERNELS.items() if is_on()])
