@@ -52,6 +52,10 @@ def parallel_settings(options: argparse.Namespace) -> dict[str, Any]:
             f"found {processes} processes for --tp {options.tp} --pp {options.pp} --cp {options.cp} --ep {experts}, "
             f"expected a multiple of {least}: start the command with torchrun --nproc_per_node {least}"
         )
-    settings: dict[str, Any] = {field: getattr(options, option) for option, (_, field) in _SIZES.items()}
-    settings["sequence_parallel"] = options.tp > 1  # linear attention and experts need it
-    return {name: value for name, value in settings.items() if value not in (1, False)}
+    settings: dict[str, Any] = {}
+    for option, (_, field) in _SIZES.items():
+        if (size := getattr(options, option)) > 1:
+            settings[field] = size
+    if options.tp > 1:
+        settings["sequence_parallel"] = True  # linear attention and experts need it
+    return settings

@@ -86,9 +86,9 @@ def generate(
     pad = next((i for i in (pad_token_id, config.pad_token_id, *ends) if i is not None), 0)
     prompts = _remove_padding(input_ids, attention_mask)
     lengths = [len(prompt) for prompt in prompts]
-    # Padding follows each prompt, and the answer overwrites it.
+    # Padding follows each prompt, and the answer overwrites it. Any token will do; `pad` may be outside the vocabulary.
     size = round_up(max(lengths) + max_new_tokens, row_multiple(chunks[0]))
-    rows = torch.stack([F.pad(prompt, (0, size - len(prompt)), value=pad) for prompt in prompts])
+    rows = torch.stack([F.pad(prompt, (0, size - len(prompt))) for prompt in prompts])
     batch, _ = as_token_batch(
         config,
         rows.to(input_ids.device),
@@ -144,7 +144,7 @@ def _decode(
         running &= ~torch.isin(tokens, end_ids)
         if ends and not running.any():  # waits for the device
             break
-        decoder.append(tokens)
+        decoder.append(tokens.masked_fill(~running, 0))
     return answers[:, : number + 1]
 
 

@@ -250,6 +250,7 @@ def test_ngram_embedding_raises_if_ranks_cannot_divide_heads_or_columns(ranks):
 
 
 def test_ngram_injection_raises_if_ranks_do_not_divide_channels():
+    one_rank()  # torch's process group
     groups = ProcessGroupCollection(tp=Group(1), cp=Group(5), tp_ep=Group(1))
     with pytest.raises(ValueError, match="hc_count \\* hidden_size is 48, expected a multiple of 5"):
         NgramInjection(make_config(), ROWS[4], groups)

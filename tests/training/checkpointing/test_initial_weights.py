@@ -242,7 +242,7 @@ class TestConfiguration:
     @pytest.mark.parametrize(("settings", "message"), [
         (dict(ddp__use_megatron_fsdp=False), "ddp.use_megatron_fsdp is False with .*, expected True"),
         (dict(model__tensor_model_parallel_size=2), "model.tensor_model_parallel_size is 2 with .*, expected 1"),
-        (dict(checkpoint__pretrained_checkpoint=None), "pretrained_checkpoint is None with .*, expected first we"),
+        (dict(checkpoint__pretrained_checkpoint=None), "pretrained_checkpoint is None with .*, expected a checkpoint"),
     ])  # fmt: skip
     def test_meta_device_init_raises_if_setting_is_unsupported(self, cfg, settings, message):
         for name, value in (ON_HOST | dict(ddp__use_megatron_fsdp=True) | settings).items():

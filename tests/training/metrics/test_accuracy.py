@@ -93,7 +93,7 @@ def test_accuracy_on_two_ranks_is_fraction_of_right_answers(places):
     splits = [
         {},
         dict(tensor_model_parallel_size=2, sequence_parallel=True),
-        dict(pipeline_model_parallel_size=2, pipeline_dtype=torch.float32),
+        dict(pipeline_model_parallel_size=2, pipeline_dtype=torch.float32, variable_seq_lengths=True),
         dict(context_parallel_size=2, calculate_per_token_loss=True),
     ]
     if kind == "moe":
