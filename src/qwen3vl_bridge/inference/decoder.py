@@ -57,6 +57,8 @@ class Decoder:
     ) -> None:
         self.chunks, self.batch, self.lengths, self.device = chunks, batch, lengths, device
         self.config, self.groups = chunks[0].config, chunks[0].pg_collection
+        self.ranks = self.config.local_arguments(self.groups) | dict(with_next_tokens=False)
+        self.step_multiple, self.row_multiple = step_multiple(chunks[0]), row_multiple(chunks[0])
         self.ends = torch.tensor(lengths)  # [b] tokens of each row so far, on the host
         self.newest: Tensor | None = None  # [b] the latest token of each row
         self.encoded: tuple[Tensor, Tensor] | None = None  # vision tokens, on the first stage
@@ -82,16 +84,15 @@ class Decoder:
 
     def next_logits(self) -> Tensor | None:
         """Return logits [b, vocabulary] of the token after each row; None on pipeline stages before the last."""
-        ranks = self.config.local_arguments(self.groups) | dict(with_next_tokens=False)
         newest = rows = is_last = None
         if self.cache is None or self.newest is None:
             rows = self._full_rows()
             is_last = (self._columns(rows) == self.ends - 1).to(self.device)
         else:  # every context-parallel rank computes the token
             self.cache.begin_step()
-            newest = self._newest_tokens(self.newest, ranks["sp_size"], ranks["sp_rank"])
+            newest = self._newest_tokens(self.newest)
         for chunk in self.chunks:
-            inputs = newest or rows.local(**ranks | chunk.stage_arguments()).without_labels().to(self.device)
+            inputs = newest or rows.local(**self.ranks | chunk.stage_arguments()).without_labels().to(self.device)
             if chunk.pre_process:
                 hidden, layer_arguments = chunk.embed(inputs, self._encode(chunk, inputs))
             else:
@@ -134,7 +135,7 @@ class Decoder:
     def _full_rows(self) -> TokenBatch:
         """Return the rows up to the longest one's last token, on the host."""
         lengths = self.ends.tolist()
-        size = round_up(max(lengths), row_multiple(self.chunks[0]))
+        size = round_up(max(lengths), self.row_multiple)
         slots = self.batch.vision_slot.view(self.batch.input_ids.shape)
         return replace(
             self.batch,
@@ -146,13 +147,15 @@ class Decoder:
             layout=SequenceLayout.padded_rows(lengths, size),
         )
 
-    def _newest_tokens(self, tokens: Tensor, sp_size: int, sp_rank: int) -> ModelInputs:
+    def _newest_tokens(self, tokens: Tensor) -> ModelInputs:
         """Return the latest token [b] of each row, and padding, as inputs of this rank."""
-        padding = step_multiple(self.chunks[0]) - 1
+        padding = self.step_multiple - 1
         index = self.next_positions[None, :, None].expand(3, -1, 1)
         self.next_positions = self.next_positions + 1
         positions = F.pad(self.positions.gather(2, index), (0, padding))
-        return step_inputs(F.pad(tokens[:, None], (0, padding)), positions, sp_size, sp_rank)
+        return step_inputs(
+            F.pad(tokens[:, None], (0, padding)), positions, self.ranks["sp_size"], self.ranks["sp_rank"]
+        )
 
 
 def _logits_of_tokens(
