@@ -158,10 +158,10 @@ def naming_options(options: str) -> Iterator[None]:
         raise DataError(options, str(error)) from error
 
 
-def progress_bar(options: argparse.Namespace, numbers: Sequence[int]) -> Any:
+def progress_bar(options: argparse.Namespace, numbers: Sequence[int], kind: str = "samples") -> Any:
     """Return the numbers as an iterable that shows progress on a terminal."""
     from tqdm import tqdm
 
     # None lets tqdm decide: a bar on a terminal, nothing elsewhere.
     hidden = True if options.no_progress else None
-    return tqdm(numbers, desc="samples", leave=False, disable=hidden, file=sys.stderr)
+    return tqdm(numbers, desc=kind, leave=False, disable=hidden, file=sys.stderr)

@@ -129,7 +129,7 @@ def _answers(
         settings |= dict(eos_token_id=end_token_ids([*model], encoder.processor.tokenizer, folder))
         found = {}
         for name, asked in prompts.items():
-            progress = (lambda numbers: progress_bar(options, numbers)) if is_rank_zero() else iter
+            progress = (lambda numbers: progress_bar(options, numbers, "batches")) if is_rank_zero() else iter
             answers = evaluate([*model], asked, options.metric, progress=progress, **settings)
             found[name] = [asdict(answer) for answer in answers]
         return found if is_rank_zero() else None
