@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import logging
 import os
 import socket
 import sys
@@ -142,6 +143,15 @@ def _rendezvous_of_one_test():
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+@pytest.fixture(autouse=True)
+def _log_level_of_one_test():
+    """Restore the level of our messages, which commands without training raise."""
+    logger = logging.getLogger("qwen3vl_bridge")
+    before = logger.level
+    yield
+    logger.setLevel(before)
 
 
 @pytest.fixture
