@@ -286,7 +286,7 @@ def test_columns_apply_to_streamed_data_and_accuracy_questions(sources, checkpoi
     assert len(next(streamed.stream("train")).sample_ids) == 3
     rows = qwen3vl_bridge.Qwen3VLConversationProvider(train_path=str(parquet), **settings)
     cfg = SimpleNamespace(accuracy=AccuracyConfig(path=str(parquet)), dataset=rows)
-    assert [question.references for question in Accuracy(cfg).read_prompts().questions] == [("0",), ("1",), ("2",)]
+    assert [question.references for question in Accuracy(cfg).prompts.questions] == [("0",), ("1",), ("2",)]
 
 
 def test_columns_of_data_set_in_mixture_override_common_columns(sources, checkpoint, tmp_path):

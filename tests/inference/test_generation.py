@@ -357,8 +357,6 @@ LAYOUTS = {
     "EP 2": dict(expert_model_parallel_size=2),
     "CP 2": dict(context_parallel_size=2),
 }
-
-
 ON_FOUR = {
     "TP 2 x CP 2": dict(tensor_model_parallel_size=2, sequence_parallel=True, context_parallel_size=2),
     "PP 2 x CP 2": dict(pipeline_model_parallel_size=2, pipeline_dtype=torch.float32, context_parallel_size=2),
@@ -367,9 +365,16 @@ ON_FOUR = {
 }
 
 
-def answers_of_ranks(folder: Path, layout: str, content: str = "mixed") -> torch.Tensor:
+def answers_of_ranks(folder: Path, layout: str) -> torch.Tensor:
     parallel = load(folder, **(LAYOUTS | ON_FOUR)[layout])
-    return answers(parallel, prompts(content, parallel.config))
+    return answers(parallel, prompts("mixed", parallel.config))
+
+
+def check_ranks(request, kind: str, layout: str, ranks: int) -> None:
+    folder = folder_of(kind, request)
+    alone = load(folder)
+    expected = answers(alone, prompts("mixed", alone.config))
+    assert torch.equal(results_of_ranks(answers_of_ranks, ranks, folder, layout), expected)
 
 
 # The model with experts has a dense layer too.
@@ -380,10 +385,7 @@ def answers_of_ranks(folder: Path, layout: str, content: str = "mixed") -> torch
     if (layout != "EP 2" or "moe" in kind) and (layout != "TP 2" or "3.5" not in kind)
 ])  # fmt: skip
 def test_generate_on_two_ranks_has_tokens_of_one(request, kind, layout):
-    folder = folder_of(kind, request)
-    alone = load(folder)
-    expected = answers(alone, prompts("mixed", alone.config))
-    assert torch.equal(results_of_ranks(answers_of_ranks, 2, folder, layout), expected)
+    check_ranks(request, kind, layout, ranks=2)
 
 
 # Four ranks have two key heads of linear attention.
@@ -392,10 +394,7 @@ def test_generate_on_two_ranks_has_tokens_of_one(request, kind, layout):
     *(("untied", layout) for layout in ON_FOUR), ("3.5 dense", "PP 2 x CP 2"), ("3.5 moe", "PP 2 x CP 2"),
 ])  # fmt: skip
 def test_generate_on_four_ranks_has_tokens_of_one(request, kind, layout):
-    folder = folder_of(kind, request)
-    alone = load(folder)
-    expected = answers(alone, prompts("mixed", alone.config))
-    assert torch.equal(results_of_ranks(answers_of_ranks, 4, folder, layout), expected)
+    check_ranks(request, kind, layout, ranks=4)
 
 
 def short_answers(folder: Path, **fields) -> torch.Tensor:

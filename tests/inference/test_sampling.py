@@ -24,9 +24,12 @@ def test_filter_keeps_tokens_and_probabilities_of_transformers(seed, vocabulary,
         warpers.append(TopPLogitsWarper(top_p))
     expected = warpers(None, logits.float())
     found = Sampling(True, temperature, top_k, top_p).filter(logits)
-    # Of tokens with equal logits at the limit either may be kept; and sums of probabilities are rounded.
+    # Of tokens with equal logits at the limit either may be kept. And sums of probabilities are rounded: a token at the
+    # limit may be kept by one of the two, and near a limit of 1 several whose probabilities are below the rounding.
     differs = found.isinf() != expected.isinf()
-    assert all(len(row[where].unique()) <= 1 for row, where in zip(logits, differs, strict=True))
+    probabilities = (logits.float() / temperature).softmax(-1)
+    for row, shares, where in zip(logits, probabilities, differs, strict=True):
+        assert len(row[where].unique()) <= 1 or shares[where].sum() < 1e-6
     torch.testing.assert_close(found[~differs], expected[~differs], rtol=1e-6, atol=0)
 
 

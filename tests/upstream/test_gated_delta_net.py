@@ -41,3 +41,18 @@ def test_split_tensor_factory_has_expected_parameters():
         "megatron.core.ssm.utils", "_split_tensor_factory", "orig_sh_ten", "split_sections", "split_names", "split_dim"
     )
     CONTRACT.mentions(f"{GDN}.common", "_GDNBase.sharded_state_dict", "_split_tensor_factory")
+
+
+def test_gated_delta_net_functions_of_generation_have_expected_parameters():
+    CONTRACT.takes(
+        f"{GDN}.common", "_GDNBase._prepare_input_for_gated_delta_rule",
+        "self", "qkv", "gate", "batch", "seq_len", "*gate_feats",
+    )  # fmt: skip
+    CONTRACT.takes(
+        f"{GDN}.common", "_GDNBase._compute_g_and_beta", "self", "A_log_local_cp", "dt_bias_local_cp", "alpha", "beta"
+    )
+    CONTRACT.takes(f"{GDN}.common", "get_parameter_local_cp", "param", "dim", "cp_group", "split_sections")
+    CONTRACT.mentions(
+        f"{GDN}.gdn", "GatedDeltaNet.forward",
+        "_prepare_input_for_gated_delta_rule", "_compute_g_and_beta", "causal_conv1d", "self.feat_dim_split",
+    )  # fmt: skip

@@ -14,6 +14,7 @@ from pathlib import Path
 from qwen3vl_bridge.cli.data_options import (
     add_encoding,
     add_records,
+    check_output,
     make_encoder,
     make_url_cache,
     naming_options,
@@ -122,11 +123,8 @@ def _download(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_inspect(options: argparse.Namespace) -> int:
-    if output := options.output:  # check before any work is done
-        if output.exists() and (not options.overwrite or not output.is_file()):
-            raise DataError(str(output), "the path exists already; --overwrite replaces a file")
-        if not output.parent.is_dir():
-            raise DataError(str(output.parent), "the folder for the report does not exist; create it")
+    if output := options.output:
+        check_output(options, "report")  # before any work is done
     source = open_records(options)  # before torch, so that a mistyped name is reported at once
     encoder, _ = make_encoder(options)
 

@@ -117,15 +117,24 @@ def make_url_cache(options: argparse.Namespace) -> Any:
     return UrlCache(None if options.url_cache is None else Path(options.url_cache))
 
 
-def make_encoder(options: argparse.Namespace, *, weights: bool = False) -> tuple[Any, Path]:
-    """Return the encoder, and the folder of `--hf-model`, with the weights only if `weights` is set.
+def check_output(options: argparse.Namespace, kind: str) -> None:
+    """Raise DataError if `--output` cannot be written. `kind` names its content, for the message."""
+    path: Path = options.output
+    if path.exists() and (not options.overwrite or not path.is_file()):
+        raise DataError(str(path), "the path exists already; --overwrite replaces a file")
+    if not path.parent.is_dir():
+        raise DataError(str(path.parent), f"the folder for the {kind} does not exist; create it")
+
+
+def make_encoder(options: argparse.Namespace) -> tuple[Any, Path]:
+    """Return the encoder, and the folder of `--hf-model`.
 
     The model is requested from the hub once: transformers would request each of its files again.
     """
     from qwen3vl_bridge.checkpoint.formats.huggingface import find_model
 
     _warn_of_environment(options)
-    folder = find_model(options.hf_model, weights=weights)
+    folder = find_model(options.hf_model, weights=False)
 
     from qwen3vl_bridge.data.encoding import Encoder, VisionLimits, load_processor  # slow
 

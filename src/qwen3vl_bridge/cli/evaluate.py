@@ -5,19 +5,33 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from qwen3vl_bridge.cli.data_options import add_records, add_template, make_encoder, open_records, progress_bar
-from qwen3vl_bridge.cli.generation_options import add_options, generation_settings, parallel_settings
-from qwen3vl_bridge.data.errors import DataError
+from qwen3vl_bridge.cli.data_options import (
+    add_records,
+    add_template,
+    check_output,
+    make_encoder,
+    open_records,
+    progress_bar,
+)
+from qwen3vl_bridge.cli.generation_options import (
+    add_options,
+    find_weights,
+    generation_settings,
+    hide_logs,
+    parallel_settings,
+)
 from qwen3vl_bridge.inference.scorers import SCORERS
 from qwen3vl_bridge.terminal import CommandParser, at_least, run, show
+
+if TYPE_CHECKING:
+    from qwen3vl_bridge.inference.evaluation import ScoredAnswer
 
 _MOST_SHOWN = 10  # wrong answers
 
@@ -67,28 +81,21 @@ def _parse(prog: str | None, arguments: Sequence[str] | None) -> argparse.Namesp
 
 
 def _evaluate(options: argparse.Namespace) -> int:
-    from qwen3vl_bridge.upstream.library_logs import quiet
-
-    quiet()
-    logging.getLogger("qwen3vl_bridge").setLevel(logging.WARNING)  # nothing is trained here
-    output: Path | None = options.output
-    if output is not None and os.environ.get("RANK", "0") == "0":  # before any work is done; others do not write
-        if output.exists() and (not options.overwrite or not output.is_file()):
-            raise DataError(str(output), "the path exists already; --overwrite replaces a file")
-        if not output.parent.is_dir():
-            raise DataError(str(output.parent), "the folder for the answers does not exist; create it")
-    settings = generation_settings(options)
+    hide_logs()
+    if options.output is not None and os.environ.get("RANK", "0") == "0":  # other ranks do not write
+        check_output(options, "answers")
+    parallel = parallel_settings(options)
     source = open_records(options)  # before torch, so that a mistyped name is reported at once
     with contextlib.redirect_stdout(sys.stderr):  # Megatron-Bridge prints what it loads
-        found = _answers(options, source, settings)
+        found = _answers(options, source, parallel)
     if found is None:  # not the first rank
         return 0
     scores = _mean_scores(found)
-    if output is not None:
+    if options.output is not None:
         from qwen3vl_bridge.core.atomic import replace_file
 
-        lines = (f"{json.dumps(one)}\n" for answers in found.values() for one in answers)
-        replace_file(output, "".join(lines).encode())
+        lines = (f"{json.dumps(asdict(one))}\n" for answers in found.values() for one in answers)
+        replace_file(options.output, "".join(lines).encode())
     if options.json:
         print(json.dumps({"metric": options.metric, **scores}, indent=2))
     else:
@@ -97,19 +104,13 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 
 def _answers(
-    options: argparse.Namespace, source: Any, settings: dict[str, Any]
-) -> dict[str, list[dict[str, Any]]] | None:
+    options: argparse.Namespace, source: Any, parallel: dict[str, Any]
+) -> dict[str, list[ScoredAnswer]] | None:
     """Return the scored answers of each data set by its name; None on ranks after the first."""
-    from qwen3vl_bridge.checkpoint.formats.huggingface import HFWeights
-    from qwen3vl_bridge.checkpoint.formats.megatron import find_iteration
-    from qwen3vl_bridge.peft.stored_adapters import check_complete_model
-
-    # Check the input before the slow imports.
-    if options.megatron_path is not None:
-        check_complete_model(find_iteration(Path(options.megatron_path)))
-    encoder, folder = make_encoder(options, weights=options.megatron_path is None)
-    if options.megatron_path is None:
-        HFWeights(folder)
+    folder = find_weights(options)
+    options.hf_model = str(folder)  # requested from the hub once
+    settings = generation_settings(options)
+    encoder, _ = make_encoder(options)
     from qwen3vl_bridge.core.collectives import is_rank_zero
     from qwen3vl_bridge.data.prompts import Prompts
     from qwen3vl_bridge.inference.evaluation import evaluate, make_references
@@ -124,36 +125,36 @@ def _answers(
         prompts[name] = Prompts(one, encoder, range(first))
         make_references(prompts[name].questions, options.metric)  # raises before the model is loaded
     try:
-        model = load_model(folder, options.megatron_path, **parallel_settings(options))
+        model = load_model(folder, options.megatron_path, **parallel)
         settings |= dict(max_new_tokens=options.max_new_tokens, batch_size=options.batch_size)
         settings |= dict(eos_token_id=end_token_ids([*model], encoder.processor.tokenizer, folder))
         found = {}
         for name, asked in prompts.items():
             progress = (lambda numbers: progress_bar(options, numbers, "batches")) if is_rank_zero() else iter
-            answers = evaluate([*model], asked, options.metric, progress=progress, **settings)
-            found[name] = [asdict(answer) for answer in answers]
+            found[name] = evaluate([*model], asked, options.metric, progress=progress, **settings)
         return found if is_rank_zero() else None
     finally:
         shutdown()
 
 
-def _mean_scores(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+def _mean_scores(found: Mapping[str, Sequence[ScoredAnswer]]) -> dict[str, Any]:
     """Return the mean score and number of all answers, and for several data sets those of each."""
+    from qwen3vl_bridge.inference.evaluation import mean_score
 
-    def mean(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        return {"score": sum(one["score"] for one in answers) / max(len(answers), 1), "answers": len(answers)}
+    def mean(answers: Sequence[ScoredAnswer]) -> dict[str, Any]:
+        return {"score": mean_score(answers), "answers": len(answers)}
 
     total = mean([one for ones in found.values() for one in ones])
     return total | ({"sets": {name: mean(ones) for name, ones in found.items()}} if len(found) > 1 else {})
 
 
-def _print_scores(metric: str, scores: Mapping[str, Any], found: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+def _print_scores(metric: str, scores: Mapping[str, Any], found: Mapping[str, Sequence[ScoredAnswer]]) -> None:
     show(f"{metric}: {scores['score']:.4f}, the mean of {scores['answers']:,} answers")
     for name, one in scores.get("sets", {}).items():
         show(f"  {name}: {one['score']:.4f}, {one['answers']:,} answers")
-    wrong = [one for ones in found.values() for one in ones if one["score"] < 1]
+    wrong = [one for ones in found.values() for one in ones if one.score < 1]
     if wrong:
         show(f"below 1: {len(wrong):,} answers" + (f", the first {_MOST_SHOWN}" if len(wrong) > _MOST_SHOWN else ""))
     for one in wrong[:_MOST_SHOWN]:
-        accepted = " or ".join(map(repr, one["references"]))
-        show(f"  {one['sample_id']}: {one['score']:.2f}, expected {accepted}, the model answered {one['answer']!r}")
+        accepted = " or ".join(map(repr, one.references))
+        show(f"  {one.sample_id}: {one.score:.2f}, expected {accepted}, the model answered {one.answer!r}")

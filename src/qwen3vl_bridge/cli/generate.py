@@ -5,12 +5,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from qwen3vl_bridge.cli.generation_options import add_options, generation_settings, parallel_settings
+from qwen3vl_bridge.cli.generation_options import (
+    add_options,
+    find_weights,
+    generation_settings,
+    hide_logs,
+    parallel_settings,
+)
 from qwen3vl_bridge.terminal import CommandParser, at_least, run, show
 
 
@@ -21,10 +26,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> 
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from qwen3vl_bridge.upstream.library_logs import quiet
-
-    quiet()
-    logging.getLogger("qwen3vl_bridge").setLevel(logging.WARNING)  # nothing is trained here
+    hide_logs()
     with contextlib.redirect_stdout(sys.stderr):  # Megatron-Bridge prints what it loads
         answer = _answer(options)
     if answer is not None:
@@ -64,19 +66,7 @@ def _parse(prog: str | None, arguments: Sequence[str] | None) -> argparse.Namesp
 
 def _answer(options: argparse.Namespace) -> str | None:
     """Return the answer on rank 0 and None on the other ranks. All ranks decode."""
-    from qwen3vl_bridge.checkpoint.formats.huggingface import HFWeights, find_model
-    from qwen3vl_bridge.checkpoint.formats.megatron import find_iteration
-    from qwen3vl_bridge.checkpoint.stored_models import ModelConfig
-    from qwen3vl_bridge.peft.stored_adapters import check_complete_model
-
-    # Check the input before the slow imports. For a folder without a model, transformers would request each missing
-    # file from the hub, and Megatron-Bridge would report a network error.
-    if options.megatron_path is not None:
-        check_complete_model(find_iteration(Path(options.megatron_path)))
-    hf_folder = find_model(options.hf_model, weights=options.megatron_path is None)
-    ModelConfig(hf_folder)
-    if options.megatron_path is None:
-        HFWeights(hf_folder)
+    parallel, hf_folder = parallel_settings(options), find_weights(options)
     from qwen3vl_bridge.data.media import load_image
 
     images = [{"type": "image", "image": load_image(Path(path), "--image")} for path in options.image]
@@ -89,7 +79,7 @@ def _answer(options: argparse.Namespace) -> str | None:
     from transformers import AutoProcessor
 
     try:
-        model = load_model(hf_folder, options.megatron_path, **parallel_settings(options))
+        model = load_model(hf_folder, options.megatron_path, **parallel)
         processor = AutoProcessor.from_pretrained(hf_folder, trust_remote_code=False)
         asked = [{"role": "user", "content": [*images, {"type": "text", "text": options.question}]}]
         inputs = processor.apply_chat_template(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import os
+from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.terminal import at_least
@@ -31,12 +33,42 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         add(f"--{option}", type=at_least(1), default=1, metavar="N", help=meaning)
 
 
+def hide_logs() -> None:
+    """Hide the messages of libraries, and those of this package that are for training."""
+    from qwen3vl_bridge.upstream.library_logs import quiet
+
+    quiet()
+    logging.getLogger("qwen3vl_bridge").setLevel(logging.WARNING)
+
+
+def find_weights(options: argparse.Namespace) -> Path:
+    """Check `--hf-model` and `--megatron-path`, and return the folder of the former.
+
+    This comes before the slow imports. For a folder without a model, transformers would request each missing file from
+    the hub, and Megatron-Bridge would report a network error.
+
+    Raises:
+        CheckpointError: the weights are missing or incomplete.
+    """
+    from qwen3vl_bridge.checkpoint.formats.huggingface import HFWeights, find_model
+    from qwen3vl_bridge.checkpoint.formats.megatron import find_iteration
+    from qwen3vl_bridge.checkpoint.stored_models import ModelConfig
+    from qwen3vl_bridge.peft.stored_adapters import check_complete_model
+
+    if options.megatron_path is not None:
+        check_complete_model(find_iteration(Path(options.megatron_path)))
+    folder = find_model(options.hf_model, weights=options.megatron_path is None)
+    ModelConfig(folder)
+    if options.megatron_path is None:
+        HFWeights(folder)
+    return folder
+
+
 def generation_settings(options: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of `generate` by which tokens are chosen. Raise ValueError for a wrong setting."""
     from qwen3vl_bridge.inference.sampling import Sampling
 
-    sampling = Sampling(options.do_sample, options.temperature, options.top_k, options.top_p, options.seed)
-    return vars(sampling) | ({"seed": options.seed or 0} if options.do_sample else {})
+    return vars(Sampling(options.do_sample, options.temperature, options.top_k, options.top_p, options.seed))
 
 
 def parallel_settings(options: argparse.Namespace) -> dict[str, Any]:

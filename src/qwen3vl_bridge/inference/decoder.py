@@ -55,7 +55,7 @@ class Decoder:
     def __init__(
         self, chunks: Sequence[VisionLanguageModel], batch: TokenBatch, lengths: Sequence[int], device: torch.device
     ) -> None:
-        self.chunks, self.batch, self.lengths, self.device = chunks, batch, lengths, device
+        self.chunks, self.batch, self.device = chunks, batch, device
         self.config, self.groups = chunks[0].config, chunks[0].pg_collection
         self.ranks = self.config.local_arguments(self.groups) | dict(with_next_tokens=False)
         self.step_multiple, self.row_multiple = step_multiple(chunks[0]), row_multiple(chunks[0])

@@ -66,7 +66,7 @@ def make_references(questions: Iterable[Question], metric: str) -> list[Referenc
 
 
 def evaluate(
-    model: nn.Module | list[nn.Module],
+    model: list[nn.Module],
     prompts: Prompts,
     metric: str,
     *,
@@ -81,11 +81,11 @@ def evaluate(
     their forward passes together, so every rank generates all answers.
 
     Args:
-        model: as for `generate`.
+        model: the chunks of this rank, as for `generate`.
         prompts: the prompts.
         metric: a key of `SCORERS`.
         batch_size: number of prompts that are decoded together.
-        seed: as for `generate`; each batch has another one.
+        seed: as for `generate`; None for 0. Each batch draws with another seed.
         progress: wraps the numbers of this rank's batches to show progress.
         settings: further arguments of `generate`.
 
@@ -93,8 +93,7 @@ def evaluate(
         DataError: a prompt cannot be encoded; and see `make_references`.
         CheckpointError: a prompt of another rank cannot be encoded.
     """
-    chunks = model if isinstance(model, list) else [model]
-    groups: ProcessGroupCollection = get_attr_wrapped_model(chunks[0], "pg_collection")
+    groups: ProcessGroupCollection = get_attr_wrapped_model(model[0], "pg_collection")
     questions, references = prompts.questions, make_references(prompts.questions, metric)
     rank, ranks = (0, 1) if ranks_in_step(model) is not None else (groups.dp.rank(), groups.dp.size())
     # Prompts of similar length need little padding.
@@ -104,8 +103,8 @@ def evaluate(
     with raise_on_all_ranks():
         for number in progress(range(len(batches))):
             encoded = [prompts.encode(questions[index]) for index in batches[number]]
-            drawn = None if seed is None else seed + number * ranks + rank
-            texts = _generate_texts(chunks, encoded, prompts, seed=drawn, **settings)
+            drawn = (seed or 0) + number * ranks + rank if settings.get("do_sample") else seed
+            texts = _generate_texts(model, encoded, prompts, seed=drawn, **settings)
             for index, prompt, text in zip(batches[number], encoded, texts, strict=True):
                 answers[index] = prompt.extract_answer(text).strip()
     if ranks > 1:

@@ -127,7 +127,7 @@ def _decode(
         together: further ranks that must generate the same tokens, those of the first rank; None for no other.
         sampling, generator: choose tokens.
     """
-    rows, groups, device = len(decoder.lengths), decoder.groups, decoder.device
+    rows, groups, device = len(decoder.ends), decoder.groups, decoder.device
     answers = torch.full((rows, max_new_tokens), pad, device=device)
     running = torch.ones(rows, dtype=torch.bool, device=device)
     end_ids = torch.tensor(ends, dtype=torch.long, device=device)

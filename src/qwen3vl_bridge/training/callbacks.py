@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 from qwen3vl_bridge.config.checks import run_checks
@@ -123,24 +124,20 @@ class Accuracy(Callback):
     def __init__(self, cfg: ConfigContainer) -> None:
         self.settings: AccuracyConfig = cfg.accuracy
         self.rows: ConversationRows = cfg.dataset
-        self._prompts: Prompts | None = None
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Read the questions, so that unsuitable data raise an error before the first step."""
-        self._prompts = self.read_prompts()
-        make_references(self._prompts.questions, self.settings.metric)
+        make_references(self.prompts.questions, self.settings.metric)
 
     def on_eval_end(self, context: CallbackContext) -> None:
         """Generate answers and log their mean score. Wrong answers are listed in the log."""
-        if self._prompts is None:
-            self._prompts = self.read_prompts()
         model = list(context.model)
         answers = evaluate(
             model,
-            self._prompts,
+            self.prompts,
             self.settings.metric,
             max_new_tokens=self.settings.max_new_tokens,
-            eos_token_id=end_token_ids(model, self._prompts.encoder.processor.tokenizer),
+            eos_token_id=end_token_ids(model, self.prompts.encoder.processor.tokenizer),
         )
         for answer in answers if is_rank_zero() else ():
             if answer.score < 1:
@@ -149,8 +146,9 @@ class Accuracy(Callback):
                 )
         publish_metrics(context, {"accuracy": mean_score(answers)})
 
-    def read_prompts(self) -> Prompts:
-        """Read the first conversations, with the settings of the training data."""
+    @cached_property
+    def prompts(self) -> Prompts:
+        """The prompts of the first conversations, with the settings of the training data."""
         source = open_source(
             self.settings.path,
             getattr(self.rows, "media_root", None),
