@@ -11,7 +11,8 @@ the weights of adapters like the weight of their layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -19,7 +20,33 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, gdn
 from megatron.core.ssm.gated_delta_net.common import get_parameter_local_cp
 from megatron.core.ssm.utils import _split_tensor_factory
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+class SingleRank:
+    """Stands for a process group of one rank. megatron-core's Gated DeltaNet only asks for its size and rank."""
+
+    def size(self) -> int:
+        """Return 1."""
+        return 1
+
+    def rank(self) -> int:
+        """Return 0."""
+        return 0
+
+
+@contextlib.contextmanager
+def without_variant(config: TransformerConfig) -> Iterator[None]:
+    """Let megatron-core complete a configuration inside the `with` block as if all its layers had full attention.
+
+    It rejects numbers of heads of linear attention that tensor and context parallelism do not divide.
+    """
+    variant, config.experimental_attention_variant = config.experimental_attention_variant, None
+    try:
+        yield
+    finally:
+        config.experimental_attention_variant = variant
+
 
 GatedDeltaRule = Callable[..., tuple[Tensor, Tensor | None]]
 

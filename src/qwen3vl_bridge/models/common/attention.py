@@ -53,6 +53,7 @@ class HostPackedSeqParams(PackedSeqParams):
     _causal_chunks: dict[tuple[int, int], CausalChunks] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _rank_chunks: dict[int, HostPackedSeqParams] = field(default_factory=dict, init=False, repr=False, compare=False)
     _chunk_indices: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def causal_chunks(self, cp_size: int, cp_rank: int) -> CausalChunks:
@@ -63,6 +64,12 @@ class HostPackedSeqParams(PackedSeqParams):
         if (cp_size, cp_rank) not in self._causal_chunks:
             self._causal_chunks[cp_size, cp_rank] = causal_chunks(self.layout, cp_size, cp_rank)
         return self._causal_chunks[cp_size, cp_rank]
+
+    def rank_chunks(self, cp_size: int) -> HostPackedSeqParams:
+        """Return the parameters of a rank's chunks, see `packed_chunks`. Computed once for all layers."""
+        if cp_size not in self._rank_chunks:
+            self._rank_chunks[cp_size] = _rank_chunks(physical_offsets(self), self.lengths, cp_size)
+        return self._rank_chunks[cp_size]
 
     def chunk_indices(self, size: int) -> Tensor:
         """Return [chunks, 2], the segment of each chunk of at most `size` tokens, and its index in the segment.
@@ -102,6 +109,21 @@ def packed_seq_params(
         lengths=lengths,
         layout=layout,
     )
+
+
+def packed_chunks(params: PackedSeqParams, cp_size: int) -> HostPackedSeqParams:
+    """Return the parameters of a context-parallel rank's tokens of a packed row, with each chunk as a segment.
+
+    A rank has two consecutive chunks of each segment, each 1 / (2 * cp_size) of its length.
+    """
+    if isinstance(params, HostPackedSeqParams):
+        return params.rank_chunks(cp_size)
+    return _rank_chunks(physical_offsets(params), tuple(physical_offsets(params).diff().tolist()), cp_size)
+
+
+def _rank_chunks(offsets: Tensor, lengths: tuple[int, ...], cp_size: int) -> HostPackedSeqParams:
+    chunks = (offsets.diff() // (2 * cp_size)).repeat_interleave(2).cumsum(0, dtype=torch.int32)
+    return packed_seq_params(F.pad(chunks, (1, 0)), tuple(n // (2 * cp_size) for n in lengths for _ in range(2)))
 
 
 def layout_packed_seq_params(layout: SequenceLayout) -> HostPackedSeqParams | None:

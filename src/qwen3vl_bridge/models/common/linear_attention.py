@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from dataclasses import replace
 from typing import Any
 
+from qwen3vl_bridge.config.divisibility import CHUNKWISE, linear_cp_mode
 from qwen3vl_bridge.core.collectives import gather_over_context
 from qwen3vl_bridge.models.common import delta_rule
-from qwen3vl_bridge.models.common.attention import HostPackedSeqParams
+from qwen3vl_bridge.models.common.attention import HostPackedSeqParams, packed_chunks
+from qwen3vl_bridge.models.common.chunkwise import chunks_of, continue_rule
 from qwen3vl_bridge.models.common.decoding import has_tokens, prompt_lengths
 from qwen3vl_bridge.models.common.layer_specs import LocalBackend, backend, decoder_block_spec
 from qwen3vl_bridge.upstream.gated_delta_kernels import without_package_check
-from qwen3vl_bridge.upstream.gated_delta_net import GatedDeltaRule, SegmentedGatedDeltaNet
+from qwen3vl_bridge.upstream.gated_delta_net import GatedDeltaRule, SegmentedGatedDeltaNet, SingleRank
 from qwen3vl_bridge.upstream.modelopt_layers import WEIGHT_SCALES
 from qwen3vl_bridge.upstream.module_casts import KeepFloat32
 from qwen3vl_bridge.weights.hybrid_rows import TEXT_LAYER, linear_attention_rows
@@ -24,6 +27,7 @@ import torch.nn.functional as F
 from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.ssm.gated_delta_net.common import get_parameter_local_cp, tensor_a2a_cp2hp, tensor_a2a_hp2cp
 from megatron.core.transformer.identity_op import IdentityOp
@@ -45,10 +49,18 @@ class LinearAttention(KeepFloat32, SegmentedGatedDeltaNet):
         row.megatron.rpartition("self_attention.")[2] for row in linear_attention_rows(*TEXT_LAYER) if row.float32
     )
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, *args: Any, pg_collection: ProcessGroupCollection, **kwargs: Any
+    ) -> None:
         delta_rule.choose_kernels()
+        # With chunk-wise context parallelism the layer computes its own tokens, as without context parallelism.
+        self.chunk_group = None
+        heads, mode = (config.linear_num_key_heads, config.linear_num_value_heads), getattr(config, "linear_cp_mode", None)
+        if linear_cp_mode(mode, *heads, pg_collection.tp.size(), pg_collection.cp.size()) == CHUNKWISE:
+            self.chunk_group, pg_collection = pg_collection.cp, copy.copy(pg_collection)
+            pg_collection.cp = SingleRank()
         with without_package_check():
-            super().__init__(*args, **kwargs)
+            super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
         self.cast_to_float32()
 
     def activate_gate(self, gate: Tensor) -> Tensor:
@@ -59,12 +71,12 @@ class LinearAttention(KeepFloat32, SegmentedGatedDeltaNet):
         """Return the function that computes the delta rule; `default` is megatron-core's choice."""
         # flash-linear-attention's chunked kernels round float32 to TF32 in their products.
         if self.config.params_dtype is torch.float32:
-            return delta_rule.chunk_gated_delta_rule
+            return continue_rule(delta_rule.chunk_gated_delta_rule)
         if self.config.deterministic_mode:
             return default
         if delta_rule.uses_torch_functions():
-            return delta_rule.chunk_gated_delta_rule
-        return delta_rule.with_chunks(default)
+            return continue_rule(delta_rule.chunk_gated_delta_rule)
+        return continue_rule(delta_rule.with_chunks(default))
 
     def forward(
         self,
@@ -77,12 +89,19 @@ class LinearAttention(KeepFloat32, SegmentedGatedDeltaNet):
     ) -> tuple[Tensor, Tensor | None]:
         """Compute linear attention as GatedDeltaNet does, and pass the chunks of a packed row to the kernels.
 
+        Under chunk-wise context parallelism GatedDeltaNet sees only this rank's tokens, in which each of the two chunks
+        of a segment is a segment; the kernels continue the chunks of other ranks (`chunkwise.py`).
+
         With an `inference_context`, states are stored in it; see `decoding.py`.
         """
         if inference_context is not None:
             return self.infer(hidden_states, inference_context)
+        chunks = contextlib.nullcontext()
+        if self.chunk_group is not None:
+            chunks = chunks_of(self.chunk_group)
+            packed_seq_params = packed_seq_params and packed_chunks(packed_seq_params, self.chunk_group.size())
         row = packed_seq_params if isinstance(packed_seq_params, HostPackedSeqParams) else None
-        with delta_rule.packed_row(row):
+        with delta_rule.packed_row(row), chunks:
             return super().forward(hidden_states, attention_mask, None, packed_seq_params, *args, **kwargs)
 
     def infer(self, hidden_states: Tensor, context: BaseInferenceContext) -> tuple[Tensor, Tensor | None]:
