@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from qwen3vl_bridge.core.collectives import chunks_to_lanes, lanes_to_chunks
+from qwen3vl_bridge.core.collectives import broadcast_in_group, chunks_to_lanes, lanes_to_chunks
 
 import torch
 import torch.nn.functional as F
@@ -64,7 +64,7 @@ def continue_rule(rule: Callable) -> Callable:
     """Wrap a gated delta rule so that inside `chunks_of` each chunk starts from the state after the chunk before it.
 
     `rule` has the arguments of `delta_rule.chunk_gated_delta_rule`. With packed rows, `cu_seqlens` are offsets of
-    chunks.
+    chunks. A final state is the state after the last chunk of each segment, on all ranks.
     """
 
     @functools.wraps(rule)
@@ -81,8 +81,10 @@ def continue_rule(rule: Callable) -> Callable:
         kwargs |= dict(g=g, beta=beta, cu_seqlens=cu_seqlens)
         update, transition = _maps_of_chunks(rule, chunks, query, key, value, kwargs)
         states = states_before_chunks(update, transition, group)
-        output, _ = rule(query, key, value, **kwargs | dict(initial_state=states))
-        return output.reshape(shape), None
+        output, final = rule(query, key, value, **kwargs | dict(initial_state=states))
+        # The first rank has the last chunk of each segment.
+        final = None if final is None else broadcast_in_group(final[1::2], group)
+        return output.reshape(shape), final
 
     return call
 

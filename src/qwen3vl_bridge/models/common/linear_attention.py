@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from qwen3vl_bridge.config.divisibility import CHUNKWISE, linear_cp_mode
-from qwen3vl_bridge.core.collectives import gather_over_context
+from qwen3vl_bridge.core.collectives import gather_over_context, sum_in_group
 from qwen3vl_bridge.models.common import delta_rule
 from qwen3vl_bridge.models.common.attention import HostPackedSeqParams, packed_chunks
 from qwen3vl_bridge.models.common.chunkwise import chunks_of, continue_rule
@@ -96,19 +96,22 @@ class LinearAttention(KeepFloat32, SegmentedGatedDeltaNet):
         """
         if inference_context is not None:
             return self.infer(hidden_states, inference_context)
-        chunks = contextlib.nullcontext()
-        if self.chunk_group is not None:
-            chunks = chunks_of(self.chunk_group)
-            packed_seq_params = packed_seq_params and packed_chunks(packed_seq_params, self.chunk_group.size())
+        if self.chunk_group is not None and packed_seq_params is not None:
+            packed_seq_params = packed_chunks(packed_seq_params, self.chunk_group.size())
         row = packed_seq_params if isinstance(packed_seq_params, HostPackedSeqParams) else None
-        with delta_rule.packed_row(row), chunks:
+        with delta_rule.packed_row(row), self.exchange_chunks():
             return super().forward(hidden_states, attention_mask, None, packed_seq_params, *args, **kwargs)
+
+    def exchange_chunks(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager in which kernels continue the chunks of other ranks if the layer has a `chunk_group`."""
+        return contextlib.nullcontext() if self.chunk_group is None else chunks_of(self.chunk_group)
 
     def infer(self, hidden_states: Tensor, context: BaseInferenceContext) -> tuple[Tensor, Tensor | None]:
         """Compute linear attention of padded rows [s / sp, b, h], or of one new token of each row.
 
         The last inputs of the convolution, and the state of the delta rule after the last real token, are stored.
-        Under context parallelism each rank has all tokens of some of the heads.
+        Under context parallelism each rank has all tokens of some of the heads, or, with chunk-wise context parallelism,
+        its own tokens of the prompt. Then each rank computes all heads of the new tokens.
         """
         projected, _ = self.in_proj(hidden_states)
         step, decodes, cp = len(projected), has_tokens(context), self.pg_collection.cp
@@ -127,13 +130,20 @@ class LinearAttention(KeepFloat32, SegmentedGatedDeltaNet):
             query, key, value, decay, beta = self.prepare_rule(convolved, gate, beta, alpha)
             output, state = delta_rule.recurrent_gated_delta_rule(query, key, value, decay, beta, state)
         else:
-            lengths = prompt_lengths(context, rows, tokens, inputs.device)
-            last = lengths[:, None] + torch.arange(kept, device=inputs.device)  # among tokens after `kept` zeros
-            window = F.pad(inputs, (0, 0, kept, 0))[torch.arange(rows, device=inputs.device)[:, None], last]
-            query, key, value, decay, beta = self.prepare_rule(self.convolve(inputs), gate, beta, alpha)
-            is_real = (torch.arange(tokens, device=inputs.device) < lengths[:, None])[..., None]
-            decay, beta = decay * is_real, beta * is_real  # padding changes no state
-            output, state = self.gated_delta_rule(query, key, value, g=decay, beta=beta, output_final_state=True)
+            lengths = prompt_lengths(context, rows, tokens, inputs.device)[:, None]
+            position = torch.arange(tokens, device=inputs.device) if self.chunk_group is None else context.columns
+            last = lengths - kept + torch.arange(kept, device=inputs.device)
+            is_last = (position[:, None] == last[:, None]).to(inputs.dtype)
+            window = torch.einsum("bsk,bsc->bkc", is_last, inputs)  # zeros before the first token
+            if self.chunk_group is not None:
+                window = sum_in_group(window, self.chunk_group)
+            is_real = (position < lengths)[..., None]
+            with self.exchange_chunks():
+                query, key, value, decay, beta = self.prepare_rule(self.convolve(inputs), gate, beta, alpha)
+                decay, beta = decay * is_real, beta * is_real  # padding changes no state
+                output, state = self.gated_delta_rule(
+                    query, key, value, g=decay, beta=beta, cu_seqlens=None, output_final_state=True
+                )
         context.key_value_memory_dict[self.layer_number] = tuple(x.transpose(0, 1) for x in (window[:, -kept:], state))
         output = self.gated_norm(output, gate).transpose(0, 1).contiguous()
         if not decodes:
