@@ -169,6 +169,8 @@ def examine_run(
                 "unless dataset.max_patches limits them; use more GPUs, recompute more (model.recompute_granularity), "
                 f"or shorten rows; {lines['proposed']}"
             )
+    with collect_error(errors):
+        report.summary |= _describe_linear_attention(complete, gpus)
     report.summary |= _describe_schedule(complete, gpu)
     with collect_error(errors):
         report.summary |= _describe_data(cfg, complete)
@@ -387,6 +389,27 @@ def _describe_data(cfg: ConfigContainer, complete: ConfigContainer) -> dict[str,
         "rows": f"{about}{epoch.rows:,.0f} an epoch, {full:.0%} full, with {about}{epoch.tokens:,.0f} tokens",
         "epochs": f"{about}{complete.train.train_iters / of_epoch:,.3g} of {of_epoch:,.4g} steps each",
     }
+
+
+def _describe_linear_attention(cfg: ConfigContainer, gpus: int) -> dict[str, str]:
+    """Return a line on what context-parallel ranks of a hybrid model exchange in each layer with linear attention."""
+    from qwen3vl_bridge.config.divisibility import CHUNKWISE, HEADWISE
+    from qwen3vl_bridge.planning.from_config import read_layouts
+    from qwen3vl_bridge.planning.linear_traffic import bytes_sent
+    from qwen3vl_bridge.terminal import in_bytes
+
+    layout, dims = read_layouts(cfg, gpus)[0], cfg.model.dimensions()
+    if layout.cp == 1 or not dims.indices.get("linear_layers"):
+        return {}
+    tokens, rows = cfg.dataset.seq_length / layout.cp, cfg.train.micro_batch_size
+    heads, states = (
+        in_bytes(bytes_sent(dims, layout, mode, tokens=rows * tokens, segments=1)) for mode in (HEADWISE, CHUNKWISE)
+    )
+    if layout.exchanges_states(dims):
+        text = f"chunk-wise: a rank sends {states} of states per layer and document; head-wise {heads} of tokens per row"
+    else:
+        text = f"head-wise: a rank sends {heads} of tokens per layer and row; chunk-wise {states} of states per document"
+    return {"linear attn": f"{text} (model.linear_cp_mode)"}
 
 
 def _describe_schedule(cfg: ConfigContainer, gpu: str | None) -> dict[str, str]:

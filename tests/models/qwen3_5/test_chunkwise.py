@@ -41,10 +41,20 @@ def random_layouts(ranks: int, seed: int) -> Iterator[SequenceLayout]:
             yield SequenceLayout.padded_rows(lengths, -(-max(lengths) // (2 * ranks)) * 2 * ranks)
 
 
-def layer(groups: ProcessGroupCollection, mode: str | None) -> LinearAttention:
-    config = megatron_config(**HEADS)
+def build_on_ranks(mode: str, heads: dict[str, int] = HEADS) -> tuple[LinearAttention, LinearAttention]:
+    """Return a layer whose context-parallel group are all ranks, and the same layer without context parallelism."""
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
+    model_parallel_cuda_manual_seed(1)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    alone = copy.copy(groups)
+    alone.cp = alone.tp
+    layers, config = [], megatron_config(**heads)
     config.linear_cp_mode = mode
-    return perturb(build_module(linear_attention_spec(config), config=config, layer_number=1, pg_collection=groups))
+    for collection in (groups, alone):
+        module = build_module(linear_attention_spec(config), config=config, layer_number=1, pg_collection=collection)
+        layers.append(perturb(module))
+    return layers[0], layers[1]
 
 
 def run(module: LinearAttention, hidden: Tensor, weight: Tensor, layout: SequenceLayout) -> dict[str, Tensor]:
@@ -59,13 +69,7 @@ def run(module: LinearAttention, hidden: Tensor, weight: Tensor, layout: Sequenc
 
 def errors_on_ranks(seed: int) -> list[dict[str, float]]:
     """Return the errors of each random layout, relative to the largest entry of each tensor."""
-    dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
-    model_parallel_cuda_manual_seed(1)
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    alone = copy.copy(groups)
-    alone.cp = alone.tp
-    module, reference, found = layer(groups, "chunkwise"), layer(alone, None), []
+    (module, reference), found = build_on_ranks("chunkwise"), []
     random = torch.Generator().manual_seed(seed)
     for layout in random_layouts(dist.get_world_size(), seed):
         shape = (layout.total, module.config.hidden_size)
