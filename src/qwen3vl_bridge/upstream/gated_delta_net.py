@@ -2,7 +2,8 @@
 
 Overridden in `GatedDeltaNet`: `_setup_variant_attrs`, which sets `gated_delta_rule`; `_resolve_cu_seqlens`, which
 checks offsets on the host (packed rows came with NVIDIA/Megatron-LM#2645); and `_apply_gated_norm`, which applies the
-activation of the MLPs to the gate. Called: `_prepare_input_for_gated_delta_rule` and `_compute_g_and_beta`, for
+activation of the MLPs to the gate. Given `SingleRank` as the context-parallel group where ranks exchange states instead
+of tokens; a configuration is completed `without_variant`, because megatron-core divides heads over ranks. Called: `_prepare_input_for_gated_delta_rule` and `_compute_g_and_beta`, for
 generation, because `forward` rejects an inference context; and `megatron.core.ssm.utils._split_tensor_factory`, with
 which `sharded_state_dict` splits the weight of the fused projection. Delete this module when megatron-core neither
 reads packed offsets on the host nor computes the delta rule in a lower precision than float32 parameters, and splits

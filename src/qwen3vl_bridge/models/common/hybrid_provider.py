@@ -18,7 +18,7 @@ from qwen3vl_bridge.config.checks import (
     one_of,
     requires_default,
 )
-from qwen3vl_bridge.config.divisibility import CHUNKWISE, HEADWISE, linear_cp_mode
+from qwen3vl_bridge.config.divisibility import CHUNKWISE, HEADWISE
 from qwen3vl_bridge.config.hybrid_config import LINEAR_SIZES, TOKENS, add_dimensions
 from qwen3vl_bridge.config.model_validation import FIXED_ARCHITECTURE
 from qwen3vl_bridge.models.common.delta_rule import check_package
@@ -124,15 +124,13 @@ class HybridModelProvider(VisionLanguageProvider):
         check_package()
 
     def finalize_megatron_fields(self) -> None:
-        """Check and complete the fields of megatron-core, which divides the heads of linear attention over ranks."""
-        with without_variant(self) if self.uses_linear_cp_mode(CHUNKWISE) else contextlib.nullcontext():
-            super().finalize_megatron_fields()
+        """Check and complete the fields of megatron-core and Megatron-Bridge.
 
-    def uses_linear_cp_mode(self, mode: str) -> bool:
-        """Return whether linear attention is computed in this mode, "headwise" or "chunkwise"; see `linear_cp_mode`."""
-        heads = self.linear_num_key_heads, self.linear_num_value_heads
-        sizes = self.tensor_model_parallel_size, self.context_parallel_size
-        return linear_cp_mode(self.linear_cp_mode, *heads, *sizes) == mode
+        megatron-core expects heads of linear attention that can be divided over context-parallel ranks, also where they
+        are not. `_check_divisible` checks them.
+        """
+        with without_variant(self) if self.context_parallel_size > 1 else contextlib.nullcontext():
+            super().finalize_megatron_fields()
 
     @property
     def layers_in_16_bits(self) -> tuple[str, ...]:
