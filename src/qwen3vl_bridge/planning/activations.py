@@ -620,8 +620,11 @@ def _text_layer(local: LocalSizes, *, moe: bool, slots: float | None = None) -> 
         # For each head: updates and outputs of a chunk, queries, keys and values, and the states between chunks, each
         # recomputed and with its gradient.
         key, value = dims["l_key_dim"], dims["l_value_dim"]
-        value += key * layout.exchanges_states(dims)
         per_head = 4 * key + 4 * value + 2 * key * value / CHUNK
+        if layout.exchanges_states(dims):
+            # The first computation of the delta rule also has columns of keys. Meanwhile there are gradients from the
+            # second one (queries, keys, values), and zeros as the gradient of the outputs that are not used.
+            per_head += 4 * key + 2 * key * key / CHUNK + 3 * key + value + (key + value)
         attention_gradients = dims["l_value_heads"] / layout.tp * per_head
     # Either the gradient of linear_fc1's output, which the fused activation puts in place of what it saved, or those of
     # the factors.
