@@ -238,12 +238,10 @@ def chunks_to_lanes(chunks: Tensor, group: torch.distributed.ProcessGroup) -> Te
 
     Returns:
         [2 * cp, lanes of this rank, ...], in the order of chunks. Ranks have equal numbers of lanes, or differ by one.
-        With fewer lanes than ranks, the last ranks have a lane of zeros, because no rank may send nothing.
     """
     ranks, sent = group.size(), _split_evenly(chunks.size(1), group)
-    received, lanes = [sent[group.rank()]] * ranks, chunks.transpose(0, 1)
-    lanes = torch.cat((lanes, lanes.new_zeros(sum(sent) - len(lanes), *lanes.shape[1:])))
-    gathered = tensor_parallel.all_to_all(group, lanes, received, sent)
+    received = [sent[group.rank()]] * ranks
+    gathered = tensor_parallel.all_to_all(group, chunks.transpose(0, 1).contiguous(), received, sent)
     first, second = gathered.unflatten(0, (ranks, received[0])).unbind(2)
     return torch.cat((first, second.flip(0)))
 
@@ -253,13 +251,12 @@ def lanes_to_chunks(lanes: Tensor, count: int, group: torch.distributed.ProcessG
     received = _split_evenly(count, group)
     first, second = lanes.chunk(2)
     held = torch.stack((first, second.flip(0)), 2).flatten(0, 1)  # [cp * lanes of this rank, 2, ...]
-    gathered = tensor_parallel.all_to_all(group, held, received, [lanes.size(1)] * group.size())
-    return gathered[:count].transpose(0, 1)
+    return tensor_parallel.all_to_all(group, held, received, [lanes.size(1)] * group.size()).transpose(0, 1)
 
 
 def _split_evenly(count: int, group: torch.distributed.ProcessGroup) -> list[int]:
-    """Return the number of items of each rank if `count` items, or one for each rank, are divided over a group."""
-    each, rest = divmod(max(count, group.size()), group.size())
+    """Return the number of items of each rank if `count` items are divided over a group."""
+    each, rest = divmod(count, group.size())
     return [each + (rank < rest) for rank in range(group.size())]
 
 

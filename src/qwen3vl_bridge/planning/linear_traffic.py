@@ -27,8 +27,8 @@ def bytes_sent(
     to_others = 1 - 1 / layout.cp
     if mode != CHUNKWISE:  # the outputs of the input projection, and the inputs of the output projection
         return tokens * (channels + 2 * value + 2 * heads) * element_bytes * to_others
-    # Of each chunk: its map of states and the state before it, and the last tokens and those before it. Heads of
-    # segments are divided over ranks; with fewer heads than ranks, some ranks get zeros.
-    states = max(segments * heads, layout.cp) * key_dim * (key_dim + 2 * value_dim) * _FLOAT
-    borders = 2 * segments * (dims["l_conv"] - 1) * channels * element_bytes
-    return 2 * (states + borders) * to_others
+    # Of each chunk: its map of states and the state before it, and the last tokens and those before it. With fewer heads
+    # of segments than ranks, ranks differ; this is the mean.
+    states = heads * key_dim * (key_dim + 2 * value_dim) * _FLOAT
+    borders = 2 * (dims["l_conv"] - 1) * channels * element_bytes
+    return 2 * segments * (states + borders) * to_others

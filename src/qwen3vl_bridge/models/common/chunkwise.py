@@ -145,14 +145,13 @@ def tokens_before_chunks(x: Tensor, cu_seqlens: Tensor | None, width: int, group
         tails = F.pad(x, (0, 0, width - 1, 0))[:, -(width - 1) :].flip(1)
         lengths = torch.full((len(x) // 2,), x.size(1), device=x.device)
     else:
-        lengths = cu_seqlens.diff()
-        held = (back <= lengths[:, None])[..., None]
-        tails = x[0, (cu_seqlens[1:, None] - back).clamp(min=0)] * held  # [2 n, w - 1, channels]
-        lengths = lengths[::2]
+        tails = x[0, (cu_seqlens[1:, None] - back).clamp(min=0)]  # [2 n, w - 1, channels]
+        lengths = cu_seqlens.diff()[::2]
     channels = x.size(-1)
     lanes = tails.unflatten(0, (-1, 2)).permute(1, 0, 3, 2).flatten(1, 2)  # [2, n * channels, w - 1]
     gathered = chunks_to_lanes(lanes, group)  # [2 cp, lanes of this rank, w - 1]
-    # Token `back` before a chunk is in the chunk 1 + (back - 1) // length before it.
+    # Token `back` before a chunk is in the chunk 1 + (back - 1) // length before it. Entries of the tail of a shorter
+    # chunk that precede the chunk are never read.
     all_lanes = lengths.repeat_interleave(channels, output_size=lanes.size(1))
     share = torch.tensor_split(all_lanes, group.size())[group.rank()]
     chunk = torch.arange(len(gathered), device=x.device)[:, None, None] - 1 - (back - 1) // share[:, None]
