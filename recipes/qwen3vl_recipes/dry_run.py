@@ -401,15 +401,15 @@ def _describe_linear_attention(cfg: ConfigContainer, gpus: int) -> dict[str, str
     layout, dims = read_layouts(cfg, gpus)[0], cfg.model.dimensions()
     if layout.cp == 1 or not dims.indices.get("linear_layers"):
         return {}
-    tokens, rows = cfg.dataset.seq_length / layout.cp, cfg.train.micro_batch_size
-    heads, states = (
-        in_bytes(bytes_sent(dims, layout, mode, tokens=rows * tokens, segments=1)) for mode in (HEADWISE, CHUNKWISE)
+    tokens = cfg.dataset.seq_length / layout.cp
+    row, document = (
+        in_bytes(bytes_sent(dims, layout, mode, tokens=tokens, segments=1)) for mode in (HEADWISE, CHUNKWISE)
     )
     if layout.exchanges_states(dims):
-        text = f"chunk-wise: a rank sends {states} of states per layer and document; head-wise {heads} of tokens per row"
+        text = f"chunkwise: in a layer's forward pass a rank sends {document} per document (headwise: {row} per row)"
     else:
-        text = f"head-wise: a rank sends {heads} of tokens per layer and row; chunk-wise {states} of states per document"
-    return {"linear attn": f"{text} (model.linear_cp_mode)"}
+        text = f"headwise: in a layer's forward pass a rank sends {row} per row (chunkwise: {document} per document)"
+    return {"linear attn": f"model.linear_cp_mode {text}"}
 
 
 def _describe_schedule(cfg: ConfigContainer, gpu: str | None) -> dict[str, str]:

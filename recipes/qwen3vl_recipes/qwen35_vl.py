@@ -13,10 +13,10 @@ from qwen3vl_recipes.base import (
     pretrain_fp8_cs,
     pretrain_fp8_mx,
     sft,
+    sft_1m,
     sft_32k,
     sft_128k,
     sft_256k,
-    sft_1m,
     sft_fsdp,
 )
 

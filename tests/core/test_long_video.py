@@ -1,6 +1,5 @@
 """A video of two hours at one frame per second, in a row of 256K tokens on 32 context-parallel ranks."""
 
-
 from qwen3vl_bridge.core.batch import TokenBatch
 from qwen3vl_bridge.core.layout import SequenceLayout
 from qwen3vl_bridge.core.vision_inputs import VisionSettings

@@ -121,7 +121,8 @@ def table(found: dict[Case, dict[str, float]]) -> str:
     for (family, topology, _, _), errors in found.items():
         groups[topology, family].append(errors)
     lines = ["| split | model | cases | loss | gradient | gradient norm | weights |", "|---|---|---|---|---|---|---|"]
-    for topology, family in sorted(groups, key=lambda group: (list(TOPOLOGIES | MODULES | CHUNKWISE).index(group[0]), group[1])):
+    order = list(TOPOLOGIES | MODULES | CHUNKWISE)
+    for topology, family in sorted(groups, key=lambda group: (order.index(group[0]), group[1])):
         errors = groups[topology, family]
         figures = [max((e[name] for e in errors if name in e), default=None) for name in ERRORS]
         cells = ["–" if figure is None else f"{figure:.1e}" for figure in figures]

@@ -68,8 +68,8 @@ def test_gated_delta_net_asks_context_parallel_group_only_for_size_and_rank():
     CONTRACT.mentions(f"{GDN}.common", "tensor_a2a_hp2cp", calls[1], "cp_size == 1")
 
 
-def test_without_variant_config_with_indivisible_heads_is_accepted():
-    from qwen3vl_bridge.upstream.gated_delta_net import without_variant
+def test_with_divisible_heads_accepts_config_and_restores_heads():
+    from qwen3vl_bridge.upstream.gated_delta_net import with_divisible_heads
 
     config = megatron_config()
     config.context_parallel_size = 3
@@ -79,6 +79,7 @@ def test_without_variant_config_with_indivisible_heads_is_accepted():
         assert "must be a multiple of" in str(error)
     else:
         CONTRACT.fail("megatron.core", "TransformerConfig accepts heads of linear attention that ranks do not divide")
-    with without_variant(config):
+    heads = config.linear_num_key_heads, config.linear_num_value_heads
+    with with_divisible_heads(config):
         config.__post_init__()
-    assert config.experimental_attention_variant == "gated_delta_net"
+    assert (config.linear_num_key_heads, config.linear_num_value_heads) == heads

@@ -12,12 +12,11 @@ from typing import NamedTuple
 
 from qwen3vl_bridge.weights.rows import Dimensions, WeightRow
 
-
 # How linear attention is computed under context parallelism. megatron-core's development branch has the same names.
 HEADWISE, CHUNKWISE = "headwise", "chunkwise"
 
 
-def linear_cp_mode(mode: str | None, key_heads: int, value_heads: int, tp: int, cp: int) -> str:
+def resolve_linear_cp_mode(mode: str | None, key_heads: int, value_heads: int, tp: int, cp: int) -> str:
     """Return how linear attention is computed under context parallelism: "headwise" or "chunkwise".
 
     Args:
@@ -75,7 +74,7 @@ def indivisible_sizes(
         sizes += [("num_moe_experts", dims["experts"], "ep", ep), ("moe_ffn_hidden_size", dims["moe_ffn"], "etp", etp)]
     if dims.indices.get("linear_layers"):
         keys, values = dims["l_key"] // dims["l_key_dim"], dims["l_value_heads"]
-        divides_heads = cp > 1 and linear_cp_mode(linear_mode, keys, values, tp, cp) == HEADWISE
+        divides_heads = cp > 1 and resolve_linear_cp_mode(linear_mode, keys, values, tp, cp) == HEADWISE
         ranks = ("tp * cp", tp * cp) if divides_heads else ("tp", tp)
         sizes += [("linear_num_key_heads", keys, *ranks), ("linear_num_value_heads", values, *ranks)]
     if dims.indices.get("ple_layers"):

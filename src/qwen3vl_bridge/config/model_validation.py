@@ -397,7 +397,7 @@ def _check_divisible(provider: VisionLanguageFields) -> None:
     for setting, size, parallelism, ranks, divisor_allowed in wrong:
         condition = _DIST_TRAIN.describe(provider) if names[parallelism] == _VISION_TP else ""
         advice = "; set should_pad_vocab" if setting == "padded_vocab_size" else ""
-        if setting.startswith("linear_num") and parallelism == "tp * cp":
+        if setting.startswith("linear_num") and size % provider.tensor_model_parallel_size == 0:
             advice = "; or set linear_cp_mode='chunkwise'"
         multiple = "a multiple or divisor" if divisor_allowed else "a multiple"
         raise ValueError(

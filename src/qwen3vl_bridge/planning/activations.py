@@ -205,7 +205,7 @@ def saved_by_linear_attention(local: LocalSizes, slots: float = 1.0) -> SavedTen
 
     Between the projections a context-parallel rank has all tokens, but only its share of the heads, or else its own
     tokens of all heads. So the number of elements does not depend on context parallelism. But with its own tokens the
-    delta rule is computed twice, the first time with columns of keys beside those of values (`models/common/chunkwise.py`).
+    delta rule is computed twice, first with columns of keys beside those of values (`models/common/chunkwise.py`).
 
     Args:
         slots: slots per token in the chunks of the delta rule in torch. Chunks never cross segments, so some slots of a

@@ -12,7 +12,9 @@ _FLOAT = 4  # bytes of an element of a state
 def bytes_sent(
     dims: Dimensions, layout: ParallelLayout, mode: str, *, tokens: float, segments: float, element_bytes: int = 2
 ) -> float:
-    """Return the bytes that a rank sends to others in the forward pass of one layer. The backward pass sends as many.
+    """Return the bytes that a rank sends to others, on average, in the forward pass of one layer.
+
+    The backward pass sends as many.
 
     Args:
         dims: dimensions of a hybrid model.
@@ -27,8 +29,7 @@ def bytes_sent(
     to_others = 1 - 1 / layout.cp
     if mode != CHUNKWISE:  # the outputs of the input projection, and the inputs of the output projection
         return tokens * (channels + 2 * value + 2 * heads) * element_bytes * to_others
-    # Of each chunk: its map of states and the state before it, and the last tokens and those before it. With fewer heads
-    # of segments than ranks, ranks differ; this is the mean.
+    # Of each chunk: its map of states and the state before it, and the last tokens and those before it.
     states = heads * key_dim * (key_dim + 2 * value_dim) * _FLOAT
     borders = 2 * (dims["l_conv"] - 1) * channels * element_bytes
     return 2 * segments * (states + borders) * to_others

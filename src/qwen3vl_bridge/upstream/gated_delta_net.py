@@ -2,12 +2,13 @@
 
 Overridden in `GatedDeltaNet`: `_setup_variant_attrs`, which sets `gated_delta_rule`; `_resolve_cu_seqlens`, which
 checks offsets on the host (packed rows came with NVIDIA/Megatron-LM#2645); and `_apply_gated_norm`, which applies the
-activation of the MLPs to the gate. Given `SingleRank` as the context-parallel group where ranks exchange states instead
-of tokens; a configuration is completed `without_variant`, because megatron-core divides heads over ranks. Called: `_prepare_input_for_gated_delta_rule` and `_compute_g_and_beta`, for
+activation of the MLPs to the gate. Called: `_prepare_input_for_gated_delta_rule` and `_compute_g_and_beta`, for
 generation, because `forward` rejects an inference context; and `megatron.core.ssm.utils._split_tensor_factory`, with
-which `sharded_state_dict` splits the weight of the fused projection. Delete this module when megatron-core neither
-reads packed offsets on the host nor computes the delta rule in a lower precision than float32 parameters, and splits
-the weights of adapters like the weight of their layer.
+which `sharded_state_dict` splits the weight of the fused projection. For `linear_cp_mode="chunkwise"`, which
+megatron-core lacks, a layer gets `SingleRank` as its context-parallel group, and a configuration is checked
+`with_divisible_heads`. Delete this module when megatron-core neither reads packed offsets on the host nor computes the
+delta rule in a lower precision than float32 parameters, splits the weights of adapters like the weight of their layer,
+and has chunk-wise context parallelism.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+
 class SingleRank:
     """Stands for a process group of one rank. megatron-core's Gated DeltaNet only asks for its size and rank."""
 
@@ -37,16 +39,20 @@ class SingleRank:
 
 
 @contextlib.contextmanager
-def without_variant(config: TransformerConfig) -> Iterator[None]:
-    """Let megatron-core complete a configuration inside the `with` block as if all its layers had full attention.
+def with_divisible_heads(config: TransformerConfig) -> Iterator[None]:
+    """Multiply the numbers of heads of linear attention by tp * cp inside the `with` block.
 
-    It rejects numbers of heads of linear attention that tensor and context parallelism do not divide.
+    megatron-core rejects a configuration in which tp * cp does not divide them. All other checks give the same result.
     """
-    variant, config.experimental_attention_variant = config.experimental_attention_variant, None
+    names = ("linear_num_key_heads", "linear_num_value_heads")
+    heads = {name: getattr(config, name) for name in names}
+    for name, number in heads.items():
+        setattr(config, name, number * config.tensor_model_parallel_size * config.context_parallel_size)
     try:
         yield
     finally:
-        config.experimental_attention_variant = variant
+        for name, number in heads.items():
+            setattr(config, name, number)
 
 
 GatedDeltaRule = Callable[..., tuple[Tensor, Tensor | None]]

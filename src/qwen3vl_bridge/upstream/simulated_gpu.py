@@ -50,7 +50,7 @@ def join_fake_ranks(rank: int, world: int, note: Callable[[str, int], None]) -> 
     os.environ |= dict(WORLD_SIZE=str(world), RANK=str(rank), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     os.environ |= dict(MASTER_ADDR="localhost", MASTER_PORT="1")
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world)
-    new_group, all_to_all = dist.new_group, dist.all_to_all_single
+    new_group = dist.new_group
 
     def fake_group(ranks: Any = None, timeout: Any = None, backend: Any = None, pg_options: Any = None, **more: Any):
         return new_group(ranks, timeout, "fake", None, **more)
@@ -61,7 +61,7 @@ def join_fake_ranks(rank: int, world: int, note: Callable[[str, int], None]) -> 
             sizes = [x.nbytes for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.is_cuda]
             if sizes:
                 note(function.__name__, max(sizes))
-            if function is all_to_all and not args[1].numel():
+            if function.__name__ == "all_to_all_single" and not args[1].numel():
                 return None  # the backend fills outputs from the input, and cannot do so without elements
             return function(*args, **kwargs)
 

@@ -66,9 +66,15 @@ class HostPackedSeqParams(PackedSeqParams):
         return self._causal_chunks[cp_size, cp_rank]
 
     def rank_chunks(self, cp_size: int) -> HostPackedSeqParams:
-        """Return the parameters of a rank's chunks, see `packed_chunks`. Computed once for all layers."""
+        """Return the parameters of a context-parallel rank's tokens, with each chunk as a segment. Computed only once.
+
+        A rank has two consecutive chunks of each segment, each 1 / (2 * cp_size) of its length.
+        """
         if cp_size not in self._rank_chunks:
-            self._rank_chunks[cp_size] = _rank_chunks(physical_offsets(self), self.lengths, cp_size)
+            lengths = (physical_offsets(self).diff() // (2 * cp_size)).repeat_interleave(2)
+            offsets = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+            on_host = tuple(length // (2 * cp_size) for length in self.lengths for _ in range(2))
+            self._rank_chunks[cp_size] = packed_seq_params(offsets, on_host)
         return self._rank_chunks[cp_size]
 
     def chunk_indices(self, size: int) -> Tensor:
@@ -109,21 +115,6 @@ def packed_seq_params(
         lengths=lengths,
         layout=layout,
     )
-
-
-def packed_chunks(params: PackedSeqParams, cp_size: int) -> HostPackedSeqParams:
-    """Return the parameters of a context-parallel rank's tokens of a packed row, with each chunk as a segment.
-
-    A rank has two consecutive chunks of each segment, each 1 / (2 * cp_size) of its length.
-    """
-    if isinstance(params, HostPackedSeqParams):
-        return params.rank_chunks(cp_size)
-    return _rank_chunks(physical_offsets(params), tuple(physical_offsets(params).diff().tolist()), cp_size)
-
-
-def _rank_chunks(offsets: Tensor, lengths: tuple[int, ...], cp_size: int) -> HostPackedSeqParams:
-    chunks = (offsets.diff() // (2 * cp_size)).repeat_interleave(2).cumsum(0, dtype=torch.int32)
-    return packed_seq_params(F.pad(chunks, (1, 0)), tuple(n // (2 * cp_size) for n in lengths for _ in range(2)))
 
 
 def layout_packed_seq_params(layout: SequenceLayout) -> HostPackedSeqParams | None:

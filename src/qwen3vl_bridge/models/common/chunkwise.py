@@ -1,13 +1,14 @@
 """Linear attention under context parallelism without exchanging tokens: ranks exchange states of chunks instead.
 
-Each rank keeps its tokens, which are two chunks of every segment (`core.layout.token_index`). The gated delta rule is
-linear in the state before a chunk, so a chunk is a map S -> transition @ S + update. Ranks exchange these maps, compute
-the state before each of their chunks, and then compute their chunks from it. The convolution needs the last tokens
-before each chunk, which are exchanged in the same way. Sources: Yang et al., Parallelizing Linear Transformers with the
-Delta Rule over Sequence Length (2024), for the map of a chunk; Sun et al., Linear Attention Sequence Parallelism (2024).
+Each rank keeps its tokens: two chunks of every segment, each 1 / (2 cp) of it (`core.layout.token_index`; these are not
+the chunks of 64 tokens inside kernels). The gated delta rule is linear in the state before a chunk, so a chunk is a map
+S -> transition @ S + update. Ranks exchange these maps, compute the state before each of their chunks, and then compute
+the outputs of the chunks from it. The convolution needs the last tokens before each chunk, which are exchanged in the
+same way. Sources: Yang et al., Parallelizing Linear Transformers with the Delta Rule over Sequence Length (2024), for
+the map of a chunk; Sun et al., Linear Attention Sequence Parallelism (2024).
 
-The number of bytes sent does not depend on the number of tokens: dividing the heads over ranks, as megatron-core does,
-sends all tokens twice.
+The number of bytes sent is proportional to the number of segments, not of tokens. Dividing the heads over ranks, as
+megatron-core does, sends all tokens twice.
 
 Legend of shapes: b padded rows (1 for a packed row), s tokens of this rank per row, n segments (b for padded rows), h
 heads, d and e head dimensions of keys and values, w width of the convolution, cp context-parallel ranks.
@@ -34,7 +35,7 @@ _chunk_group: ContextVar[ProcessGroup | None] = ContextVar("chunk_group", defaul
 
 @contextlib.contextmanager
 def chunks_of(group: ProcessGroup) -> Iterator[None]:
-    """Compute wrapped kernels (`continue_convolution`, `continue_rule`) over the chunks of a group's ranks."""
+    """Context manager in which kernels of `continue_convolution` and `continue_rule` exchange chunks in `group`."""
     token = _chunk_group.set(group)
     try:
         yield
@@ -43,7 +44,7 @@ def chunks_of(group: ProcessGroup) -> Iterator[None]:
 
 
 def continue_convolution(convolution: Callable) -> Callable:
-    """Wrap a causal convolution so that inside `chunks_of` each chunk continues the chunk before it.
+    """Wrap a causal convolution so that inside `chunks_of` each chunk starts from the last tokens of the chunk before.
 
     `convolution` has the arguments of `delta_rule.causal_conv1d`. With packed rows, `cu_seqlens` are offsets of chunks.
     """
@@ -61,7 +62,7 @@ def continue_convolution(convolution: Callable) -> Callable:
 
 
 def continue_rule(rule: Callable) -> Callable:
-    """Wrap a gated delta rule so that inside `chunks_of` each chunk starts from the state after the chunk before it.
+    """Wrap a gated delta rule so that inside `chunks_of` each chunk starts from the state after the chunk before.
 
     `rule` has the arguments of `delta_rule.chunk_gated_delta_rule`. With packed rows, `cu_seqlens` are offsets of
     chunks. A final state is the state after the last chunk of each segment, on all ranks.
@@ -97,17 +98,17 @@ def _split_rows(x: Tensor) -> Tensor:
 def _maps_of_chunks(
     rule: Callable, chunks: int, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Return the map S -> transition @ S + update of each chunk, as update [2 n, h, d, e] and transition [2 n, h, d, d].
+    """Return the map S -> transition @ S + update of each chunk: update [2 n, h, d, e], transition [2 n, h, d, d].
 
     Columns of a state do not depend on each other. So the rule is computed with d more columns, which start at the unit
-    matrix and to which zeros are written: they become the transition.
+    matrix and whose values are zeros: they become the transition. Outputs are not used.
     """
     heads, size, columns = key.size(2), key.size(3), value.size(3)
     unit = torch.eye(size, columns + size, dtype=torch.float32, device=key.device).roll(columns, 1)
     start = unit.expand(chunks, heads, size, columns + size).contiguous()
     wide = F.pad(value, (0, size))
     arguments = arguments | dict(initial_state=start, output_final_state=True)
-    _, state = rule(query, key, wide, **arguments)
+    _, state = rule(query.detach(), key, wide, **arguments)
     return state.split((columns, size), -1)
 
 

@@ -65,7 +65,7 @@ def causal_conv1d(
         weight: [d, w]; the last weight belongs to the token itself.
         bias: [d].
         activation: "silu", "swish" or None.
-        initial_state: [n, d, w], the last w tokens before each segment; None for zeros.
+        initial_state: [n, d, w]; the last w - 1 entries are the tokens before each segment. None for zeros.
         output_final_state: False in megatron-core's calls.
         cu_seqlens: [n + 1] offsets of the n segments of a packed row; None if each row is one segment.
     """
@@ -156,11 +156,12 @@ def chunk_gated_delta_rule(
         new = values[:, c] - state_keys[:, c] @ state
         outputs.append(q_in[:, c] @ state + attention[:, c] @ new)
         state = state * decay[:, c] + k_out[:, c].mT @ new
-        states.append(state)
-    final = None
-    if output_final_state:
+        if output_final_state and cu_seqlens is not None:
+            states.append(state)
+    final = state if output_final_state else None
+    if states:
         last = torch.searchsorted(segment, torch.arange(len(offsets) - 1, device=offsets.device), right=True) - 1
-        final = state if cu_seqlens is None else torch.cat(states)[last]
+        final = torch.cat(states)[last]
     out = torch.stack(outputs, 1).transpose(2, 3).flatten(1, 2)  # [b, c * CHUNK, h, e]
     flat = slots.flatten()  # empty slots write to an extra row at the end
     out = out.new_zeros(out.shape[0], tokens + 1, *out.shape[2:]).index_copy(1, flat, out)[:, :-1]

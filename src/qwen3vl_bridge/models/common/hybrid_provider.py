@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -23,7 +22,7 @@ from qwen3vl_bridge.config.hybrid_config import LINEAR_SIZES, TOKENS, add_dimens
 from qwen3vl_bridge.config.model_validation import FIXED_ARCHITECTURE
 from qwen3vl_bridge.models.common.delta_rule import check_package
 from qwen3vl_bridge.models.common.provider import ExpertsMixin, VisionLanguageProvider
-from qwen3vl_bridge.upstream.gated_delta_net import without_variant
+from qwen3vl_bridge.upstream.gated_delta_net import with_divisible_heads
 from qwen3vl_bridge.weights.rows import Dimensions
 
 from megatron.core.models.gpt import experimental_attention_variant_module_specs as attention_variants
@@ -73,10 +72,10 @@ class HybridModelProvider(VisionLanguageProvider):
         linear_attention_in_proj_bf16: with `fp8` or `fp4`, compute the input projection of linear attention in the
             dtype of parameters. It has two output columns per value head for gates and decays. With them the columns of
             a rank are no multiple of 16 at tensor-parallel size 8, and no multiple of 32 (mxfp8) at size 4.
-        linear_cp_mode: how linear attention is computed under context parallelism. "headwise": ranks exchange tokens, and
-            each computes all tokens of some heads. "chunkwise": ranks keep their tokens and exchange states, which are
-            smaller for long documents, and tp * cp need not divide the heads; the delta rule is computed twice. None:
-            headwise if tp * cp divides the heads.
+        linear_cp_mode: how linear attention is computed under context parallelism. "headwise": ranks exchange tokens,
+            and each computes all tokens of some heads. "chunkwise": ranks keep their tokens and exchange states, which
+            are smaller for long documents; tp * cp need not divide the heads; the delta rule is computed a second time.
+            None: headwise if tp * cp divides the heads. No effect without context parallelism.
         rotary_percent: fraction of each head's dimensions with rotary embeddings.
         mtp_num_layers: 1 for a model with multi-token prediction, else None.
         mtp_loss_scaling_factor: weight of the multi-token prediction loss relative to the loss of the token; 0.1 is
@@ -124,12 +123,12 @@ class HybridModelProvider(VisionLanguageProvider):
         check_package()
 
     def finalize_megatron_fields(self) -> None:
-        """Check and complete the fields of megatron-core and Megatron-Bridge.
+        """Check and complete the fields of megatron-core and Megatron-Bridge, except the heads of linear attention.
 
-        megatron-core expects heads of linear attention that can be divided over context-parallel ranks, also where they
-        are not. `_check_divisible` checks them.
+        megatron-core expects that tp * cp divides them, which `linear_cp_mode="chunkwise"` does not need. Afterwards
+        `_check_divisible` checks them.
         """
-        with without_variant(self) if self.context_parallel_size > 1 else contextlib.nullcontext():
+        with with_divisible_heads(self):
             super().finalize_megatron_fields()
 
     @property

@@ -8,10 +8,10 @@ import functools
 from dataclasses import replace
 from typing import Any
 
-from qwen3vl_bridge.config.divisibility import CHUNKWISE, linear_cp_mode
+from qwen3vl_bridge.config.divisibility import CHUNKWISE, resolve_linear_cp_mode
 from qwen3vl_bridge.core.collectives import gather_over_context, sum_in_group
 from qwen3vl_bridge.models.common import delta_rule
-from qwen3vl_bridge.models.common.attention import HostPackedSeqParams, packed_chunks
+from qwen3vl_bridge.models.common.attention import HostPackedSeqParams
 from qwen3vl_bridge.models.common.chunkwise import chunks_of, continue_rule
 from qwen3vl_bridge.models.common.decoding import has_tokens, prompt_lengths
 from qwen3vl_bridge.models.common.layer_specs import LocalBackend, backend, decoder_block_spec
@@ -55,8 +55,9 @@ class LinearAttention(KeepFloat32, SegmentedGatedDeltaNet):
         delta_rule.choose_kernels()
         # With chunk-wise context parallelism the layer computes its own tokens, as without context parallelism.
         self.chunk_group = None
-        heads, mode = (config.linear_num_key_heads, config.linear_num_value_heads), getattr(config, "linear_cp_mode", None)
-        if linear_cp_mode(mode, *heads, pg_collection.tp.size(), pg_collection.cp.size()) == CHUNKWISE:
+        mode, sizes = getattr(config, "linear_cp_mode", None), (pg_collection.tp.size(), pg_collection.cp.size())
+        heads = config.linear_num_key_heads, config.linear_num_value_heads
+        if resolve_linear_cp_mode(mode, *heads, *sizes) == CHUNKWISE:
             self.chunk_group, pg_collection = pg_collection.cp, copy.copy(pg_collection)
             pg_collection.cp = SingleRank()
         with without_package_check():
@@ -89,29 +90,29 @@ class LinearAttention(KeepFloat32, SegmentedGatedDeltaNet):
     ) -> tuple[Tensor, Tensor | None]:
         """Compute linear attention as GatedDeltaNet does, and pass the chunks of a packed row to the kernels.
 
-        Under chunk-wise context parallelism GatedDeltaNet sees only this rank's tokens, in which each of the two chunks
-        of a segment is a segment; the kernels continue the chunks of other ranks (`chunkwise.py`).
+        With `linear_cp_mode="chunkwise"`, GatedDeltaNet sees only this rank's tokens, in which each of the two chunks
+        of a segment is a segment of its own. The kernels start from the chunks before, of other ranks (`chunkwise.py`).
 
         With an `inference_context`, states are stored in it; see `decoding.py`.
         """
         if inference_context is not None:
             return self.infer(hidden_states, inference_context)
         if self.chunk_group is not None and packed_seq_params is not None:
-            packed_seq_params = packed_chunks(packed_seq_params, self.chunk_group.size())
+            packed_seq_params = packed_seq_params.rank_chunks(self.chunk_group.size())
         row = packed_seq_params if isinstance(packed_seq_params, HostPackedSeqParams) else None
         with delta_rule.packed_row(row), self.exchange_chunks():
             return super().forward(hidden_states, attention_mask, None, packed_seq_params, *args, **kwargs)
 
     def exchange_chunks(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager in which kernels continue the chunks of other ranks if the layer has a `chunk_group`."""
+        """Return a context manager in which kernels start from chunks of other ranks, if there is a `chunk_group`."""
         return contextlib.nullcontext() if self.chunk_group is None else chunks_of(self.chunk_group)
 
     def infer(self, hidden_states: Tensor, context: BaseInferenceContext) -> tuple[Tensor, Tensor | None]:
         """Compute linear attention of padded rows [s / sp, b, h], or of one new token of each row.
 
         The last inputs of the convolution, and the state of the delta rule after the last real token, are stored.
-        Under context parallelism each rank has all tokens of some of the heads, or, with chunk-wise context parallelism,
-        its own tokens of the prompt. Then each rank computes all heads of the new tokens.
+        Under context parallelism each rank has all tokens of some of the heads. With `linear_cp_mode="chunkwise"`, it
+        has its own tokens of the prompt and all heads, and computes all heads of new tokens.
         """
         projected, _ = self.in_proj(hidden_states)
         step, decodes, cp = len(projected), has_tokens(context), self.pg_collection.cp
