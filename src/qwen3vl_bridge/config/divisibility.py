@@ -75,8 +75,9 @@ def indivisible_sizes(
     if dims.indices.get("linear_layers"):
         keys, values = dims["l_key"] // dims["l_key_dim"], dims["l_value_heads"]
         divides_heads = cp > 1 and resolve_linear_cp_mode(linear_mode, keys, values, tp, cp) == HEADWISE
-        ranks = ("tp * cp", tp * cp) if divides_heads else ("tp", tp)
-        sizes += [("linear_num_key_heads", keys, *ranks), ("linear_num_value_heads", values, *ranks)]
+        parallelism, ranks = ("tp * cp", tp * cp) if divides_heads else ("tp", tp)
+        sizes.append(("linear_num_key_heads", keys, parallelism, ranks))
+        sizes.append(("linear_num_value_heads", values, parallelism, ranks))
     if dims.indices.get("ple_layers"):
         # Before the convolution of the per-layer n-gram embedding, ranks exchange tokens for channels of all residual
         # streams.
