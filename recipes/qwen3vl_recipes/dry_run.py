@@ -169,6 +169,8 @@ def examine_run(
                 "unless dataset.max_patches limits them; use more GPUs, recompute more (model.recompute_granularity), "
                 f"or shorten rows; {lines['proposed']}"
             )
+    with collect_error(errors):
+        report.summary |= _describe_linear_attention(complete, gpus)
     report.summary |= _describe_schedule(complete, gpu)
     with collect_error(errors):
         report.summary |= _describe_data(cfg, complete)
@@ -387,6 +389,27 @@ def _describe_data(cfg: ConfigContainer, complete: ConfigContainer) -> dict[str,
         "rows": f"{about}{epoch.rows:,.0f} an epoch, {full:.0%} full, with {about}{epoch.tokens:,.0f} tokens",
         "epochs": f"{about}{complete.train.train_iters / of_epoch:,.3g} of {of_epoch:,.4g} steps each",
     }
+
+
+def _describe_linear_attention(cfg: ConfigContainer, gpus: int) -> dict[str, str]:
+    """Return a line on what context-parallel ranks of a hybrid model exchange in each layer with linear attention."""
+    from qwen3vl_bridge.config.divisibility import CHUNKWISE, HEADWISE
+    from qwen3vl_bridge.planning.from_config import read_layouts
+    from qwen3vl_bridge.planning.linear_traffic import bytes_sent
+    from qwen3vl_bridge.terminal import in_bytes
+
+    layout, dims = read_layouts(cfg, gpus)[0], cfg.model.dimensions()
+    if layout.cp == 1 or not dims.indices.get("linear_layers"):
+        return {}
+    tokens = cfg.dataset.seq_length / layout.cp
+    row, document = (
+        in_bytes(bytes_sent(dims, layout, mode, tokens=tokens, segments=1)) for mode in (HEADWISE, CHUNKWISE)
+    )
+    if layout.exchanges_states(dims):
+        text = f"chunkwise: in a layer's forward pass a rank sends {document} per document (headwise: {row} per row)"
+    else:
+        text = f"headwise: in a layer's forward pass a rank sends {row} per row (chunkwise: {document} per document)"
+    return {"linear attn": f"model.linear_cp_mode {text}"}
 
 
 def _describe_schedule(cfg: ConfigContainer, gpu: str | None) -> dict[str, str]:

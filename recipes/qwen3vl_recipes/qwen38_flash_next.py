@@ -1,8 +1,8 @@
 """Recipes of Qwen3.8-Flash-Next, as in `qwen3_vl.py`.
 
 EP is large, because it divides experts and n-gram tables, whose optimizer states need most of the memory. EP is a
-divisor or a multiple of 16, the number of hash heads. TP * CP is at most 16, as for Qwen3.5. There is no recipe with
-Megatron-FSDP, which supports n-gram tables only without EP.
+divisor or a multiple of 16, the number of hash heads. There is no recipe with Megatron-FSDP, which supports n-gram
+tables only without EP.
 """
 
 from functools import partial, wraps

@@ -357,6 +357,7 @@ LAYOUTS = {
     "EP 2": dict(expert_model_parallel_size=2),
     "CP 2": dict(context_parallel_size=2),
 }
+CHUNKWISE = {"CP 2, chunkwise": dict(context_parallel_size=2, linear_cp_mode="chunkwise")}
 ON_FOUR = {
     "TP 2 x CP 2": dict(tensor_model_parallel_size=2, sequence_parallel=True, context_parallel_size=2),
     "PP 2 x CP 2": dict(pipeline_model_parallel_size=2, pipeline_dtype=torch.float32, context_parallel_size=2),
@@ -366,7 +367,7 @@ ON_FOUR = {
 
 
 def answers_of_ranks(folder: Path, layout: str) -> torch.Tensor:
-    parallel = load(folder, **(LAYOUTS | ON_FOUR)[layout])
+    parallel = load(folder, **(LAYOUTS | CHUNKWISE | ON_FOUR)[layout])
     return answers(parallel, prompts("mixed", parallel.config))
 
 
@@ -383,15 +384,16 @@ def check_ranks(request, kind: str, layout: str, ranks: int) -> None:
     (kind, layout) for kind in ("untied", "tied", "moe", "3.5 dense", "3.5 tied", "3.5 moe") for layout in LAYOUTS
     # Experts are needed for EP, and linear attention with TP needs SP.
     if (layout != "EP 2" or "moe" in kind) and (layout != "TP 2" or "3.5" not in kind)
-])  # fmt: skip
+] + [("3.5 dense", *CHUNKWISE), ("3.5 moe", *CHUNKWISE)])  # fmt: skip
 def test_generate_on_two_ranks_has_tokens_of_one(request, kind, layout):
     check_ranks(request, kind, layout, ranks=2)
 
 
-# Four ranks have two key heads of linear attention.
+# Linear attention has two key heads, so on CP 4 it is chunk-wise.
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "layout"), [
     *(("untied", layout) for layout in ON_FOUR), ("3.5 dense", "PP 2 x CP 2"), ("3.5 moe", "PP 2 x CP 2"),
+    ("3.5 dense", "CP 4"), ("3.5 moe", "TP 2 x CP 2"),
 ])  # fmt: skip
 def test_generate_on_four_ranks_has_tokens_of_one(request, kind, layout):
     check_ranks(request, kind, layout, ranks=4)
@@ -402,15 +404,17 @@ def short_answers(folder: Path, **fields) -> torch.Tensor:
     return answers(pair, dict(input_ids=ids, attention_mask=(ids != PAD).long()))
 
 
-def short_answers_of_ranks(folder: Path) -> torch.Tensor:
-    return short_answers(folder, context_parallel_size=2)
+def short_answers_of_ranks(folder: Path, fields: dict[str, str]) -> torch.Tensor:
+    return short_answers(folder, context_parallel_size=2, **fields)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["untied", "3.5 dense"])
-def test_generate_for_prompts_shorter_than_context_parallel_chunks_has_tokens_of_one_rank(request, kind):
+@pytest.mark.parametrize(
+    ("kind", "fields"), [("untied", {}), ("3.5 dense", {}), ("3.5 dense", dict(linear_cp_mode="chunkwise"))]
+)
+def test_generate_for_prompts_shorter_than_context_parallel_chunks_has_tokens_of_one_rank(request, kind, fields):
     folder = folder_of(kind, request)
-    assert torch.equal(results_of_ranks(short_answers_of_ranks, 2, folder), short_answers(folder))
+    assert torch.equal(results_of_ranks(short_answers_of_ranks, 2, folder, fields), short_answers(folder))
 
 
 def answers_of_virtual_stages(folder: Path) -> torch.Tensor:

@@ -24,7 +24,7 @@ from tests.models.qwen3_5.tiny import make_checkpoint as make_qwen3_5
 from tests.models.qwen4_exp.tiny import make_checkpoint as make_qwen4_exp
 from tests.parity.on_ranks import errors_of_cases
 from tests.parity.references import MATRIX_CONTENTS, write_references, write_settings
-from tests.parity.topologies import MODULES, TOPOLOGIES, Topology
+from tests.parity.topologies import CHUNKWISE, MODULES, TOPOLOGIES, Topology
 
 FAMILIES = ("dense", "MoE")
 ERRORS = ("loss", "gradient", "grad_norm", "weight")
@@ -121,7 +121,8 @@ def table(found: dict[Case, dict[str, float]]) -> str:
     for (family, topology, _, _), errors in found.items():
         groups[topology, family].append(errors)
     lines = ["| split | model | cases | loss | gradient | gradient norm | weights |", "|---|---|---|---|---|---|---|"]
-    for topology, family in sorted(groups, key=lambda group: (list(TOPOLOGIES | MODULES).index(group[0]), group[1])):
+    order = list(TOPOLOGIES | MODULES | CHUNKWISE)
+    for topology, family in sorted(groups, key=lambda group: (order.index(group[0]), group[1])):
         errors = groups[topology, family]
         figures = [max((e[name] for e in errors if name in e), default=None) for name in ERRORS]
         cells = ["–" if figure is None else f"{figure:.1e}" for figure in figures]

@@ -30,7 +30,7 @@ from tests.helpers.steps import Run, forward_backward, set_up, train_step
 from tests.parity import deep_ep_on_gloo
 from tests.parity.conftest import converted_gradients, shifted_names
 from tests.parity.references import ADAM, CLIP, DECAY, MICROBATCHES, STEPS, errors, provider_settings, step_samples
-from tests.parity.topologies import MODULES, TOPOLOGIES, Topology, split_by
+from tests.parity.topologies import CHUNKWISE, MODULES, TOPOLOGIES, Topology, split_by
 from tests.training.running import replicate
 
 
@@ -214,7 +214,7 @@ def errors_of_cases(cases: list[tuple[str, ...]], folders: dict[str, Path]) -> d
     """Return errors of cases (family, topology, content, rows); a family's folder has `reference_<content>.pt`."""
     found, world = {}, int(os.environ["WORLD_SIZE"])
     for (family, name), group in itertools.groupby(cases, key=lambda case: case[:2]):
-        topology, folder = (TOPOLOGIES | MODULES)[name], folders[family]
+        topology, folder = (TOPOLOGIES | MODULES | CHUNKWISE)[name], folders[family]
         assert topology.ranks == world, name
         split = Split(folder, topology)
         for _, _, content, rows in group:

@@ -60,6 +60,22 @@ TOPOLOGIES = {
 }  # fmt: skip
 
 
+# Linear attention whose heads are too few for tensor and context parallelism (two key heads), so that ranks exchange
+# states; on two ranks, where they are enough, by the setting.
+_CP4, _CP8 = dict(context_parallel_size=4), dict(context_parallel_size=8)
+_RECOMPUTED = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+CHUNKWISE = {
+    "CP2, chunkwise": Topology(2, _CP2 | dict(linear_cp_mode="chunkwise")),
+    "CP2+EP2, chunkwise": Topology(2, _CP2 | _EP2 | dict(linear_cp_mode="chunkwise"), families=_MOE),
+    "CP4, chunkwise": Topology(4, _CP4), "CP4, chunkwise, recomputed": Topology(4, _CP4 | _RECOMPUTED),
+    "TP2+SP+CP2, chunkwise": Topology(4, _SP | _CP2), "PP2+CP2, chunkwise": Topology(
+        4, _PP2 | _CP2 | dict(linear_cp_mode="chunkwise")
+    ),
+    "CP8, chunkwise": Topology(8, _CP8), "TP2+SP+CP4, chunkwise": Topology(8, _SP | _CP4),
+    "CP4+DP2+EP2, chunkwise": Topology(8, _CP4 | _EP2, families=_MOE),
+}  # fmt: skip
+
+
 def modules(vision: int, language: int, vision_tensor: int = 1, **fields: Any) -> dict[str, Any]:
     """Return fields of separate vision and language ranks."""
     split = DistTrainConfig(

@@ -141,7 +141,6 @@ INVALID_OPTIONS = {
     "--model Qwen/Qwen3.5-9B --tp 2 --no-sequence-parallel": (
         "sequence_parallel is False with linear attention and tp 2, expected True"
     ),
-    "--model Qwen/Qwen3.5-9B --gpus 32 --cp 32": "linear_num_key_heads is 16, expected a multiple of tp * cp, 32",
     "--tp 2 --recompute-modules mlp": "expected modules with 'selective'",
     "--tp 2 --vision-recompute-method block": (
         "with granularity 'full' the method 'uniform' or 'block' and 1 or more layers, otherwise both None"

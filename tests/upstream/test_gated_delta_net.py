@@ -4,6 +4,7 @@ import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 
 import pytest
 
+from tests.models.qwen3_5.tiny import megatron_config
 from tests.upstream.contracts import Contract
 
 pytestmark = pytest.mark.upstream
@@ -56,3 +57,29 @@ def test_gated_delta_net_functions_of_generation_have_expected_parameters():
         f"{GDN}.gdn", "GatedDeltaNet.forward",
         "_prepare_input_for_gated_delta_rule", "_compute_g_and_beta", "causal_conv1d", "self.feat_dim_split",
     )  # fmt: skip
+
+
+def test_gated_delta_net_asks_context_parallel_group_only_for_size_and_rank():
+    """With a `SingleRank` as the group, a layer exchanges nothing."""
+    calls = ("self.pg_collection.cp.size()", "cp_group.size()", "cp_group.rank()")
+    CONTRACT.mentions(f"{GDN}.common", "_GDNBase.__init__", calls[0])
+    CONTRACT.mentions(f"{GDN}.common", "get_parameter_local_cp", *calls[1:])
+    CONTRACT.mentions(f"{GDN}.common", "tensor_a2a_cp2hp", calls[1], "cp_size == 1")
+    CONTRACT.mentions(f"{GDN}.common", "tensor_a2a_hp2cp", calls[1], "cp_size == 1")
+
+
+def test_with_divisible_heads_accepts_config_and_restores_heads():
+    from qwen3vl_bridge.upstream.gated_delta_net import with_divisible_heads
+
+    config = megatron_config()
+    config.context_parallel_size = 3
+    try:
+        config.__post_init__()
+    except AssertionError as error:
+        assert "must be a multiple of" in str(error)
+    else:
+        CONTRACT.fail("megatron.core", "TransformerConfig accepts heads of linear attention that ranks do not divide")
+    heads = config.linear_num_key_heads, config.linear_num_value_heads
+    with with_divisible_heads(config):
+        config.__post_init__()
+    assert (config.linear_num_key_heads, config.linear_num_value_heads) == heads

@@ -12,6 +12,23 @@ from typing import NamedTuple
 
 from qwen3vl_bridge.weights.rows import Dimensions, WeightRow
 
+# How linear attention is computed under context parallelism. megatron-core's development branch has the same names.
+HEADWISE, CHUNKWISE = "headwise", "chunkwise"
+
+
+def resolve_linear_cp_mode(mode: str | None, key_heads: int, value_heads: int, tp: int, cp: int) -> str:
+    """Return how linear attention is computed under context parallelism: "headwise" or "chunkwise".
+
+    Args:
+        mode: the setting `linear_cp_mode`. For None, "headwise" if tp * cp divides both numbers of heads.
+        key_heads, value_heads: numbers of heads of linear attention.
+        tp, cp: sizes of tensor and context parallelism.
+    """
+    if cp == 1:
+        return HEADWISE
+    divides = key_heads % (tp * cp) == value_heads % (tp * cp) == 0
+    return mode or (HEADWISE if divides else CHUNKWISE)
+
 
 class IndivisibleSize(NamedTuple):
     """A dimension of a model that cannot be divided evenly over its ranks."""
@@ -25,7 +42,14 @@ class IndivisibleSize(NamedTuple):
 
 
 def indivisible_sizes(
-    dims: Dimensions, *, tp: int, cp: int = 1, ep: int = 1, etp: int = 1, vision_tp: int | None = None
+    dims: Dimensions,
+    *,
+    tp: int,
+    cp: int = 1,
+    ep: int = 1,
+    etp: int = 1,
+    vision_tp: int | None = None,
+    linear_mode: str | None = None,
 ) -> Iterator[IndivisibleSize]:
     """Yield the dimensions of a model that are not multiples of the number of ranks over which they are sharded.
 
@@ -33,6 +57,7 @@ def indivisible_sizes(
         dims: dimensions of the model; "vocab" includes padding.
         tp, cp, ep, etp: sizes of tensor, context, expert and expert-tensor parallelism.
         vision_tp: tensor-parallel size of the vision tower; None for `tp`, 1 to skip the tower.
+        linear_mode: the setting `linear_cp_mode`.
     """
     vision_tp = tp if vision_tp is None else vision_tp
     merged = "vision_config.hidden_size * vision_config.spatial_merge_size * vision_config.spatial_merge_size"
@@ -48,11 +73,11 @@ def indivisible_sizes(
     if dims.indices["moe_layers"]:
         sizes += [("num_moe_experts", dims["experts"], "ep", ep), ("moe_ffn_hidden_size", dims["moe_ffn"], "etp", etp)]
     if dims.indices.get("linear_layers"):
-        keys = dims["l_key"] // dims["l_key_dim"]
-        sizes += [
-            ("linear_num_key_heads", keys, "tp * cp", tp * cp),
-            ("linear_num_value_heads", dims["l_value_heads"], "tp * cp", tp * cp),
-        ]
+        keys, values = dims["l_key"] // dims["l_key_dim"], dims["l_value_heads"]
+        divides_heads = cp > 1 and resolve_linear_cp_mode(linear_mode, keys, values, tp, cp) == HEADWISE
+        parallelism, ranks = ("tp * cp", tp * cp) if divides_heads else ("tp", tp)
+        sizes.append(("linear_num_key_heads", keys, parallelism, ranks))
+        sizes.append(("linear_num_value_heads", values, parallelism, ranks))
     if dims.indices.get("ple_layers"):
         # Before the convolution of the per-layer n-gram embedding, ranks exchange tokens for channels of all residual
         # streams.

@@ -392,10 +392,13 @@ def _check_divisible(provider: VisionLanguageFields) -> None:
         ep=provider.expert_model_parallel_size,
         etp=provider.expert_tensor_parallel_size or 1,
         vision_tp=fields.vision_tp_size(provider),
+        linear_mode=getattr(provider, "linear_cp_mode", None),
     )
     for setting, size, parallelism, ranks, divisor_allowed in wrong:
         condition = _DIST_TRAIN.describe(provider) if names[parallelism] == _VISION_TP else ""
         advice = "; set should_pad_vocab" if setting == "padded_vocab_size" else ""
+        if setting.startswith("linear_num") and size % provider.tensor_model_parallel_size == 0:
+            advice = "; or set linear_cp_mode='chunkwise'"
         multiple = "a multiple or divisor" if divisor_allowed else "a multiple"
         raise ValueError(
             f"{setting} is {size}{condition}, expected {multiple} of {names[parallelism]}, {ranks}{advice}"

@@ -228,6 +228,38 @@ def channels_to_tokens(channels: Tensor, group: torch.distributed.ProcessGroup) 
     return tensor_parallel.all_to_all_hp2sp(channels, group=group)
 
 
+def chunks_to_lanes(chunks: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+    """Exchange chunks for lanes: from this rank's two chunks with all lanes to all ranks' chunks with some lanes.
+
+    A lane is an index along which computation is independent, such as a channel or an attention head of a segment.
+
+    Args:
+        chunks: [2, lanes, ...], chunks r and 2 * cp - 1 - r of rank r (see `token_index`).
+
+    Returns:
+        [2 * cp, lanes of this rank, ...], in the order of chunks. Ranks have equal numbers of lanes, or differ by one.
+    """
+    ranks, sent = group.size(), _split_evenly(chunks.size(1), group)
+    received = [sent[group.rank()]] * ranks
+    gathered = tensor_parallel.all_to_all(group, chunks.transpose(0, 1).contiguous(), received, sent)
+    first, second = gathered.unflatten(0, (ranks, received[0])).unbind(2)
+    return torch.cat((first, second.flip(0)))
+
+
+def lanes_to_chunks(lanes: Tensor, count: int, group: torch.distributed.ProcessGroup) -> Tensor:
+    """Undo `chunks_to_lanes`: return this rank's two chunks with all lanes, [2, count, ...]."""
+    received = _split_evenly(count, group)
+    first, second = lanes.chunk(2)
+    held = torch.stack((first, second.flip(0)), 2).flatten(0, 1)  # [cp * lanes of this rank, 2, ...]
+    return tensor_parallel.all_to_all(group, held, received, [lanes.size(1)] * group.size()).transpose(0, 1)
+
+
+def _split_evenly(count: int, group: torch.distributed.ProcessGroup) -> list[int]:
+    """Return the number of items of each rank if `count` items are divided over a group."""
+    each, rest = divmod(count, group.size())
+    return [each + (rank < rest) for rank in range(group.size())]
+
+
 def exchange_vision_tokens(
     tokens: Tensor,
     features: Tensor,

@@ -203,8 +203,9 @@ def saved_by_attention(local: LocalSizes) -> SavedTensors:
 def saved_by_linear_attention(local: LocalSizes, slots: float = 1.0) -> SavedTensors:
     """Return the tensors saved by linear attention (Gated DeltaNet) and the norm before it.
 
-    Between the projections a context-parallel rank has all tokens, but only its share of the heads. So the number of
-    elements does not depend on context parallelism.
+    Between the projections a context-parallel rank has all tokens, but only its share of the heads, or else its own
+    tokens of all heads. So the number of elements does not depend on context parallelism. But with its own tokens the
+    delta rule is computed twice, first with columns of keys beside those of values (`models/common/chunkwise.py`).
 
     Args:
         slots: slots per token in the chunks of the delta rule in torch. Chunks never cross segments, so some slots of a
@@ -222,15 +223,22 @@ def saved_by_linear_attention(local: LocalSizes, slots: float = 1.0) -> SavedTen
         "writing strengths": heads * e,
         "out_proj: input": value * e * local.saves_input("out_proj"),
     }
+    columns, rules = value_dim, 1  # columns of all computations of the delta rule, and the number of computations
+    if local.layout.exchanges_states(dims):
+        columns, rules = columns + value_dim + key_dim, 2
+        # For one segment per row: the state before the first computation, what it does to the state, and the states
+        # that it is applied to and that the second computation starts from; of two chunks.
+        tokens = local.training.seq_length / local.layout.cp
+        saved["states of chunks"] = 2 * heads * key_dim * (2 * (value_dim + key_dim) + 2 * value_dim) * _FLOAT / tokens
     if local.te or (local.training.delta_rule_kernels and e < _FLOAT):
         # flash-linear-attention's kernels recompute what is not listed. Source: its `CausalConv1dFunction`,
         # `L2NormFunction`, `ChunkGatedDeltaRuleFunction`.
         return saved | {
             "queries and keys, normalized": keys * e + key_heads * _STATISTIC,
             "queries and keys of value heads": 2 * heads * key_dim * e,
-            "values": value * e,
-            "decays since the chunk began": heads * _FLOAT,
-            "inverses of chunks' systems": heads * CHUNK * e,
+            "values": heads * columns * e,
+            "decays since the chunk began": rules * heads * _FLOAT,
+            "inverses of chunks' systems": rules * heads * CHUNK * e,
             # Transformer Engine's norm computes in float32, the dtype of its weight. torch's is compiled together with
             # the gate, which computes it again.
             "norm of the output: input and result": 2 * value * _FLOAT if local.te else value * e,
@@ -239,11 +247,11 @@ def saved_by_linear_attention(local: LocalSizes, slots: float = 1.0) -> SavedTen
         }
     # The delta rule in torch saves tensors in float32 at each of its lines: elements per head and slot.
     delta_rule = {
-        "decays, system, scores": 6 * CHUNK,
-        "keys and queries": 10 * key_dim,
-        "values": 4 * value_dim,
-        "decays and strengths": 4 + 1 / CHUNK,
-        "states": key_dim * value_dim / CHUNK,
+        "decays, system, scores": 6 * CHUNK * rules,
+        "keys and queries": 10 * key_dim * rules,
+        "values": 4 * columns,
+        "decays and strengths": (4 + 1 / CHUNK) * rules,
+        "states": key_dim * columns / CHUNK,
     }
     if local.text_frozen:  # the convolution saves no input, and the decays no factor
         saved |= {"in_proj: output, input of the convolution": 0, "decays: softplus": heads * _FLOAT}
@@ -613,6 +621,10 @@ def _text_layer(local: LocalSizes, *, moe: bool, slots: float | None = None) -> 
         # recomputed and with its gradient.
         key, value = dims["l_key_dim"], dims["l_value_dim"]
         per_head = 4 * key + 4 * value + 2 * key * value / CHUNK
+        if layout.exchanges_states(dims):
+            # The first computation of the delta rule also has columns of keys. Meanwhile there are gradients from the
+            # second one (queries, keys, values), and zeros as the gradient of the outputs that are not used.
+            per_head += 4 * key + 2 * key * key / CHUNK + 3 * key + value + (key + value)
         attention_gradients = dims["l_value_heads"] / layout.tp * per_head
     # Either the gradient of linear_fc1's output, which the fused activation puts in place of what it saved, or those of
     # the factors.

@@ -147,6 +147,7 @@ def _language_layout(model: Any, world_size: int) -> ParallelLayout:
         embedding_as_layer=bool(model.account_for_embedding_in_pipeline_split),
         loss_as_layer=bool(model.account_for_loss_in_pipeline_split),
         pipeline_layout=pipeline_layout,
+        linear_cp_mode=getattr(model, "linear_cp_mode", None),
     )
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
-from qwen3vl_bridge.config.divisibility import indivisible_sizes
+from qwen3vl_bridge.config.divisibility import CHUNKWISE, indivisible_sizes, resolve_linear_cp_mode
 from qwen3vl_bridge.weights.rows import Dimensions
 
 
@@ -47,6 +48,7 @@ class ParallelLayout:
     loss_as_layer: bool = False  # `account_for_loss_in_pipeline_split`
     # `pipeline_model_parallel_layout`, as numbers of text layers by [pipeline rank][virtual stage].
     pipeline_layout: tuple[tuple[int, ...], ...] | None = None
+    linear_cp_mode: str | None = None  # `linear_cp_mode` of the model
     vision: bool = True  # the first stage has the vision tower; False with separate vision ranks (dist-train)
 
     def __post_init__(self) -> None:
@@ -133,8 +135,9 @@ class ParallelLayout:
     def check(self, dims: Dimensions) -> None:
         """Raise ValueError if a model cannot be trained with this layout. `dims["vocab"]` must include padding."""
         _check_divisible(
-            dims, tp=self.tp, cp=self.cp, ep=self.ep, etp=self.expert_tp, vision_tp=self.tp if self.vision else 1
-        )
+            dims, tp=self.tp, cp=self.cp, ep=self.ep, etp=self.expert_tp, vision_tp=self.tp if self.vision else 1,
+            linear_mode=self.linear_cp_mode,
+        )  # fmt: skip
         has_experts = bool(dims.indices["moe_layers"])
         if not has_experts and (self.ep > 1 or self.expert_tp not in (1, self.tp)):
             raise ValueError(f"ep is {self.ep} and etp {self.etp}, expected neither: this model has no experts")
@@ -151,12 +154,17 @@ class ParallelLayout:
                 )
         self.chunks(len(dims.indices["text_layers"]))
 
+    def exchanges_states(self, dims: Dimensions) -> bool:
+        """Return whether context-parallel ranks exchange states of linear attention ("chunkwise") instead of tokens."""
+        heads = dims["l_key"] // dims["l_key_dim"], dims["l_value_heads"]
+        return resolve_linear_cp_mode(self.linear_cp_mode, *heads, self.tp, self.cp) == CHUNKWISE
+
     def check_vision(self, dims: Dimensions) -> None:
         """Raise ValueError if the vision tower cannot be divided over separate vision ranks with this layout."""
         _check_divisible(dims, tp=1, vision_tp=self.tp)
 
 
-def _check_divisible(dims: Dimensions, **sizes: int) -> None:
+def _check_divisible(dims: Dimensions, **sizes: Any) -> None:
     for setting, size, parallel_size, ranks, either in indivisible_sizes(dims, **sizes):
         multiple = "multiple or divisor" if either else "multiple"
         name = parallel_size.removesuffix(" of vision")

@@ -264,10 +264,11 @@ def largest_row(cfg: ConfigContainer) -> TokenBatch:
 
 
 def full_row(cfg: ConfigContainer) -> TokenBatch:
-    """Return a packed row of `seq_length` tokens with images of equal size, and four other tokens per image.
+    """Return a packed row of `seq_length` tokens with images of equal size, and at least four other tokens per image.
 
     Each image is a segment. If one image does not exceed the budget of sparse attention, all images are one segment.
-    Images are as large as the row and the dataset's `max_patches` allow.
+    Images are as large as the row and the dataset's `max_patches` allow. If `max_patches` leaves room for text, a
+    segment has an image in each context-parallel chunk instead of one, so that ranks have equally many image tokens.
     """
     model, length = cfg.model, cfg.dataset.seq_length
     vision = model.vision_config
@@ -276,17 +277,18 @@ def full_row(cfg: ConfigContainer) -> TokenBatch:
     max_tokens = (getattr(cfg.dataset, "max_patches", None) or length * merge**2) // merge**2
     images = max(min(_IMAGES, max_tokens, length // 8), model.context_parallel_size)  # one per rank at least
     each = length // images // multiple * multiple
-    tokens = max(min(each - 4, max_tokens // images), 1)
+    in_segment = multiple if max_tokens < images * (each - 4) else 1
+    tokens = max(min(each // in_segment - 4, max_tokens // (images * in_segment)), 1)
     height = math.isqrt(tokens)
     width = tokens // height
     # Sparse attention needs a segment longer than its budget. The planner expects one, too.
     segments = [each * images] if getattr(model, "indexer_budget", 0) >= each else [each] * images
     image = [model.vision_start_token_id, *[model.image_token_id] * (height * width), model.vision_end_token_id]
     text = 0  # any other token
-    ids = [*image, *[text] * (each - len(image))] * images
+    ids = [*image, *[text] * (each // in_segment - len(image))] * in_segment * images
     ids = torch.tensor(ids + [text] * (length - len(ids)))[None]
     layout = SequenceLayout.packed_row(segments, multiple=multiple, total=length)
-    grids = torch.tensor([(1, merge * height, merge * width)] * images)
+    grids = torch.tensor([(1, merge * height, merge * width)] * in_segment * images)
     patches = int(grids.prod(-1).sum())
     features = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     return TokenBatch.build(

@@ -4,14 +4,17 @@ Overridden in `GatedDeltaNet`: `_setup_variant_attrs`, which sets `gated_delta_r
 checks offsets on the host (packed rows came with NVIDIA/Megatron-LM#2645); and `_apply_gated_norm`, which applies the
 activation of the MLPs to the gate. Called: `_prepare_input_for_gated_delta_rule` and `_compute_g_and_beta`, for
 generation, because `forward` rejects an inference context; and `megatron.core.ssm.utils._split_tensor_factory`, with
-which `sharded_state_dict` splits the weight of the fused projection. Delete this module when megatron-core neither
-reads packed offsets on the host nor computes the delta rule in a lower precision than float32 parameters, and splits
-the weights of adapters like the weight of their layer.
+which `sharded_state_dict` splits the weight of the fused projection. For `linear_cp_mode="chunkwise"`, which
+megatron-core lacks, a layer gets `SingleRank` as its context-parallel group, and a configuration is checked
+`with_divisible_heads`. Delete this module when megatron-core neither reads packed offsets on the host nor computes the
+delta rule in a lower precision than float32 parameters, splits the weights of adapters like the weight of their layer,
+and has chunk-wise context parallelism.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -19,7 +22,38 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, gdn
 from megatron.core.ssm.gated_delta_net.common import get_parameter_local_cp
 from megatron.core.ssm.utils import _split_tensor_factory
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+
+class SingleRank:
+    """Stands for a process group of one rank. megatron-core's Gated DeltaNet only asks for its size and rank."""
+
+    def size(self) -> int:
+        """Return 1."""
+        return 1
+
+    def rank(self) -> int:
+        """Return 0."""
+        return 0
+
+
+@contextlib.contextmanager
+def with_divisible_heads(config: TransformerConfig) -> Iterator[None]:
+    """Multiply the numbers of heads of linear attention by tp * cp inside the `with` block.
+
+    megatron-core rejects a configuration in which tp * cp does not divide them. All other checks give the same result.
+    """
+    names = ("linear_num_key_heads", "linear_num_value_heads")
+    heads = {name: getattr(config, name) for name in names}
+    for name, number in heads.items():
+        setattr(config, name, number * config.tensor_model_parallel_size * config.context_parallel_size)
+    try:
+        yield
+    finally:
+        for name, number in heads.items():
+            setattr(config, name, number)
+
 
 GatedDeltaRule = Callable[..., tuple[Tensor, Tensor | None]]
 

@@ -30,6 +30,8 @@ LARGEST = 7e-4
 UNITS = {"l2norm": 1.25, "convolution": 1.25, "rule": 3}
 LENGTHS, HEADS, KEY, VALUE, CHANNELS, WIDTH = [70, 5, 64], 2, 64, 64, 24, 4
 CASES = ["l2norm, rows", "convolution, packed", "convolution, rows", "rule, packed", "rule, rows"]
+# As chunk-wise context parallelism calls them: with states before and after, and values with the columns of keys.
+CASES += [f"{function} with state, {rows}" for function in ("convolution", "rule") for rows in ("packed", "rows")]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,7 @@ def errors() -> dict[str, list[tuple[float, float]]]:
 def test_flash_linear_attention_kernels_match_our_torch_functions(errors, case):
     print(*(f"{error:.1e}, {error / rounding:.2f} times its rounding;" for error, rounding in errors[case]))
     for error, rounding in errors[case]:
-        assert error < min(LARGEST, UNITS[case.partition(",")[0]] * rounding)
+        assert error < min(LARGEST, UNITS[case.split()[0].strip(",")] * rounding)
 
 
 def test_pinned_flash_linear_attention_version_meets_our_minimum():
@@ -85,27 +87,33 @@ def inputs_of(function: str, rows: int, tokens: int) -> list[Tensor]:
 
     if function == "l2norm":
         return [normal(HEADS, KEY)]
-    if function == "convolution":
-        return [normal(CHANNELS), torch.randn(CHANNELS, WIDTH, generator=random)]
+    segments, has_state = (len(LENGTHS) if rows == 1 else rows), function.endswith("state")
+    if function.startswith("convolution"):
+        state = [torch.randn(segments, CHANNELS, WIDTH, generator=random)] * has_state
+        return [normal(CHANNELS), torch.randn(CHANNELS, WIDTH, generator=random), *state]
     q, k = (delta_rule.l2norm(normal(HEADS, KEY)) for _ in range(2))
-    return [q, k, normal(HEADS, VALUE), -0.3 * normal(HEADS).abs(), normal(HEADS).sigmoid()]
+    columns = VALUE + KEY * has_state
+    state = [torch.randn(segments, HEADS, KEY, columns, generator=random)] * has_state
+    return [q, k, normal(HEADS, columns), -0.3 * normal(HEADS).abs(), normal(HEADS).sigmoid(), *state]
 
 
 def computed(functions: dict[str, Callable], function: str, tensors: list[Tensor], offsets: Tensor | None) -> list:
-    """Return the output and gradients of a function, called as megatron-core calls it."""
+    """Return the outputs and gradients of a function, called as megatron-core or chunk-wise parallelism calls it."""
     tensors = [x.detach().clone().requires_grad_() for x in tensors]
+    random, final = torch.Generator().manual_seed(1), None
     if function == "l2norm":
         out = functions["l2norm"](*tensors)
-    elif function == "convolution":
-        x, weight = tensors
-        rest = dict(bias=None, activation="silu", initial_state=None, output_final_state=False, cu_seqlens=offsets)
+    elif function.startswith("convolution"):
+        x, weight, state = (*tensors, None)[:3]
+        rest = dict(bias=None, activation="silu", initial_state=state, output_final_state=False, cu_seqlens=offsets)
         out, _ = functions["causal_conv1d"](x=x, weight=weight, **rest)
     else:
-        q, k, v, g, beta = tensors
-        rest = dict(initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=offsets)
-        out, _ = functions["chunk_gated_delta_rule"](q, k, v, g=g, beta=beta, **rest)
-    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).half()
-    return [out.detach(), *torch.autograd.grad(out, tensors, weight.to(out.dtype))]
+        q, k, v, g, beta, state = (*tensors, None)[:6]
+        rest = dict(initial_state=state, output_final_state=state is not None, use_qk_l2norm_in_kernel=False)
+        out, final = functions["chunk_gated_delta_rule"](q, k, v, g=g, beta=beta, cu_seqlens=offsets, **rest)
+    outputs = [out] if final is None else [out, final]
+    weights = [torch.randn(x.shape, generator=random).half().to(x.dtype) for x in outputs]
+    return [*(x.detach() for x in outputs), *torch.autograd.grad(outputs, tensors, weights)]
 
 
 def errors_of(case: str, theirs: dict[str, Callable]) -> list[tuple[float, float]]:
@@ -114,6 +122,8 @@ def errors_of(case: str, theirs: dict[str, Callable]) -> list[tuple[float, float
     offsets = torch.tensor([0, *itertools.accumulate(LENGTHS)]).int()
     packed = rows == "packed"
     tensors = [x.half() for x in inputs_of(function, *((1, sum(LENGTHS)) if packed else (2, LENGTHS[0])))]
+    if function == "rule with state":  # states are float32
+        tensors[-1] = tensors[-1].float()
     row = offsets if packed else None
     with delta_rule.packed_row(packed_seq_params(offsets, tuple(LENGTHS)) if packed else None):
         found = computed(theirs, function, tensors, row)

@@ -137,13 +137,13 @@ def test_choose_delta_rule_depends_on_dtype_package_and_deterministic_mode(
     monkeypatch.setattr(delta_rule, "uses_torch_functions", lambda: missing)
     chosen = LinearAttention.choose_delta_rule(layer, F.linear)
     if expected == "ours":
-        assert chosen is chunk_gated_delta_rule
+        assert inspect.unwrap(chosen) is chunk_gated_delta_rule
     else:
         assert inspect.unwrap(chosen) is F.linear and (chosen is F.linear) == (expected == "megatron-core's")
 
 
 def test_linear_attention_in_float32_uses_our_delta_rule():
-    assert attention(torch.float32).gated_delta_rule is chunk_gated_delta_rule
+    assert inspect.unwrap(attention(torch.float32).gated_delta_rule) is chunk_gated_delta_rule
 
 
 def test_linear_attention_decay_of_bfloat16_model_is_float32():
@@ -231,7 +231,7 @@ def test_linear_attention_replaces_megatron_kernels_only_if_package_is_missing()
     gdn = importlib.import_module(f"{_KERNELS}.gdn")
     common = importlib.import_module(f"{_KERNELS}.common")
     missing = delta_rule.uses_torch_functions()
-    assert (gdn.causal_conv1d is delta_rule.causal_conv1d) == missing
+    assert (inspect.unwrap(gdn.causal_conv1d) is delta_rule.causal_conv1d) == missing
     assert (common.l2norm is delta_rule.l2norm) == missing
 
 

@@ -190,11 +190,25 @@ def test_preset_returns_qwen3_vl_if_several_families_have_the_size():
     assert found == {"4B": "qwen3_vl", "Qwen/Qwen3.5-4B": "qwen3_5", "9B": "qwen3_5", "397B-A17B": "qwen3_5_moe"}
 
 
+@pytest.mark.parametrize("mode", [None, "headwise", "chunkwise"])
+def test_qwen3_5_provider_with_context_parallelism_recomputes_norm_of_linear_attention(mode):
+    from qwen3vl_bridge.models.qwen3_5.bridge import provider_from_hf_config
+
+    provider = provider_from_hf_config(config_dict("2B"))
+    provider.context_parallel_size, provider.linear_cp_mode = 2, mode
+    provider.transformer_impl, provider.recompute_granularity = "transformer_engine", "selective"
+    provider.recompute_modules = ["gdn_norm_out"]
+    provider.finalize()
+    assert (provider.linear_num_key_heads, provider.linear_num_value_heads) == (16, 16)
+
+
 @pytest.mark.parametrize(("settings", "message"), [
     ({"deterministic_mode": True}, "deterministic_mode is True, expected False"),
     ({"tensor_model_parallel_size": 2}, "sequence_parallel is False with .*_size 2, expected True"),
     ({"tensor_model_parallel_size": 0}, "tensor_model_parallel_size is 0, expected 1 or more"),
-    ({"context_parallel_size": 3}, "linear_num_key_heads=16 must be a multiple"),  # megatron-core says it
+    ({"context_parallel_size": 32, "linear_cp_mode": "headwise"},
+     "linear_num_key_heads is 16, expected a multiple of tensor_.*, 32; or set linear_cp_mode='chunkwise'"),
+    ({"linear_cp_mode": "ring"}, "linear_cp_mode is 'ring', expected None, 'headwise' or 'chunkwise'"),
     ({"mtp_num_layers": 2}, "mtp_num_layers is 2, expected None or 1: "),
     ({"mtp_loss_scaling_factor": 0.1, "pipeline_model_parallel_size": 2}, "variable_seq_lengths is False"),
     ({"mtp_loss_scaling_factor": 0.1, "recompute_granularity": "full", "recompute_method": "block"},

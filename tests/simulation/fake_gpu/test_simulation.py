@@ -135,3 +135,24 @@ def test_simulated_memory_with_fp8_matches_plan(simulate, words):
     status, seen = simulate("--recipe", *words, *SHORT)
     assert (status, seen["error"]) == (0, None)
     assert seen["peak"] == pytest.approx(seen["planned"], rel=0.02)
+
+
+SHALLOW = ["model.num_layers=8", "dataset.max_patches=32768", "dataset.seq_length=65536", "model.seq_length=65536"]
+OUR_CODE = ("qwen3vl_bridge/", "common/", "core/", "models/", "training/step.py")
+
+
+@pytest.mark.slow
+@needs_package
+def test_simulated_chunkwise_cp_memory_falls_with_ranks_and_never_syncs(simulate):
+    """The 9B with rows of 64K tokens on 8 and 16 context-parallel ranks, TP 4: TP * CP is above 16."""
+    peaks = {}
+    for cp in (8, 16):
+        sizes = [f"model.context_parallel_size={cp}", "--gpus", str(4 * cp), *SHALLOW]
+        status, seen = simulate("--recipe", "qwen35_vl_9b_sft_1m_config", *sizes, PYTHONPATH=PYTHONPATH)
+        assert (status, seen["error"]) == (0, None)
+        assert seen["peak"] == pytest.approx(seen["planned"], rel=0.03)
+        assert not [line for *_, line in seen["syncs"] if line.startswith(OUR_CODE)]
+        before = max(phase["allocated"] for phase in seen["phases"])
+        peaks[cp] = max(phase["peak"] for phase in seen["phases"]) - before
+    print(peaks)
+    assert peaks[16] < 0.6 * peaks[8]

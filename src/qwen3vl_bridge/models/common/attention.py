@@ -53,6 +53,7 @@ class HostPackedSeqParams(PackedSeqParams):
     _causal_chunks: dict[tuple[int, int], CausalChunks] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _rank_chunks: dict[int, HostPackedSeqParams] = field(default_factory=dict, init=False, repr=False, compare=False)
     _chunk_indices: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def causal_chunks(self, cp_size: int, cp_rank: int) -> CausalChunks:
@@ -63,6 +64,18 @@ class HostPackedSeqParams(PackedSeqParams):
         if (cp_size, cp_rank) not in self._causal_chunks:
             self._causal_chunks[cp_size, cp_rank] = causal_chunks(self.layout, cp_size, cp_rank)
         return self._causal_chunks[cp_size, cp_rank]
+
+    def rank_chunks(self, cp_size: int) -> HostPackedSeqParams:
+        """Return the parameters of a context-parallel rank's tokens, with each chunk as a segment. Computed only once.
+
+        A rank has two consecutive chunks of each segment, each 1 / (2 * cp_size) of its length.
+        """
+        if cp_size not in self._rank_chunks:
+            lengths = (physical_offsets(self).diff() // (2 * cp_size)).repeat_interleave(2)
+            offsets = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+            on_host = tuple(length // (2 * cp_size) for length in self.lengths for _ in range(2))
+            self._rank_chunks[cp_size] = packed_seq_params(offsets, on_host)
+        return self._rank_chunks[cp_size]
 
     def chunk_indices(self, size: int) -> Tensor:
         """Return [chunks, 2], the segment of each chunk of at most `size` tokens, and its index in the segment.

@@ -51,7 +51,7 @@ class PaddedContext(StaticInferenceContext):
         self, lengths: Tensor, columns: Tensor, max_new_tokens: int, group: ProcessGroup, device: torch.device
     ) -> None:
         super().__init__(len(lengths), len(columns) + max_new_tokens)
-        self.lengths, self.group = lengths.to(device), group
+        self.lengths, self.columns, self.group = lengths.to(device), columns.to(device), group
         self.steps, self.prompt_slots = 0, len(columns)
         visible = columns < lengths[:, None]
         self.has_padding = not bool(visible.all())

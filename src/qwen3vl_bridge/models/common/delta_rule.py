@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, Protocol
 
-from qwen3vl_bridge.core.layout import locate_chunks, segment_offsets
+from qwen3vl_bridge.core.layout import locate_chunks, segment_ids, segment_offsets
+from qwen3vl_bridge.models.common.chunkwise import continue_convolution
 from qwen3vl_bridge.upstream import gated_delta_kernels
 
 import torch
@@ -64,15 +65,21 @@ def causal_conv1d(
         weight: [d, w]; the last weight belongs to the token itself.
         bias: [d].
         activation: "silu", "swish" or None.
-        initial_state, output_final_state: None and False in megatron-core's calls.
+        initial_state: [n, d, w]; the last w - 1 entries are the tokens before each segment. None for zeros.
+        output_final_state: False in megatron-core's calls.
         cu_seqlens: [n + 1] offsets of the n segments of a packed row; None if each row is one segment.
     """
     tokens, width = x.shape[1], weight.shape[-1]
-    position = segment_offsets(_offsets(cu_seqlens, tokens, x.device).diff(), tokens)
+    lengths = _offsets(cu_seqlens, tokens, x.device).diff()
+    position = segment_offsets(lengths, tokens)
     y = x * weight[:, -1]
-    for back in range(1, min(width, tokens)):
-        before = F.pad(x, (0, 0, back, 0))[:, :tokens]
-        y = y + before * weight[:, -1 - back] * (position >= back)[:, None]
+    for back in range(1, width):
+        before = F.pad(x, (0, 0, back, 0))[:, :tokens] * (position >= back)[:, None]
+        if initial_state is not None:  # [n, w, d], of which a token reads the entry `back` before itself
+            state, entry = initial_state.mT, (position + width - back).clamp(max=width - 1)
+            held = state[:, entry] if cu_seqlens is None else state[segment_ids(lengths, tokens), entry][None]
+            before = before + held * (position < back)[:, None]
+        y = y + before * weight[:, -1 - back]
     if bias is not None:
         y = y + bias
     return F.silu(y) if activation else y, None
@@ -104,13 +111,13 @@ def chunk_gated_delta_rule(
         g: [b, s, h] logarithm of the decay, at most 0.
         beta: [b, s, h] writing strength, 0 to 1.
         scale: factor of the queries; None for 1 / sqrt(d).
-        initial_state: None, as in megatron-core's calls; states begin at zero.
-        output_final_state: return the state after the last token of each row; only for padded rows.
+        initial_state: [n, h, d, e] float32, the state before each segment; None for zeros. For padded rows, n is b.
+        output_final_state: return the state after the last token of each segment.
         use_qk_l2norm_in_kernel: normalize q and k with `l2norm`.
         cu_seqlens: [n + 1] offsets of the n segments of a packed row; None if each row is one segment.
 
     Returns:
-        [b, s, h, e] in the dtype of v, and the final state [b, h, d, e] float32 or None.
+        [b, s, h, e] in the dtype of v, and the final state [n, h, d, e] float32 or None.
     """
     if use_qk_l2norm_in_kernel:
         q, k = l2norm(q), l2norm(k)
@@ -141,16 +148,24 @@ def chunk_gated_delta_rule(
     q_in, k_out = q * g.exp()[..., None], k * (g[..., -1:] - g).exp()[..., None]
     decay = g[..., -1].exp()[..., None, None]
 
-    state, outputs = v.new_zeros(*v.shape[:1], v.shape[2], k.shape[-1], v.shape[-1]), []
-    for c, keep in enumerate((~is_first).float().unbind()):
-        state = state * keep
+    state, outputs, states = v.new_zeros(*v.shape[:1], v.shape[2], k.shape[-1], v.shape[-1]), [], []
+    for c, begins in enumerate(is_first.float().unbind()):
+        state = state * (1 - begins)
+        if initial_state is not None:
+            state = state + begins * (initial_state if cu_seqlens is None else initial_state[segment[c : c + 1]])
         new = values[:, c] - state_keys[:, c] @ state
         outputs.append(q_in[:, c] @ state + attention[:, c] @ new)
         state = state * decay[:, c] + k_out[:, c].mT @ new
+        if output_final_state and cu_seqlens is not None:
+            states.append(state)
+    final = state if output_final_state else None
+    if states:
+        last = torch.searchsorted(segment, torch.arange(len(offsets) - 1, device=offsets.device), right=True) - 1
+        final = torch.cat(states)[last]
     out = torch.stack(outputs, 1).transpose(2, 3).flatten(1, 2)  # [b, c * CHUNK, h, e]
     flat = slots.flatten()  # empty slots write to an extra row at the end
     out = out.new_zeros(out.shape[0], tokens + 1, *out.shape[2:]).index_copy(1, flat, out)[:, :-1]
-    return out.to(dtype), state if output_final_state else None
+    return out.to(dtype), final
 
 
 def recurrent_gated_delta_rule(
@@ -216,12 +231,12 @@ def choose_kernels() -> None:
     """Replace the kernels that megatron-core's layers call by name, once per process.
 
     Without a GPU or flash-linear-attention, use the norm and the convolution of this module; else pass `chunk_indices`
-    to the convolution of the package.
+    to the convolution of the package. The convolution continues chunks of other ranks where a layer asks for it.
     """
     if uses_torch_functions():
-        gated_delta_kernels.use_functions(l2norm, causal_conv1d)
+        gated_delta_kernels.use_functions(l2norm, continue_convolution(causal_conv1d))
     else:
-        gated_delta_kernels.wrap_convolution(with_chunks)
+        gated_delta_kernels.wrap_convolution(lambda convolution: continue_convolution(with_chunks(convolution)))
 
 
 class PackedRow(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from qwen3vl_bridge.config.checks import (
     IGNORED,
@@ -17,10 +17,12 @@ from qwen3vl_bridge.config.checks import (
     one_of,
     requires_default,
 )
+from qwen3vl_bridge.config.divisibility import CHUNKWISE, HEADWISE
 from qwen3vl_bridge.config.hybrid_config import LINEAR_SIZES, TOKENS, add_dimensions
 from qwen3vl_bridge.config.model_validation import FIXED_ARCHITECTURE
 from qwen3vl_bridge.models.common.delta_rule import check_package
 from qwen3vl_bridge.models.common.provider import ExpertsMixin, VisionLanguageProvider
+from qwen3vl_bridge.upstream.gated_delta_net import with_divisible_heads
 from qwen3vl_bridge.weights.rows import Dimensions
 
 from megatron.core.models.gpt import experimental_attention_variant_module_specs as attention_variants
@@ -49,6 +51,7 @@ HYBRID_CHECKS: tuple[Check, ...] = (
         why="hidden states are sent to the last pipeline stage together with the next tokens for multi-token "
         "prediction; or set mtp_loss_scaling_factor=0",
     ),
+    Requires("linear_cp_mode", one_of(None, HEADWISE, CHUNKWISE)),
     Requires("recompute_method", "uniform", _RECOMPUTED_MTP, why=_ONLY_UNIFORM),
     Requires("recompute_num_layers", 1, _RECOMPUTED_MTP, why=_ONLY_UNIFORM),
 )  # fmt: skip
@@ -69,6 +72,10 @@ class HybridModelProvider(VisionLanguageProvider):
         linear_attention_in_proj_bf16: with `fp8` or `fp4`, compute the input projection of linear attention in the
             dtype of parameters. It has two output columns per value head for gates and decays. With them the columns of
             a rank are no multiple of 16 at tensor-parallel size 8, and no multiple of 32 (mxfp8) at size 4.
+        linear_cp_mode: how linear attention is computed under context parallelism. "headwise": ranks exchange tokens,
+            and each computes all tokens of some heads. "chunkwise": ranks keep their tokens and exchange states, which
+            are smaller for long documents; tp * cp need not divide the heads; the delta rule is computed a second time.
+            None: headwise if tp * cp divides the heads. No effect without context parallelism.
         rotary_percent: fraction of each head's dimensions with rotary embeddings.
         mtp_num_layers: 1 for a model with multi-token prediction, else None.
         mtp_loss_scaling_factor: weight of the multi-token prediction loss relative to the loss of the token; 0.1 is
@@ -99,6 +106,7 @@ class HybridModelProvider(VisionLanguageProvider):
     linear_num_value_heads: int = 32
 
     linear_attention_in_proj_bf16: bool = False
+    linear_cp_mode: Literal["headwise", "chunkwise"] | None = None
 
     mtp_num_layers: int | None = 1
     mtp_loss_scaling_factor: float | None = 0.0
@@ -113,6 +121,15 @@ class HybridModelProvider(VisionLanguageProvider):
         if self.mtp_num_layers and not self.trains_mtp:
             logger.info("multi-token prediction is not trained; set mtp_loss_scaling_factor=0.1 to train it")
         check_package()
+
+    def finalize_megatron_fields(self) -> None:
+        """Check and complete the fields of megatron-core and Megatron-Bridge, except the heads of linear attention.
+
+        megatron-core expects that tp * cp divides them, which `linear_cp_mode="chunkwise"` does not need. Afterwards
+        `_check_divisible` checks them.
+        """
+        with with_divisible_heads(self):
+            super().finalize_megatron_fields()
 
     @property
     def layers_in_16_bits(self) -> tuple[str, ...]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from dataclasses import replace
 from typing import Any
 
-from qwen3vl_bridge.core.collectives import gather_over_context
+from qwen3vl_bridge.config.divisibility import CHUNKWISE, resolve_linear_cp_mode
+from qwen3vl_bridge.core.collectives import gather_over_context, sum_in_group
 from qwen3vl_bridge.models.common import delta_rule
 from qwen3vl_bridge.models.common.attention import HostPackedSeqParams
+from qwen3vl_bridge.models.common.chunkwise import chunks_of, continue_rule
 from qwen3vl_bridge.models.common.decoding import has_tokens, prompt_lengths
 from qwen3vl_bridge.models.common.layer_specs import LocalBackend, backend, decoder_block_spec
 from qwen3vl_bridge.upstream.gated_delta_kernels import without_package_check
-from qwen3vl_bridge.upstream.gated_delta_net import GatedDeltaRule, SegmentedGatedDeltaNet
+from qwen3vl_bridge.upstream.gated_delta_net import GatedDeltaRule, SegmentedGatedDeltaNet, SingleRank
 from qwen3vl_bridge.upstream.modelopt_layers import WEIGHT_SCALES
 from qwen3vl_bridge.upstream.module_casts import KeepFloat32
 from qwen3vl_bridge.weights.hybrid_rows import TEXT_LAYER, linear_attention_rows
@@ -24,6 +27,7 @@ import torch.nn.functional as F
 from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.ssm.gated_delta_net.common import get_parameter_local_cp, tensor_a2a_cp2hp, tensor_a2a_hp2cp
 from megatron.core.transformer.identity_op import IdentityOp
@@ -45,10 +49,19 @@ class LinearAttention(KeepFloat32, SegmentedGatedDeltaNet):
         row.megatron.rpartition("self_attention.")[2] for row in linear_attention_rows(*TEXT_LAYER) if row.float32
     )
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, *args: Any, pg_collection: ProcessGroupCollection, **kwargs: Any
+    ) -> None:
         delta_rule.choose_kernels()
+        # With chunk-wise context parallelism the layer computes its own tokens, as without context parallelism.
+        self.chunk_group = None
+        mode, sizes = getattr(config, "linear_cp_mode", None), (pg_collection.tp.size(), pg_collection.cp.size())
+        heads = config.linear_num_key_heads, config.linear_num_value_heads
+        if resolve_linear_cp_mode(mode, *heads, *sizes) == CHUNKWISE:
+            self.chunk_group, pg_collection = pg_collection.cp, copy.copy(pg_collection)
+            pg_collection.cp = SingleRank()
         with without_package_check():
-            super().__init__(*args, **kwargs)
+            super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
         self.cast_to_float32()
 
     def activate_gate(self, gate: Tensor) -> Tensor:
@@ -59,12 +72,12 @@ class LinearAttention(KeepFloat32, SegmentedGatedDeltaNet):
         """Return the function that computes the delta rule; `default` is megatron-core's choice."""
         # flash-linear-attention's chunked kernels round float32 to TF32 in their products.
         if self.config.params_dtype is torch.float32:
-            return delta_rule.chunk_gated_delta_rule
+            return continue_rule(delta_rule.chunk_gated_delta_rule)
         if self.config.deterministic_mode:
             return default
         if delta_rule.uses_torch_functions():
-            return delta_rule.chunk_gated_delta_rule
-        return delta_rule.with_chunks(default)
+            return continue_rule(delta_rule.chunk_gated_delta_rule)
+        return continue_rule(delta_rule.with_chunks(default))
 
     def forward(
         self,
@@ -77,19 +90,29 @@ class LinearAttention(KeepFloat32, SegmentedGatedDeltaNet):
     ) -> tuple[Tensor, Tensor | None]:
         """Compute linear attention as GatedDeltaNet does, and pass the chunks of a packed row to the kernels.
 
+        With `linear_cp_mode="chunkwise"`, GatedDeltaNet sees only this rank's tokens, in which each of the two chunks
+        of a segment is a segment of its own. The kernels start from the chunks before, of other ranks (`chunkwise.py`).
+
         With an `inference_context`, states are stored in it; see `decoding.py`.
         """
         if inference_context is not None:
             return self.infer(hidden_states, inference_context)
+        if self.chunk_group is not None and packed_seq_params is not None:
+            packed_seq_params = packed_seq_params.rank_chunks(self.chunk_group.size())
         row = packed_seq_params if isinstance(packed_seq_params, HostPackedSeqParams) else None
-        with delta_rule.packed_row(row):
+        with delta_rule.packed_row(row), self.exchange_chunks():
             return super().forward(hidden_states, attention_mask, None, packed_seq_params, *args, **kwargs)
+
+    def exchange_chunks(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager in which kernels start from chunks of other ranks, if there is a `chunk_group`."""
+        return contextlib.nullcontext() if self.chunk_group is None else chunks_of(self.chunk_group)
 
     def infer(self, hidden_states: Tensor, context: BaseInferenceContext) -> tuple[Tensor, Tensor | None]:
         """Compute linear attention of padded rows [s / sp, b, h], or of one new token of each row.
 
         The last inputs of the convolution, and the state of the delta rule after the last real token, are stored.
-        Under context parallelism each rank has all tokens of some of the heads.
+        Under context parallelism each rank has all tokens of some of the heads. With `linear_cp_mode="chunkwise"`, it
+        has its own tokens of the prompt and all heads, and computes all heads of new tokens.
         """
         projected, _ = self.in_proj(hidden_states)
         step, decodes, cp = len(projected), has_tokens(context), self.pg_collection.cp
@@ -108,13 +131,20 @@ class LinearAttention(KeepFloat32, SegmentedGatedDeltaNet):
             query, key, value, decay, beta = self.prepare_rule(convolved, gate, beta, alpha)
             output, state = delta_rule.recurrent_gated_delta_rule(query, key, value, decay, beta, state)
         else:
-            lengths = prompt_lengths(context, rows, tokens, inputs.device)
-            last = lengths[:, None] + torch.arange(kept, device=inputs.device)  # among tokens after `kept` zeros
-            window = F.pad(inputs, (0, 0, kept, 0))[torch.arange(rows, device=inputs.device)[:, None], last]
-            query, key, value, decay, beta = self.prepare_rule(self.convolve(inputs), gate, beta, alpha)
-            is_real = (torch.arange(tokens, device=inputs.device) < lengths[:, None])[..., None]
-            decay, beta = decay * is_real, beta * is_real  # padding changes no state
-            output, state = self.gated_delta_rule(query, key, value, g=decay, beta=beta, output_final_state=True)
+            lengths = prompt_lengths(context, rows, tokens, inputs.device)[:, None]
+            position = torch.arange(tokens, device=inputs.device) if self.chunk_group is None else context.columns
+            last = lengths - kept + torch.arange(kept, device=inputs.device)
+            is_last = (position[:, None] == last[:, None]).to(inputs.dtype)
+            window = torch.einsum("bsk,bsc->bkc", is_last, inputs)  # zeros before the first token
+            if self.chunk_group is not None:
+                window = sum_in_group(window, self.chunk_group)
+            is_real = (position < lengths)[..., None]
+            with self.exchange_chunks():
+                query, key, value, decay, beta = self.prepare_rule(self.convolve(inputs), gate, beta, alpha)
+                decay, beta = decay * is_real, beta * is_real  # padding changes no state
+                output, state = self.gated_delta_rule(
+                    query, key, value, g=decay, beta=beta, cu_seqlens=None, output_final_state=True
+                )
         context.key_value_memory_dict[self.layer_number] = tuple(x.transpose(0, 1) for x in (window[:, -kept:], state))
         output = self.gated_norm(output, gate).transpose(0, 1).contiguous()
         if not decodes:

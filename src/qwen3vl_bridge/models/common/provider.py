@@ -72,9 +72,13 @@ class VisionLanguageProvider(CountsOperations, fields.VisionLanguageFields):
         fields.complete_before_finalize(self)
         experts = model_validation.MOE if isinstance(self, ExpertsMixin) else model_validation.DENSE
         run_checks((*model_validation.PARALLEL_SIZES, *experts, *self.checks, *model_validation.BEFORE_FINALIZE), self)
-        super().finalize()
+        self.finalize_megatron_fields()
         fields.complete_after_finalize(self)
         run_checks(model_validation.AFTER_FINALIZE, self)
+
+    def finalize_megatron_fields(self) -> None:
+        """Check and complete the fields of megatron-core and Megatron-Bridge."""
+        super().finalize()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a deep copy that shares the P2P communicator with the original."""
