@@ -114,7 +114,9 @@ ADAPTERS = {
         "3.5 moe", Qwen3VLLoRA(dim=4, alpha=8, adapt_experts=True, **LINEAR), ("vllm", "transformers"),
     ),
     "router": ("moe", LoRA(dim=4, alpha=8, target_modules=["linear_proj", "router"]), ("vllm", "transformers")),
-    "smaller on experts": ("moe", LoRA(dim=4, alpha=8, normalize_moe_lora=True, target_modules=EXPERTS), ("vllm", "transformers")),
+    "smaller on experts": (
+        "moe", LoRA(dim=4, alpha=8, normalize_moe_lora=True, target_modules=EXPERTS), ("vllm", "transformers"),
+    ),
 }  # fmt: skip
 
 
@@ -238,6 +240,10 @@ FAULTS = {
         "dense fp8", lambda t, c: (c["quantization_config"].update(weight_block_size=[128, 16])),
         both("not multiples of the block's 128 rows", "another shape"),
     ),
+    "blocks across gate and up of packed experts": Fault(
+        "moe fp8", lambda t, c: (c["quantization_config"].update(weight_block_size=[32, 16])),
+        both("experts.gate_up_proj: 48 rows", "another shape"),
+    ),
     "experts in the list": Fault(
         "3.6 fp8", lambda t, c: not_quantized(c).append(f"{LAYER}mlp.experts"), both("another dtype", "not read"),
     ),
@@ -287,6 +293,14 @@ ADAPTER_FAULTS = {
         both("another shape") | {"transformers": ["does not load: RuntimeError"]},
     ),
     "other rank": Fault("attention", lambda t, c: c.update(r=8), both("56 tensors are of another shape")),
+    "rank of one layer": Fault(
+        "attention", lambda t, c: c.update(rank_pattern={"o_proj": 4}),
+        {"vllm": [], "sglang": ["SGLang reads neither rank_pattern nor alpha_pattern"]},
+    ),
+    "alpha of one layer": Fault(
+        "attention", lambda t, c: c.update(alpha_pattern={"o_proj": 4}),
+        {"vllm": [], "sglang": ["SGLang reads neither rank_pattern nor alpha_pattern"]},
+    ),
     "experts of one tensor": Fault(
         "experts", lambda t, c: [t.pop(name) for name in list(t) if ".base_layer." in name],
         {"vllm": ["6 tensors are missing"]},
