@@ -1,12 +1,14 @@
 """Accepted drafts of multi-token prediction, compared with transformers' modules run by hand for every draft."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.cli.main import main
 from qwen3vl_bridge.inference.drafts import count_accepted_drafts, drafts_tokens
 from qwen3vl_bridge.inference.generation import generate
+from qwen3vl_bridge.testing.tiny_processor import make_processor
 
 import pytest
 import torch
@@ -20,14 +22,15 @@ from tests.parity.conftest import Pair
 from tests.parity.topologies import TOPOLOGIES
 
 TOKENS = 12
+LETTERS = make_processor(512).tokenizer.convert_tokens_to_ids([*"abcd"])
 
 
 def with_few_words(folder: Path, target: Path) -> Path:
-    """Write a model that says four of its tokens only, so that a draft is right by chance."""
+    """Write a model that says four letters only, so that a draft is often right by chance."""
     tensors = weights(folder)
     words = tensors["lm_head.weight"][:2] * 4
     tensors["lm_head.weight"] = torch.zeros_like(tensors["lm_head.weight"])
-    tensors["lm_head.weight"][100:104] = torch.cat((words, -words))  # the largest logit is above 0
+    tensors["lm_head.weight"][LETTERS] = torch.cat((words, -words))  # the largest logit is above 0
     return rewritten(folder, tensors, target)
 
 
@@ -140,6 +143,11 @@ def test_evaluate_prints_acceptance_of_drafts(folders, tmp_path, capsys):
     written = json.loads((tmp_path / "answers.jsonl").read_text())
     assert scores["drafts"] == written["drafts"] == TOKENS - 1
     assert scores["draft_acceptance"] == written["accepted"] / written["drafts"]
+    end = written["answer"][TOKENS // 2]  # an answer that ends has fewer drafts, its end token's included
+    ended = shutil.copytree(folders["dense"], tmp_path / "ended")
+    (ended / "generation_config.json").write_text(json.dumps({"eos_token_id": LETTERS["abcd".index(end)]}))
+    assert main([*words, "--json", "--hf-model", str(ended)]) == 0
+    assert json.loads(capsys.readouterr().out)["drafts"] == written["answer"].index(end) < TOKENS - 1
     assert main(words) == 0
     rate = f"the mean of 1 answers; {scores['draft_acceptance']:.1%} of 11 drafted tokens accepted"
     assert rate in capsys.readouterr().out

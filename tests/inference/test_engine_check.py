@@ -280,6 +280,7 @@ def test_check_finds_planted_fault_of_model(exported, name, tmp_path):
 
 PREFIX = f"base_model.model.{LAYER}"
 ADAPTER_FAULTS = {
+    "DoRA": Fault("DoRA", lambda t, c: None, both("{} has no DoRA; merge the adapters")),
     "one matrix missing": Fault(
         "attention", lambda t, c: t.pop(f"{PREFIX}self_attn.o_proj.lora_B.weight"),
         both("1 tensors are missing") | {"transformers": ["missing keys"]},
