@@ -387,6 +387,13 @@ def test_convert_check_prints_verdict_and_returns_status(exported, adapters, tmp
     assert len(json.loads(capsys.readouterr().out)["faults"]) == 2
     assert main(["check", "--engine", "vllm", "--base-model", folder, folder]) == 2
     assert "is not a folder of adapters: omit the option" in capsys.readouterr().err
+    for engine, word in dict(transformers="with another --expert-layout", sglang="no fault").items():
+        assert main(["check", "--engine", engine, str(exported("moe apart"))]) == (engine == "transformers")
+        out, err = capsys.readouterr()
+        assert word in out + err
+    rankless = changed(adapters("attention"), tmp_path / "rankless", lambda t, c: c.update(r="4"))
+    assert main(["check", "--engine", "sglang", str(rankless)]) == 2
+    assert "r is '4', expected a whole number" in capsys.readouterr().err
     nameless = changed(adapters("attention"), tmp_path / "nameless", lambda t, c: c.pop("base_model_name_or_path"))
     assert main(["check", "--engine", "vllm", str(nameless)]) == 2
     assert "names no base model; set --base-model" in capsys.readouterr().err

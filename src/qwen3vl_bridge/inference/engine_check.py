@@ -85,8 +85,10 @@ def check_for_engine(folder: str | Path, engine: str, *, base_model: str | Path 
         if model.kind not in description.layouts:
             known = ", ".join(description.layouts)
             raise CheckpointError(f"model_type is {model.kind!r}; the description of {title} covers {known}")
-        check = _check_adapters if has_adapters else _check_model
-        faults, notes = check(path, model, weights, description)
+        if has_adapters:
+            faults, notes = _check_adapters(path / CONFIG, model, weights, description)
+        else:
+            faults, notes = _check_model(model, weights, description), []
     return EngineReport(title, str(path), len(weights), tuple(faults), tuple(notes))
 
 
@@ -117,9 +119,8 @@ class _Model:
         }
 
 
-def _check_model(
-    folder: Path, model: _Model, found: Mapping[str, TensorSpec], engine: Engine
-) -> tuple[list[str], list[str]]:
+def _check_model(model: _Model, found: Mapping[str, TensorSpec], engine: Engine) -> list[str]:
+    """Return the faults of a model."""
     faults, layout = [], None
     for field in engine.fields.get(model.kind, ()):
         if field not in model.raw["text_config"]:
@@ -141,8 +142,7 @@ def _check_model(
     faults += more
     if _is_modelopt(model.quantization) and layout not in (None, ExpertLayout.PER_EXPERT):
         faults.append(f"experts are stored as {layout.value}; ModelOpt's scales are read for single experts only")
-    faults += _compare(found, expected | scales, in_fp8, engine)
-    return faults, []
+    return [*faults, *_compare(found, expected | scales, in_fp8, engine)]
 
 
 def _expected_scales(
@@ -235,8 +235,7 @@ def _compare(
         elif (spec.dtype == fp8.E4M3) != (name in in_fp8):
             wanted = fp8.E4M3 if name in in_fp8 else "no quantized dtype"
             problems["of another dtype", lists].append(f"{name}: found {spec.dtype}, expected {wanted}")
-    unread = [name for name in found if name not in expected]
-    for name in unread:
+    for name in (name for name in found if name not in expected):
         advice = lists if name.endswith(_SCALES) else "remove or rename them"
         problems[f"not read by {engine.title}", advice].append(name)
     yield from _describe(problems)
@@ -253,13 +252,16 @@ def _describe(problems: Mapping[tuple[str, str], list[str]]) -> Iterator[str]:
 
 
 def _check_adapters(
-    folder: Path, model: _Model, found: Mapping[str, TensorSpec], engine: Engine
+    path: Path, model: _Model, found: Mapping[str, TensorSpec], engine: Engine
 ) -> tuple[list[str], list[str]]:
-    config, merge = read_object(folder / CONFIG), "merge the adapters with `qwen3vl adapters merge`"
+    """Return the faults of adapters, and notes. `path` is their `adapter_config.json`."""
+    config, merge = read_object(path), "merge the adapters with `qwen3vl adapters merge`"
     if config.get("use_dora"):
         return [f"{engine.title} has no DoRA; {merge}"], []
     faults, notes, needed = [], [], set()
-    rank, ranks = config["r"], config.get("rank_pattern") or {}
+    rank, ranks = config.get("r"), config.get("rank_pattern") or {}
+    if type(rank) is not int:
+        raise CheckpointError(f"{path}: r is {rank!r}, expected a whole number, the rank of the adapters")
     if not engine.rank_per_layer and (ranks or config.get("alpha_pattern")):
         faults.append(f"{engine.title} reads neither rank_pattern nor alpha_pattern; {merge}")
     expected = _adapter_shapes(model, rank, ranks)
@@ -332,11 +334,13 @@ def _load_with_transformers(
                 loaded = PeftModel(model, config).load_adapter(str(folder), "default", torch_device="cpu")
                 missing = [key for key in loaded.missing_keys if ".lora_" in key]
                 found = {"missing_keys": missing, "unexpected_keys": loaded.unexpected_keys}
-    except (ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+    except (ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:  # the loader's verdict
         return title, [f"{folder} does not load: {type(error).__name__}: {error}"], []
-    problems = {
-        (kind.replace("_", " "), "export again"): sorted(map(str, keys)) for kind, keys in found.items() if keys
-    }
+    problems = {}
+    for kind, keys in found.items():
+        experts = any(".experts." in str(key) for key in keys)
+        advice = "export again, with another --expert-layout" if experts else "export again"
+        problems[kind.replace("_", " "), advice] = sorted(map(str, keys))
     skipped = sum(name.startswith("mtp.") for name in names)
     notes = [f"transformers has no multi-token prediction and skips {skipped} tensors mtp.*"] if skipped else []
     return title, list(_describe(problems)), notes
