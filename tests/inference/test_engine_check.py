@@ -244,6 +244,14 @@ FAULTS = {
         "moe fp8", lambda t, c: (c["quantization_config"].update(weight_block_size=[32, 16])),
         both("experts.gate_up_proj: 48 rows", "another shape"),
     ),
+    "one expert in the list": Fault(
+        "3.6 fp8", lambda t, c: not_quantized(c).append(f"{LAYER}mlp.experts.5.up_proj"),
+        both("another dtype", "not read"),
+    ),
+    "part of a name in the list": Fault(
+        "dense fp8", lambda t, c: not_quantized(c).append("layers.3.self_attn.o_proj"),
+        {"vllm": [], "sglang": ["1 tensors are of another dtype", "1 tensors are not read"]},
+    ),
     "experts in the list": Fault(
         "3.6 fp8", lambda t, c: not_quantized(c).append(f"{LAYER}mlp.experts"), both("another dtype", "not read"),
     ),
@@ -365,9 +373,13 @@ def test_check_of_modelopt_export_finds_faults_of_scales_and_list(untied_folder,
     config["quantization_config"]["ignore"].remove("model.visual*")
     path.write_text(json.dumps(config))
     check_faults(folder, {"vllm": ["another dtype", "are missing"], "sglang": []})
-    config["quantization_config"]["ignore"].append("*.3.*.o_proj")
-    path.write_text(json.dumps(config))
-    check_faults(folder, {"sglang": ["1 tensors are of another dtype", "2 tensors are not read by SGLang"]})
+    config["quantization_config"]["ignore"].append("model.visual*")
+    unquantized = ["1 tensors are of another dtype", "2 tensors are not read by {}"]
+    for entry, engines in {"*.3.*.o_proj": TABLES, "3.self_attn.o_proj": TABLES, "3.self_attn.o_pro": ["vllm"]}.items():
+        config["quantization_config"]["ignore"].append(entry)
+        path.write_text(json.dumps(config))
+        check_faults(folder, {engine: unquantized if engine in engines else [] for engine in TABLES})
+        config["quantization_config"]["ignore"].remove(entry)
     config["quantization_config"]["quant_algo"] = "NVFP4"
     path.write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="quant_algo is 'NVFP4', and only FP8 can be checked"):

@@ -43,7 +43,8 @@ class Engine:
     unquantized: str  # pattern of modules that stay unquantized, whatever the list of excluded modules says
     adapted: Mapping[str, str]  # by model_type: pattern of modules whose adapters are read
     rank_per_layer: bool  # whether rank_pattern and alpha_pattern are read
-    excludes: Callable[[str, str], bool]  # whether an entry of FP8's list excludes a module
+    # Whether an entry of the list of excluded modules excludes a module; True for ModelOpt's list, which has wildcards.
+    excludes: Callable[[str, str, bool], bool]
     max_rank: int | None = None  # largest rank without an option of the server
     tower_adapters: str | None = None  # option of the server without which adapters of the vision tower are ignored
 
@@ -61,14 +62,21 @@ class Engine:
         for entry in excluded:
             if experts and f"{layer}{experts}" in entry:
                 return False
-            if (fnmatchcase(module, entry) or entry in module) if wildcards else self.excludes(entry, module):
+            if self.excludes(entry, module, wildcards):
                 return False
         return True
 
 
-def _contains_path(entry: str, module: str) -> bool:
-    """Return whether `entry` is a sequence of parts of a module's name, with or without a leading "model."."""
-    return f".{entry.removeprefix('model.')}." in f".{module}."
+def _equals(entry: str, module: str, wildcards: bool) -> bool:
+    """Return whether an entry is a module's name or, in ModelOpt's list, a part of it or a pattern for it."""
+    return (entry in module or fnmatchcase(module, entry)) if wildcards else entry == module
+
+
+def _contains_path(entry: str, module: str, wildcards: bool) -> bool:
+    """Return whether an entry is some parts of a module's name or, in ModelOpt's list, a pattern for it or one part."""
+    if f".{entry.removeprefix('model.')}." in f".{module}.":
+        return True
+    return wildcards and any(fnmatchcase(name, entry) for name in (module, *module.split(".")))
 
 
 # Source: vllm/model_executor/models/{qwen3_vl,qwen3_vl_moe,qwen3_5,qwen3_5_mtp,qwen3_next,utils}.py,
@@ -94,7 +102,7 @@ _VLLM = Engine(
         rf"|shared_expert_gate|experts)|{_TOWER}",
     },
     rank_per_layer=True,
-    excludes=lambda entry, module: entry == module,
+    excludes=_equals,
     max_rank=16,
     tower_adapters="--enable-tower-connector-lora",
 )
