@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 COMMANDS = [
     [], *([name] for name in program.COMMANDS),
-    *(["convert", verb] for verb in ("import", "export", "reformat", "verify", "inspect")),
+    *(["convert", verb] for verb in ("import", "export", "reformat", "verify", "inspect", "check")),
     *(["adapters", verb] for verb in ("export", "merge")), *(["data", verb] for verb in ("inspect", "pack")),
 ]  # fmt: skip
 HEAVY = ("torch", "megatron", "transformers", "numpy", "datasets", "rich", "packaging")

@@ -1,4 +1,4 @@
-"""`qwen3vl convert`: import, export, reformat, verify and inspect checkpoints; and `qwen3vl adapters`."""
+"""`qwen3vl convert`: import, export, reformat, verify, inspect and check checkpoints; and `qwen3vl adapters`."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> 
         prog: the program's name in messages; None for the name of the process.
 
     Returns:
-        Exit code: 0 for success, 1 if `verify` found differences, 2 for invalid input, 130 if interrupted.
+        Exit code: 0 for success, 1 if `verify` found differences or `check` found faults, 2 for invalid input, 130 if
+        interrupted.
     """
     return _run(_parser(prog).parse_args(arguments))
 
@@ -196,6 +197,14 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
     _iteration(verb)
     _flags(verb, "json")
     verb.set_defaults(run=_inspect, shared=False)
+
+    verb = verbs.add_parser("check", help="check that an inference engine reads all of an exported model or adapter")
+    verb.add_argument("folder", metavar="FOLDER", help="folder of a Hugging Face model, or of adapters")
+    verb.add_argument("--engine", required=True, choices=("vllm", "sglang", "transformers"), help="the engine")
+    verb.add_argument("--base-model", metavar="MODEL", help="folder or hub id of the model of adapters (default: the "
+                      "one that adapter_config.json names)")  # fmt: skip
+    _flags(verb, "json")
+    verb.set_defaults(run=_check, shared=False)
 
     _adapters(verbs.add_parser("adapters", help="export a run's adapters for other libraries, or merge them"))
     return parser
@@ -358,6 +367,23 @@ def _inspect(options: argparse.Namespace) -> int:
     lines = (f"{name.replace('_', ' '):14} {_format(value)}" for name, value in found.items() if name != "manifest")
     show(json.dumps(found, indent=2) if options.json else "\n".join(lines))
     return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    """Check a folder for an engine, print what is wrong, and return the exit status."""
+    from qwen3vl_bridge.inference.engine_check import check_for_engine
+
+    report = check_for_engine(options.folder, options.engine, base_model=options.base_model)
+    verdict = f"{len(report.faults)} faults" if report.faults else "no fault"
+    if options.json:
+        show(json.dumps(report.as_dict(), indent=2))
+    else:
+        for note in report.notes:
+            show(f"note: {note}")
+        for fault in report.faults:
+            show(fault, error=True)
+        show(f"{report.engine}: {report.tensors} tensors of {report.folder} checked, {verdict}")
+    return _DIFFERENT if report.faults else 0
 
 
 def _format(value: Any) -> str:

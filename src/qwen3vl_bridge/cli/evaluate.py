@@ -113,6 +113,7 @@ def _answers(
     encoder, _ = make_encoder(options)
     from qwen3vl_bridge.core.collectives import is_rank_zero
     from qwen3vl_bridge.data.prompts import Prompts
+    from qwen3vl_bridge.inference.drafts import drafts_tokens
     from qwen3vl_bridge.inference.evaluation import evaluate, make_references
     from qwen3vl_bridge.inference.generation import end_token_ids
     from qwen3vl_bridge.training.process_groups import shutdown
@@ -127,6 +128,7 @@ def _answers(
     try:
         model = load_model(folder, options.megatron_path, **parallel)
         settings |= dict(max_new_tokens=options.max_new_tokens, batch_size=options.batch_size)
+        settings["count_drafts"] = not options.do_sample and drafts_tokens(model)
         settings |= dict(eos_token_id=end_token_ids([*model], encoder.processor.tokenizer, folder))
         found = {}
         for name, asked in prompts.items():
@@ -138,20 +140,29 @@ def _answers(
 
 
 def _mean_scores(found: Mapping[str, Sequence[ScoredAnswer]]) -> dict[str, Any]:
-    """Return the mean score and number of all answers, and for several data sets those of each."""
-    from qwen3vl_bridge.inference.evaluation import mean_score
+    """Return the mean score and number of all answers, and for several data sets those of each.
+
+    For models with multi-token prediction, the dict also has the fraction of drafts that are accepted.
+    """
+    from qwen3vl_bridge.inference.evaluation import acceptance_rate, mean_score
 
     def mean(answers: Sequence[ScoredAnswer]) -> dict[str, Any]:
-        return {"score": mean_score(answers), "answers": len(answers)}
+        rate = acceptance_rate(answers)
+        drafts = {} if rate is None else {"draft_acceptance": rate, "drafts": sum(one.drafts for one in answers)}
+        return {"score": mean_score(answers), "answers": len(answers)} | drafts
 
     total = mean([one for ones in found.values() for one in ones])
     return total | ({"sets": {name: mean(ones) for name, ones in found.items()}} if len(found) > 1 else {})
 
 
 def _print_scores(metric: str, scores: Mapping[str, Any], found: Mapping[str, Sequence[ScoredAnswer]]) -> None:
-    show(f"{metric}: {scores['score']:.4f}, the mean of {scores['answers']:,} answers")
+    def drafts(one: Mapping[str, Any]) -> str:
+        rate = one.get("draft_acceptance")
+        return "" if rate is None else f"; {rate:.1%} of {one['drafts']:,} drafted tokens accepted"
+
+    show(f"{metric}: {scores['score']:.4f}, the mean of {scores['answers']:,} answers{drafts(scores)}")
     for name, one in scores.get("sets", {}).items():
-        show(f"  {name}: {one['score']:.4f}, {one['answers']:,} answers")
+        show(f"  {name}: {one['score']:.4f}, {one['answers']:,} answers{drafts(one)}")
     wrong = [one for ones in found.values() for one in ones if one.score < 1]
     if wrong:
         show(f"below 1: {len(wrong):,} answers" + (f", the first {_MOST_SHOWN}" if len(wrong) > _MOST_SHOWN else ""))

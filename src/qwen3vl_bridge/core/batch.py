@@ -61,6 +61,7 @@ class NextTokens(Transferable):
     num_trained: Tensor  # [] float32, number of tokens in the whole batch whose next token is trained on
     num_predicted: Tensor  # [] float32, number of tokens in the whole batch where `loss_mask` is 1
     fuse: VisionRows  # vision tokens among this context-parallel rank's next tokens
+    measured: bool = False  # whether predictions are computed and counted outside of training, too
 
 
 @dataclass(frozen=True)

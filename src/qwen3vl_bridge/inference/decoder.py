@@ -10,11 +10,11 @@ Legend of shapes: b rows, S tokens of a row with space for the answer, s tokens 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from qwen3vl_bridge.config.fields import token_multiple
+from qwen3vl_bridge.config.fields import VisionLanguageFields, token_multiple
 from qwen3vl_bridge.core.batch import ModelInputs, TokenBatch
 from qwen3vl_bridge.core.collectives import gather_logits, gather_sequence, sum_in_group
 from qwen3vl_bridge.core.layout import SequenceLayout, segment_multiple, token_index
@@ -24,6 +24,7 @@ from qwen3vl_bridge.models.common.model import VisionLanguageModel
 import torch
 import torch.nn.functional as F
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 
@@ -40,6 +41,48 @@ def row_multiple(model: VisionLanguageModel) -> int:
 def round_up(tokens: int, multiple: int) -> int:
     """Return the smallest multiple that is not less than `tokens`."""
     return -(-tokens // multiple) * multiple
+
+
+def make_pipeline(config: VisionLanguageFields, groups: ProcessGroupCollection) -> P2PCommunicator | None:
+    """Return the communication of pipeline stages outside of training; None for a single stage."""
+    if groups.pp.size() == 1:
+        return None
+    # Steps differ in size from microbatches of training, so each tensor is sent after its shape.
+    settings = copy.copy(config)
+    settings.variable_seq_lengths = True
+    return P2PCommunicator(groups.pp, settings)
+
+
+def run_stages(
+    chunks: Sequence[VisionLanguageModel],
+    pipeline: P2PCommunicator | None,
+    inputs_of: Callable[[VisionLanguageModel], ModelInputs],
+    encode: Callable[[VisionLanguageModel, ModelInputs], tuple[Tensor, Tensor]] | None = None,
+    **arguments: Any,
+) -> Any:
+    """Run a forward pass on the pipeline stages of this rank, and return the output of the last of them.
+
+    Args:
+        chunks: the model.
+        pipeline: of `make_pipeline`.
+        inputs_of: returns the inputs of a chunk.
+        encode: returns the vision tokens of a step; None to encode the images and videos of the inputs.
+        arguments: further arguments of `VisionLanguageModel.decode`.
+    """
+    output = None
+    for chunk in chunks:
+        inputs = inputs_of(chunk)
+        if chunk.pre_process:
+            hidden, layer_arguments = chunk.embed(inputs, encode and encode(chunk, inputs))
+        else:
+            assert pipeline is not None
+            chunk.set_input_tensor(pipeline.recv_forward((0, 0, 0), is_first_stage=False))
+            hidden, layer_arguments = chunk.receive(inputs)
+        output = chunk.decode(inputs, hidden, layer_arguments, **arguments)
+        if not chunk.post_process:
+            assert pipeline is not None
+            pipeline.send_forward(chunk.pack(output, layer_arguments), is_last_stage=False)
+    return output
 
 
 class Decoder:
@@ -70,12 +113,7 @@ class Decoder:
             self.cache = PaddedContext(self.ends, columns, max_new_tokens, self.groups.cp, device)
             self.positions = batch.position_ids.to(device)  # [3, b, S]
             self.next_positions = self.ends.to(device)  # [b] where each row continues
-        self.pipeline: P2PCommunicator | None = None
-        if self.groups.pp.size() > 1:
-            # Steps differ in size from microbatches of training, so each tensor is sent after its shape.
-            settings = copy.copy(self.config)
-            settings.variable_seq_lengths = True
-            self.pipeline = P2PCommunicator(self.groups.pp, settings)
+        self.pipeline = make_pipeline(self.config, self.groups)
 
     @property
     def is_last_stage(self) -> bool:
@@ -91,23 +129,19 @@ class Decoder:
         else:  # every context-parallel rank computes the token
             self.cache.begin_step()
             newest = self._newest_tokens(self.newest)
-        for chunk in self.chunks:
-            inputs = newest or rows.local(**self.ranks | chunk.stage_arguments()).without_labels().to(self.device)
-            if chunk.pre_process:
-                hidden, layer_arguments = chunk.embed(inputs, self._encode(chunk, inputs))
-            else:
-                chunk.set_input_tensor(self.pipeline.recv_forward((0, 0, 0), is_first_stage=False))
-                hidden, layer_arguments = chunk.receive(inputs)
-            output = chunk.decode(
-                inputs,
-                hidden,
-                layer_arguments,
-                inference_context=self.cache,
-                output_processor=_logits_of_tokens,
-                output_processor_context=(is_last, self.config, self.groups),
-            )
-            if not chunk.post_process:
-                self.pipeline.send_forward(chunk.pack(output, layer_arguments), is_last_stage=False)
+
+        def inputs_of(chunk: VisionLanguageModel) -> ModelInputs:
+            return newest or rows.local(**self.ranks | chunk.stage_arguments()).without_labels().to(self.device)
+
+        output = run_stages(
+            self.chunks,
+            self.pipeline,
+            inputs_of,
+            self._encode,
+            inference_context=self.cache,
+            output_processor=_logits_of_tokens,
+            output_processor_context=(is_last, self.config, self.groups),
+        )
         if self.cache is not None:  # later steps have no images
             self.batch, self.encoded = replace(self.batch, vision=None), None
         return output[:, : self.config.vocab_size] if self.is_last_stage else None

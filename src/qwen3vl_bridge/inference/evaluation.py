@@ -9,6 +9,7 @@ from typing import Any
 from qwen3vl_bridge.core.collectives import gather_objects, raise_on_all_ranks
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.prompts import Prompt, Prompts, Question
+from qwen3vl_bridge.inference.drafts import count_accepted_drafts
 from qwen3vl_bridge.inference.generation import generate, ranks_in_step
 from qwen3vl_bridge.inference.scorers import SCORERS, Reference, choices_in
 
@@ -31,6 +32,8 @@ class ScoredAnswer:
         references: accepted answers.
         answer: what the model said, without reasoning.
         score: 1 for a right answer, 0 for a wrong one, or between.
+        drafts: number of its tokens that multi-token prediction has drafted.
+        accepted: number of drafts that are accepted, see `drafts.py`.
     """
 
     sample_id: str
@@ -38,6 +41,8 @@ class ScoredAnswer:
     references: tuple[str, ...]
     answer: str
     score: float
+    drafts: int = 0
+    accepted: int = 0
 
 
 def make_references(questions: Iterable[Question], metric: str) -> list[Reference]:
@@ -72,6 +77,7 @@ def evaluate(
     *,
     batch_size: int = BATCH_SIZE,
     seed: int | None = None,
+    count_drafts: bool = False,
     progress: Callable[[Sequence[int]], Iterable[int]] = iter,
     **settings: Any,
 ) -> list[ScoredAnswer]:
@@ -86,6 +92,7 @@ def evaluate(
         metric: a key of `SCORERS`.
         batch_size: number of prompts that are decoded together.
         seed: as for `generate`; None for 0. Each batch draws with another seed.
+        count_drafts: whether to count accepted drafts. The model needs multi-token prediction, and decoding is greedy.
         progress: wraps the numbers of this rank's batches to show progress.
         settings: further arguments of `generate`.
 
@@ -99,25 +106,33 @@ def evaluate(
     # Prompts of similar length need little padding.
     order = sorted(range(len(questions)), key=lambda number: questions[number].tokens)[rank::ranks]
     batches = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
-    answers: dict[int, str] = {}
+    answers: dict[int, tuple[str, int, int]] = {}  # text, number of drafts, accepted drafts
     with raise_on_all_ranks():
         for number in progress(range(len(batches))):
             encoded = [prompts.encode(questions[index]) for index in batches[number]]
             drawn = (seed or 0) + number * ranks + rank if settings.get("do_sample") else seed
-            texts = _generate_texts(model, encoded, prompts, seed=drawn, **settings)
-            for index, prompt, text in zip(batches[number], encoded, texts, strict=True):
-                answers[index] = prompt.extract_answer(text).strip()
+            sequences = _generate_tokens(model, encoded, seed=drawn, **settings)
+            texts = prompts.encoder.processor.tokenizer.batch_decode(sequences, skip_special_tokens=True)
+            for index, prompt, text, tokens in zip(batches[number], encoded, texts, sequences, strict=True):
+                drafts = (0, 0)
+                if count_drafts:
+                    tokens = _until_end(tokens, settings["eos_token_id"])
+                    vision = {name: pixels.to(tokens.device) for name, pixels in prompt.vision_inputs.items()}
+                    accepted = count_accepted_drafts(model, prompt.sample.input_ids, tokens.cpu(), vision)
+                    drafts = (len(tokens) - 1, accepted)
+                answers[index] = (prompt.extract_answer(text).strip(), *drafts)
     if ranks > 1:
-        answers = {index: text for found in gather_objects(answers, groups.dp) for index, text in found.items()}
+        answers = {index: one for found in gather_objects(answers, groups.dp) for index, one in found.items()}
     scored = []
     for index, (question, reference) in enumerate(zip(questions, references, strict=True)):
-        score = SCORERS[metric](answers[index], reference)
-        scored.append(ScoredAnswer(question.sample_id, question.text, question.references, answers[index], score))
+        answer, *drafts = answers[index]
+        score = SCORERS[metric](answer, reference)
+        scored.append(ScoredAnswer(question.sample_id, question.text, question.references, answer, score, *drafts))
     return scored
 
 
-def _generate_texts(model: list[nn.Module], encoded: Sequence[Prompt], prompts: Prompts, **settings: Any) -> list[str]:
-    """Return the decoded answers to a batch of prompts."""
+def _generate_tokens(model: list[nn.Module], encoded: Sequence[Prompt], **settings: Any) -> torch.Tensor:
+    """Return the tokens of the answers to a batch of prompts, [prompts, longest answer]."""
     device = next(model[0].parameters()).device
     tokens = [prompt.sample.input_ids for prompt in encoded]
     ids = pad_sequence(tokens, batch_first=True)
@@ -126,10 +141,21 @@ def _generate_texts(model: list[nn.Module], encoded: Sequence[Prompt], prompts: 
     for name in sorted({name for prompt in encoded for name in prompt.vision_inputs}):
         vision[name] = torch.cat([p.vision_inputs[name] for p in encoded if name in p.vision_inputs]).to(device)
     sequences = generate(model, ids.to(device), mask.to(device), **vision, **settings)
-    decode = prompts.encoder.processor.tokenizer.batch_decode
-    return decode(sequences[:, ids.shape[1] :], skip_special_tokens=True)
+    return sequences[:, ids.shape[1] :]
+
+
+def _until_end(answer: torch.Tensor, ends: Sequence[int]) -> torch.Tensor:
+    """Return an answer [tokens] up to its end token."""
+    is_end = torch.isin(answer, torch.tensor(ends, dtype=answer.dtype, device=answer.device)).nonzero()
+    return answer[: int(is_end[0]) + 1] if len(is_end) else answer
 
 
 def mean_score(answers: Sequence[ScoredAnswer]) -> float:
     """Return the mean of the scores; 0 without answers."""
     return sum(answer.score for answer in answers) / max(len(answers), 1)
+
+
+def acceptance_rate(answers: Sequence[ScoredAnswer]) -> float | None:
+    """Return the fraction of drafts that are accepted; None without drafts."""
+    drafts = sum(answer.drafts for answer in answers)
+    return sum(answer.accepted for answer in answers) / drafts if drafts else None

@@ -77,7 +77,7 @@ def generate(
     """
     sampling = Sampling(do_sample, temperature, top_k, top_p, seed)
     input_ids = input_ids.long()
-    chunks = _unwrap(model)
+    chunks = unwrap(model)
     config = chunks[0].config
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}, expected 1 or more")
@@ -101,7 +101,7 @@ def generate(
     generator = torch.Generator(input_ids.device).manual_seed(seed or 0)
     with contextlib.ExitStack() as stack:
         for chunk, wrapped in zip(chunks, _as_list(model), strict=True):
-            stack.enter_context(_eval_mode(chunk))
+            stack.enter_context(eval_mode(chunk))
             stack.enter_context(direct_module_calls(wrapped))
         decoder = Decoder(chunks, batch, lengths, input_ids.device)
         answers = _decode(decoder, max_new_tokens, ends, pad, ranks_in_step(model), sampling, generator)
@@ -154,7 +154,7 @@ def end_token_ids(model: nn.Module | list[nn.Module], tokenizer: Any, hf_model: 
     These are the ids of the provider (end of a text), of the tokenizer (end of a turn in chat models), and of
     `generation_config.json` in `hf_model`, a folder or hub id.
     """
-    ends = [_unwrap(model)[0].config.eos_token_id, tokenizer.eos_token_id]
+    ends = [unwrap(model)[0].config.eos_token_id, tokenizer.eos_token_id]
     if hf_model is not None:
         with contextlib.suppress(OSError):  # the model has no such file
             named = GenerationConfig.from_pretrained(str(hf_model)).eos_token_id
@@ -168,7 +168,7 @@ def ranks_in_step(model: nn.Module | list[nn.Module]) -> ProcessGroup | None:
     These ranks compute each forward pass together, so they must get the same prompts. Tensor-parallel ranks do anyway:
     experts that are only divided over them need no group.
     """
-    groups = _unwrap(model)[0].pg_collection
+    groups = unwrap(model)[0].pg_collection
     if megatron_fsdp(_as_list(model)[0]) is not None:
         return groups.dp
     return groups.tp_ep if groups.ep.size() * groups.expt_tp.size() > groups.tp.size() else None
@@ -178,7 +178,7 @@ def _as_list(model: nn.Module | list[nn.Module]) -> list[nn.Module]:
     return model if isinstance(model, list) else [model]
 
 
-def _unwrap(model: nn.Module | list[nn.Module]) -> list[VisionLanguageModel]:
+def unwrap(model: nn.Module | list[nn.Module]) -> list[VisionLanguageModel]:
     """Return the chunks of a model without wrappers. Raise ValueError if they cannot generate."""
     # megatron-core's `unwrap_model` stops at Megatron-FSDP, which has two wrappers.
     chunks = [[*_wrappers(chunk)][-1] for chunk in _as_list(model)]
@@ -210,7 +210,8 @@ def _remove_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[Te
 
 
 @contextlib.contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Context manager that puts a model in eval mode."""
     in_training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -235,5 +235,6 @@ class HybridModel(VisionLanguageModel):
         return hidden, {NEXT: embedded}
 
     def predicts(self, inputs: ModelInputs) -> bool:
-        """Return whether an MTP loss is computed for this batch: only in training, and if the batch has next tokens."""
-        return inputs.next_tokens is not None and self.training and torch.is_grad_enabled()
+        """Return whether MTP is computed for this batch, which needs next tokens: in training, or to be measured."""
+        following = inputs.next_tokens
+        return following is not None and (following.measured or (self.training and torch.is_grad_enabled()))
