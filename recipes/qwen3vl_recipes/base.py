@@ -142,8 +142,9 @@ def sft_256k(size: str, **settings: Any) -> Qwen3VLConfigContainer:
 
 
 def sft_1m(size: str, **settings: Any) -> Qwen3VLConfigContainer:
-    """Full fine-tuning, rows of 1M tokens. YaRN extends the rotary embedding to four times its trained positions."""
+    """Full fine-tuning, rows of 1M tokens, with YaRN."""
     cfg = sft(size, **{"seq_length": 1024 * K, "global_batch_size": 4} | settings)
+    # The rotary embedding was trained on 256K positions.
     cfg.model.position_embedding_type, cfg.model.yarn_rotary_scaling_factor = "yarn", 4.0
     cfg.model.yarn_original_max_position_embeddings = 256 * K
     cfg.dataset.max_patches = 1024 * K  # a quarter of the row are vision tokens
