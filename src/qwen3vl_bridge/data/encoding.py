@@ -129,9 +129,16 @@ class EncodedSample:
     sample_id: str  # file and line
     pixel_values_videos: Tensor | None = None  # as `pixel_values`
     video_grid_thw: Tensor | None = None  # [videos, 3] int64
+    rejected: EncodedSample | None = None  # the rejected answer with its prompt, if samples are pairs
+    reference_logps: tuple[float, float] | None = None  # of the answers of a pair under a reference model, if known
 
     def __len__(self) -> int:
         return len(self.input_ids)
+
+    @property
+    def num_patches(self) -> int:
+        """The number of patches of images and videos."""
+        return sum(len(pixels) for pixels in (self.pixel_values, self.pixel_values_videos) if pixels is not None)
 
     @property
     def is_blank(self) -> bool:

@@ -1,4 +1,4 @@
-"""The configuration of a run: Megatron-Bridge's `ConfigContainer` with settings for guard, accuracy and learning rates.
+"""The configuration of a run: Megatron-Bridge's `ConfigContainer` with further sections, such as `objective`.
 
 `training/run_validation.py` checks the configuration.
 """
@@ -81,6 +81,39 @@ class AccuracyConfig:
 
 
 @dataclass(kw_only=True)
+class ObjectiveConfig:
+    """What a run trains its model to do. Settings other than `kind` are for "dpo", and are named as in TRL.
+
+    Attributes:
+        kind: "sft" trains on the answers of conversations; "dpo" (direct preference optimization) prefers the chosen to
+            the rejected answers of pairs.
+        loss_type: the loss of a pair: "sigmoid", "robust" (against wrong labels) or "ipo".
+        beta: how much the model is kept near the reference model; for "ipo" the regularization parameter tau.
+        label_smoothing: probability that chosen and rejected answers are swapped in the data, from 0 to below 0.5. Not
+            for "ipo".
+        rpo_alpha: weight of the mean loss of the chosen answer's tokens, which is added to the loss of a pair; None for
+            no such term.
+        reference_logps: folder with log-probabilities of the answers under the reference model, written by
+            `qwen3vl data score`. None: the reference is the model without its adapters.
+        reference_model: weights of the reference model that computed `reference_logps`; None for the initial weights of
+            the run, `checkpoint.pretrained_checkpoint`.
+    """
+
+    kind: Literal["sft", "dpo"] = "sft"
+    loss_type: Literal["sigmoid", "robust", "ipo"] = "sigmoid"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    rpo_alpha: float | None = None
+    reference_logps: str | None = None
+    reference_model: str | None = None
+
+    @property
+    def trains_pairs(self) -> bool:
+        """Whether samples are pairs of a chosen and a rejected answer."""
+        return self.kind == "dpo"
+
+
+@dataclass(kw_only=True)
 class Qwen3VLLearningRates(OptimizerConfigOverrideProvider):
     """Learning rates of the model's components, set as `cfg.optimizer_config_override_provider`.
 
@@ -137,9 +170,9 @@ class Qwen3VLCheckpointConfig(CheckpointConfig):
 
 @dataclass(kw_only=True)
 class Qwen3VLConfigContainer(ConfigContainer):
-    """Megatron-Bridge's `ConfigContainer` with the sections `guard` and `accuracy`.
+    """Megatron-Bridge's `ConfigContainer` with the sections `objective`, `guard` and `accuracy`.
 
-    The callbacks of `training_callbacks` implement these sections. Megatron-Bridge's own check for losses that are not
+    The callbacks of `training_callbacks` implement the last two. Megatron-Bridge's own check for losses that are not
     finite is off, because the guard checks losses and names the samples. Initial weights
     (`checkpoint.pretrained_checkpoint`) may have any format that this package reads.
 
@@ -148,6 +181,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
             components.
         rerun_state_machine: Megatron-Bridge's field, with its check for losses that are not finite turned off.
         checkpoint: Megatron-Bridge's field, with `keep_best`.
+        objective: the loss, and the kind of data that it needs.
         guard: what to do in steps with a bad loss or gradient; None for no checks.
         accuracy: accuracy on held-out conversations.
     """
@@ -161,6 +195,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
         default_factory=lambda: RerunStateMachineConfig(check_for_nan_in_loss=False)
     )
     checkpoint: CheckpointConfig = field(default_factory=Qwen3VLCheckpointConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     guard: GuardConfig | None = field(default_factory=GuardConfig)
     accuracy: AccuracyConfig = field(default_factory=AccuracyConfig)
 
@@ -197,6 +232,9 @@ class Qwen3VLConfigContainer(ConfigContainer):
         """
         check_script()
         run_checks(run_validation.BEFORE_VALIDATE, self)
+        if isinstance(self.dataset, Qwen3VLConversationProvider):
+            self.dataset.pairs = self.objective.trains_pairs
+            self.dataset.reference_logps = self.objective.reference_logps
         self._count_steps()
         run_validation.check_warmup(self)
         super().validate()
