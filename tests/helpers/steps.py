@@ -145,9 +145,7 @@ def forward_backward(
         reports += made
     nothing = torch.zeros(2, dtype=torch.float64)  # stages before the last have no losses
     # Tensor-parallel ranks have the same losses.
-    mine = (
-        sum((report["lm loss"].double() for report in made), start=nothing) if run.groups.tp.rank() == 0 else nothing
-    )
+    mine = sum((report["lm loss"].double() for report in made), start=nothing) if run.groups.tp.rank() == 0 else nothing
     return sum_over_ranks(mine)
 
 

@@ -77,7 +77,7 @@ class Collator:
         if not self.pairs:
             return self._build_batch(samples, self._packed_layout(samples))
         # The token in place of an unreadable pair stands for both of its answers.
-        documents = [document for sample in samples for document in (sample, sample.rejected or sample)]
+        documents = [document for sample in samples for document in (*sample.documents, sample)[:2]]
         batch = self._build_batch(documents, self._packed_layout(documents))
         known = [sample.reference_logps for sample in samples if sample.reference_logps is not None]
         return replace(

@@ -401,7 +401,7 @@ _TEXTS = ("system", "question", "answer")
 _OPTIONAL_KEYS = (*MEDIA_KEYS, FPS_KEY, "system", "tools")  # optional in a record
 _PAIRED = {*PROMPT_KEYS, *PROMPT_KEYS.values(), "input"}
 # Rejected answers of preference data: `rejected` in TRL and LLaMA-Factory, `rejected_response` in ms-swift and so on.
-_REJECTED_KEY = re.compile(r"reject(ed)?(_\w+)?")
+REJECTED_KEY = re.compile(r"reject(ed)?(_\w+)?")
 # Keys of KTO data (TRL, LLaMA-Factory) and the values that mark a bad answer. In many data sets `label` is a class.
 _DESIRABLE: Mapping[str, tuple[Any, ...]] = {
     "label": (False,), "kto_tag": (False, 0, "false", "False"), "desirable": (False,)
@@ -567,7 +567,7 @@ class Columns:
     def _check_conflicts(self, keys: Collection[str], place: str) -> None:
         """Raise DataError for a rejected answer (preference data), or for turns next to `question` or `answer`."""
         read = {*self.ignore, *self._column_keys(keys)}
-        if worse := next((key for key in keys if _REJECTED_KEY.fullmatch(str(key)) and key not in read), None):
+        if worse := next((key for key in keys if REJECTED_KEY.fullmatch(str(key)) and key not in read), None):
             raise DataError(
                 place,
                 f"found {worse!r}, a key of preference data, of which supervised training would learn only the other "

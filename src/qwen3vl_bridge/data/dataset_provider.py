@@ -505,7 +505,7 @@ class Qwen3VLConversationProvider(ConversationRows):
         repeat = None if split == "train" else self.rows_of_evaluation
         counter, logps = (lambda kind: 0) if alone else None, None
         if self.reference_logps is not None:
-            logps = read_reference_logps(self.reference_logps, split, reference_rules(source, sample_filter)).nan_to_num()
+            logps = read_reference_logps(self.reference_logps, split, reference_rules(source, sample_filter))
         samples = Samples(source, sample_filter, sizes, counter, logps)
         return RowDataset(samples, settings, length=length, ranks=ranks, repeat=repeat)
 

@@ -136,6 +136,11 @@ class EncodedSample:
         return len(self.input_ids)
 
     @property
+    def documents(self) -> tuple[EncodedSample, ...]:
+        """The sample; for a pair, the samples with the chosen and the rejected answer."""
+        return (self,) if self.rejected is None else (self, self.rejected)
+
+    @property
     def num_patches(self) -> int:
         """The number of patches of images and videos."""
         return sum(len(pixels) for pixels in (self.pixel_values, self.pixel_values_videos) if pixels is not None)

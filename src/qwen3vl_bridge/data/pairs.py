@@ -15,9 +15,17 @@ from typing import Any, Self
 
 from qwen3vl_bridge.core.atomic import replace_file
 from qwen3vl_bridge.core.files import parse_record
-from qwen3vl_bridge.data.conversations import Columns, PairRecord, is_template
+from qwen3vl_bridge.data.conversations import REJECTED_KEY, Columns, PairRecord, is_template
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.records import KEYS, LOSS_KEYS, MEDIA_KEYS, PROMPT_KEYS, SPEAKERS, drop_nulls, short_repr
+from qwen3vl_bridge.data.records import (
+    KEYS_OF_KIND,
+    LOSS_KEYS,
+    PROMPT_KEYS,
+    SPEAKERS,
+    TURN_KEYS,
+    drop_nulls,
+    short_repr,
+)
 from qwen3vl_bridge.data.samples import SampleFilter
 from qwen3vl_bridge.data.sources import Conversations
 
@@ -27,6 +35,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 _REJECTED_KEYS = ("rejected", "rejected_response", "rejected_messages")
+# Keys of the prompt that a record repeats if `chosen` and `rejected` begin with it.
+_QUESTION_KEYS = {*TURN_KEYS, *PROMPT_KEYS, *PROMPT_KEYS.values(), "input", "history"}
 _REJECTED_IMAGES = "rejected_images"  # ms-swift's images of the rejected answer, where they differ
 _EXPECTED = (
     "a chosen and a rejected answer: 'chosen' and 'rejected', or 'rejected_response' next to a conversation. For "
@@ -53,8 +63,8 @@ class PairColumns(Columns):
         if not isinstance(record, dict):
             return record
         chosen, rejected = self._split(drop_nulls(record), place)
-        chosen, rejected = super().convert_record(chosen, place), super().convert_record(rejected, f"{place} (rejected)")
-        return PairRecord(chosen, rejected)
+        converted = super().convert_record(chosen, place)
+        return PairRecord(converted, super().convert_record(rejected, f"{place} (rejected)"))
 
     def columns_to_read(self, names: Sequence[str], place: str) -> list[str]:
         """Return the columns to read from a table with the columns `names`; raise DataError if there are no pairs."""
@@ -70,31 +80,34 @@ class PairColumns(Columns):
             found = f"both {' and '.join(map(repr, keys))}" if keys else f"the keys {', '.join(map(str, record))}"
             raise DataError(place, f"found {found}, expected {_EXPECTED}")
         chosen, rejected = record.get("chosen"), record[keys[0]]
-        own = {key: value for key, value in record.items() if key not in ("chosen", keys[0], _REJECTED_IMAGES)}
-        own_rejected = dict(own)
-        if _REJECTED_IMAGES in record:
-            own_rejected = {key: value for key, value in own.items() if key not in MEDIA_KEYS[:2]}
-            own_rejected["images"] = record[_REJECTED_IMAGES]
         if chosen is not None and self.answer is not None:
-            raise DataError(place, f"found 'chosen' in addition to columns.answer={self.answer!r}, expected one of them")
-        turns_key = next((key for key in (self.messages or "messages", self.conversations or "conversations") if key in own), None)
-        if turns_key is None and (answer := self._answer_key(own)) is not None:
-            if chosen is not None:
-                own[answer] = chosen
-            own_rejected[answer] = rejected
-            return own, own_rejected
-        if turns_key is None or keys[0] == "rejected_messages":
-            turns = chosen if turns_key is None else own[turns_key]
-            prompt, chosen, rejected = _common_prompt(turns, rejected, place)
+            raise DataError(place, f"found 'chosen' next to columns.answer={self.answer!r}, expected one of them")
+        own = {key: record[key] for key in record if key != "chosen" and not REJECTED_KEY.fullmatch(str(key))}
+        names = (self.messages or "messages", self.conversations or "conversations")
+        turns_key = next((name for name in names if name in own), None)
+        turns = None if turns_key is None else _parse_turns(own[turns_key], place)
+        full = turns if chosen is None else chosen
+        if _has_prompt(full) and _has_prompt(rejected):
+            prompt, chosen, rejected = _common_prompt(full, rejected, place)
+            own = {key: value for key, value in own.items() if key not in _QUESTION_KEYS}
+        elif turns is not None:
+            prompt, chosen = (turns[:-1], turns[-1:]) if chosen is None else (turns, chosen)
+        elif (answer := self._answer_key(own)) is not None:
+            own_rejected = self._with_rejected_images(own, record) | {answer: rejected}
+            return own if chosen is None else own | {answer: chosen}, own_rejected
         else:
-            prompt = _turns(own[turns_key], place)
-            if chosen is None:
-                prompt, chosen = prompt[:-1], prompt[-1:]
-        turns_key = turns_key or "messages"
-        own[turns_key], own_rejected[turns_key] = (
-            [*map(_without_loss, prompt), *_as_messages(answer)] for answer in (chosen, rejected)
-        )
-        return own, own_rejected
+            found = f"'chosen' {short_repr(chosen)} and {keys[0]!r} {short_repr(rejected)}"
+            raise DataError(place, f"found {found} without a question, expected a prompt, or two lists of messages")
+        prompt = [_without_loss(message) for message in prompt]
+        first, second = ({turns_key or "messages": [*prompt, *_as_messages(answer)]} for answer in (chosen, rejected))
+        return own | first, self._with_rejected_images(own, record) | second
+
+    def _with_rejected_images(self, own: dict[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a record for the rejected answer, with its own images if there are any."""
+        if _REJECTED_IMAGES not in record:
+            return own
+        others = {key: value for key, value in own.items() if key not in KEYS_OF_KIND["image"]}
+        return others | {"images": record[_REJECTED_IMAGES]}
 
     def _answer_key(self, record: Mapping[str, Any]) -> str | None:
         """Return the key under which an answer belongs to the question of a record; None if there is no question."""
@@ -105,7 +118,7 @@ class PairColumns(Columns):
         return next((answer for question, answer in PROMPT_KEYS.items() if question in record), None)
 
 
-def _turns(turns: Any, place: str) -> list[Any]:
+def _parse_turns(turns: Any, place: str) -> list[Any]:
     """Return a list of turns, which tables may store as JSON."""
     if isinstance(turns, str):
         try:
@@ -117,11 +130,18 @@ def _turns(turns: Any, place: str) -> list[Any]:
     return turns
 
 
-def _common_prompt(chosen: Any, rejected: Any, place: str) -> tuple[list[Any], list[Any], list[Any]]:
+def _role(message: Any) -> str | None:
+    role = message.get("role", message.get("from")) if isinstance(message, dict) else None
+    return SPEAKERS.get(role, role) if isinstance(role, str) else None
+
+
+def _has_prompt(turns: Any) -> bool:
+    """Return whether a value is a conversation that begins with a prompt, and not only an answer."""
+    return isinstance(turns, list) and bool(turns) and _role(turns[0]) not in ("assistant", None)
+
+
+def _common_prompt(chosen: list[Any], rejected: list[Any], place: str) -> tuple[list[Any], list[Any], list[Any]]:
     """Return the messages with which two conversations begin, and the rest of each."""
-    if not isinstance(chosen, list) or not isinstance(rejected, list):
-        found = f"'chosen' {short_repr(chosen)} and 'rejected' {short_repr(rejected)}"
-        raise DataError(place, f"found {found} without a question, expected a prompt, or two lists of messages")
     same = next((i for i, pair in enumerate(zip(chosen, rejected, strict=False)) if pair[0] != pair[1]), None)
     if same is None:
         raise DataError(place, "found equal conversations, or one that begins with the other, expected two answers")
@@ -137,10 +157,7 @@ def _as_messages(answer: Any) -> list[Any]:
 
 def _without_loss(message: Any) -> Any:
     """Return a message of a prompt; if it is an answer, it is not trained on."""
-    if not isinstance(message, dict):
-        return message
-    role = message.get("role", message.get("from"))
-    if SPEAKERS.get(role, role) != "assistant":
+    if _role(message) != "assistant":
         return message
     return {key: value for key, value in message.items() if key not in LOSS_KEYS} | {"loss": False}
 

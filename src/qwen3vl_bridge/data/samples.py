@@ -446,5 +446,11 @@ class Samples:
         )
         if self.reference_logps is None:
             return sample
-        chosen, rejected = self.reference_logps[index].tolist()
+        chosen, rejected = self.reference_logps[index].nan_to_num().tolist()
+        if self.reference_logps[index].isnan().any() and not sample.is_blank:
+            raise DataError(
+                self.file.sample_id(index),
+                "found no log-probabilities of the reference model: `qwen3vl data score` has left the pair out. Run it "
+                "with the row length, limits and other settings of this run",
+            )
         return replace(sample, reference_logps=(chosen, rejected))

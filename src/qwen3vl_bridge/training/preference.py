@@ -32,7 +32,14 @@ if TYPE_CHECKING:
     from qwen3vl_bridge.training.config import ObjectiveConfig
 
 # Means over pairs, with the names of TRL.
-METRICS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected")
+METRICS = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/accuracies",
+    "rewards/margins",
+    "logps/chosen",
+    "logps/rejected",
+)
 
 
 def preference_settings(cfg: Any) -> ObjectiveConfig | None:

@@ -36,8 +36,8 @@ Entry = dict[str, float]
 
 METRICS = "metrics.jsonl"
 # Keys of `context.user_state`, on every rank. MEASURED: metrics of the current event, until they are logged. ENTRY: the
-# latest log entry. STEP_LOSS: (sum of losses, number of tokens or pairs) of the step over all ranks. COMPONENT_NORMS: gradient
-# norms by component.
+# latest log entry. STEP_LOSS: (sum of losses, number of tokens or pairs) of the step over all ranks. COMPONENT_NORMS:
+# gradient norms by component.
 MEASURED, ENTRY, STEP_LOSS, COMPONENT_NORMS = "measured", "log_entry", "step_loss", "component_norms"
 _LOCK = "run_lock"
 # Prefix of this package's metrics in TensorBoard and Weights & Biases.

@@ -273,7 +273,6 @@ BEFORE_RUN: tuple[Check, ...] = (
 )
 
 
-
 def _check_objective(cfg: Any) -> None:
     """Raise ValueError if settings of `objective` contradict each other or would be ignored."""
     objective, defaults = cfg.objective, type(cfg.objective)()

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.helpers.batches import Sample, make_batch, make_samples
+from tests.helpers.noise import rounded
 from tests.parity.references import MICROBATCHES, torch_linear_attention
 
 CONTENTS = ("mixed", "text only", "image and video", "one image")
@@ -60,7 +61,9 @@ def logp(model: torch.nn.Module, sample: Sample) -> Tensor:
     return -(F.cross_entropy(logits, sample.labels, reduction="none").double() * sample.loss_mask).sum()
 
 
-def loss_of_pair(settings: ObjectiveConfig, chosen: Tensor, rejected: Tensor, reference: Tensor, counts: list) -> Tensor:
+def loss_of_pair(
+    settings: ObjectiveConfig, chosen: Tensor, rejected: Tensor, reference: Tensor, counts: list
+) -> Tensor:
     """Return the loss of a pair, written again from the papers."""
     ratio, smoothing = (chosen - reference[0]) - (rejected - reference[1]), settings.label_smoothing
     if settings.loss_type == "ipo":
@@ -74,36 +77,42 @@ def loss_of_pair(settings: ObjectiveConfig, chosen: Tensor, rejected: Tensor, re
     return loss - (settings.rpo_alpha or 0.0) * chosen / counts[0]
 
 
-def expected_step(folder: Path, settings: ObjectiveConfig, base: bool = False) -> dict[str, Any]:
-    """Return loss, metrics and gradients of a global batch by transformers.
+def loss_of_batch(
+    model: torch.nn.Module, settings: ObjectiveConfig, reference: Callable[[list[Sample]], Tensor] | None = None
+) -> dict[str, Any]:
+    """Return the loss of a global batch with its graph, the number of pairs, and the metrics.
 
     Args:
-        folder: of the model.
+        model: of transformers.
         settings: the objective.
-        base: the reference is the model itself, without gradients.
+        reference: returns the log-probabilities of answers; None for those of `reference_logps`.
     """
-    from transformers import AutoModelForImageTextToText
-
-    with torch_linear_attention():
-        model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").train()
     losses, metrics = [], []
     for number, samples in enumerate(microbatches_of_pairs(model.config)):
         known = reference_logps(number, len(samples) // 2)
-        for pair, reference in zip(zip(samples[::2], samples[1::2], strict=True), known, strict=True):
+        for pair, given in zip(zip(samples[::2], samples[1::2], strict=True), known, strict=True):
             counts = [sample.loss_mask.sum().item() for sample in pair]
             if not all(counts):
                 continue
             policy = torch.stack([logp(model, sample) for sample in pair])
-            reference = policy.detach() if base else reference
-            losses.append(loss_of_pair(settings, *policy, reference, counts))
-            chosen, rejected = (settings.beta * (policy.detach() - reference)).tolist()
+            before = given if reference is None else reference(list(pair))
+            losses.append(loss_of_pair(settings, *policy, before, counts))
+            chosen, rejected = (settings.beta * (policy.detach() - before)).tolist()
             values = (chosen, rejected, float(chosen > rejected), chosen - rejected, *policy.tolist())
             metrics.append(dict(zip(METRICS, values, strict=True)))
-    loss = torch.stack(losses).mean()
-    loss.backward()
+    means = {name: math.fsum(one[name] for one in metrics) / len(metrics) for name in METRICS}
+    return dict(loss=torch.stack(losses).mean(), pairs=len(losses), metrics=means)
+
+
+def expected_step(folder: Path, settings: ObjectiveConfig, seed: int | None = None) -> dict[str, Any]:
+    """Return loss, metrics and gradients of a global batch; `seed` moves each weight by one unit in the last place."""
+    from transformers import AutoModelForImageTextToText
+
+    with torch_linear_attention():
+        model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").train()
+    with rounded(model, seed):
+        found = loss_of_batch(model, settings)
+        found["loss"].backward()
     named = dict(model.named_parameters(remove_duplicate=False))
-    return dict(
-        loss=loss.item(), pairs=len(losses),
-        metrics={name: math.fsum(one[name] for one in metrics) / len(metrics) for name in METRICS},
-        gradients={name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in named.items()},
-    )  # fmt: skip
+    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in named.items()}
+    return found | dict(loss=found["loss"].item(), gradients=gradients)
