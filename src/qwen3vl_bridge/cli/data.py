@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from qwen3vl_bridge.cli.data_options import (
     add_encoding,
@@ -252,7 +253,6 @@ def _run_score(options: argparse.Namespace) -> int:
     folder = find_weights(options)
 
     from qwen3vl_bridge.data.conversations import Columns
-    from qwen3vl_bridge.data.data_paths import path_of_split
     from qwen3vl_bridge.data.dataset_provider import Qwen3VLConversationProvider
     from qwen3vl_bridge.data.pairs import write_reference_logps
     from qwen3vl_bridge.training.process_groups import shutdown
@@ -261,16 +261,15 @@ def _run_score(options: argparse.Namespace) -> int:
 
     names = ("seq_length", "max_patches", "on_long", "on_bad", "seed", "answers", "empty_thinking", "reasoning_effort",
              "preserve_thinking", "media_root", "url_cache", "schema_adapter")  # fmt: skip
-    data = {"mixture": str(options.mixture)} if options.mixture else {
-        f"{options.split}_path": path_of_split(options.data, options.split)
-    }  # fmt: skip
+    given: dict[str, Any] = {name: getattr(options, name) for name in names}
+    given |= {"path": options.data} if options.mixture is None else {"mixture": str(options.mixture)}
     with naming_options("settings of the data"):
         settings = Qwen3VLConversationProvider(
             hf_processor_path=str(folder),
             columns=Columns.from_words(options.columns),
             vision=vision_limits(options),
             pairs=True,
-            **{name: getattr(options, name) for name in names} | data,
+            **given,
         )
         settings.finalize()
     try:

@@ -102,17 +102,19 @@ def open_records(options: argparse.Namespace, url_cache: Any = None) -> Any:
     url_cache = url_cache or make_url_cache(options)
     with naming_options("--columns"):
         columns = Columns.from_words(options.columns)
-    if are_pairs := getattr(options, "objective", "sft") == "dpo":
+    as_pairs = None
+    if getattr(options, "objective", "sft") == "dpo":
         from qwen3vl_bridge.data.pairs import PairColumns
 
-        columns = PairColumns.of(columns)
+        as_pairs = PairColumns.of
+        columns = as_pairs(columns)
     if options.mixture is not None:
         from qwen3vl_bridge.data.mixture import open_mixture, read_mixture
 
         with naming_options("--mixture"):
             sets = read_mixture(str(options.mixture), options.media_root, options.schema_adapter, columns)
-            if are_pairs:  # also sets with their own names of columns
-                sets = tuple(replace(one, columns=PairColumns.of(one.columns)) for one in sets)
+            if as_pairs is not None:  # also sets with their own names of columns
+                sets = tuple(replace(one, columns=as_pairs(one.columns)) for one in sets)
             mixture = open_mixture(sets, options.split, url_cache)
         show(mixture.summary().replace("; ", "\n"), error=True)
         return mixture

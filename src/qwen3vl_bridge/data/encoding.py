@@ -257,7 +257,7 @@ class Encoder:
         self._check_text(conversation)
         tokens = self._tokens(conversation, self._trained_messages(conversation), headers, limit)
         headers = _Headers(headers.image_tokens[: len(tokens.images)], headers.videos[: len(tokens.videos)])
-        pixels = self._pixels(conversation, headers)
+        pixels: dict[str, Any] = self._pixels(conversation, headers)
         ids, trained = (part.repeat_interleave(tokens.counts) for part in (tokens.ids, tokens.trained))
         return EncodedSample(
             input_ids=ids,

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 from qwen3vl_bridge.core.atomic import replace_file
 from qwen3vl_bridge.core.files import parse_record
@@ -135,7 +135,7 @@ def _role(message: Any) -> str | None:
     return SPEAKERS.get(role, role) if isinstance(role, str) else None
 
 
-def _has_prompt(turns: Any) -> bool:
+def _has_prompt(turns: Any) -> TypeGuard[list[Any]]:
     """Return whether a value is a conversation that begins with a prompt, and not only an answer."""
     return isinstance(turns, list) and bool(turns) and _role(turns[0]) not in ("assistant", None)
 

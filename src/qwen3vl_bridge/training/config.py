@@ -232,9 +232,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
         """
         check_script()
         run_checks(run_validation.BEFORE_VALIDATE, self)
-        if isinstance(self.dataset, Qwen3VLConversationProvider):
-            self.dataset.pairs = self.objective.trains_pairs
-            self.dataset.reference_logps = self.objective.reference_logps
+        self.apply_objective()
         self._count_steps()
         run_validation.check_warmup(self)
         super().validate()
@@ -243,6 +241,19 @@ class Qwen3VLConfigContainer(ConfigContainer):
         run_checks(run_validation.AFTER_VALIDATE, self)
         register_initial_weights(self, MANAGER)
         self._complete_dataset()
+
+    def apply_objective(self) -> None:
+        """Set the kind of records that the objective needs in the data set. `validate` calls this method.
+
+        Raises:
+            ValueError: the data set is one of pairs, and the objective is another one.
+        """
+        if not isinstance(self.dataset, Qwen3VLConversationProvider):
+            return
+        if self.dataset.pairs and not self.objective.trains_pairs:
+            raise ValueError("dataset.pairs is True, but objective.kind is 'sft': set objective.kind=dpo")
+        self.dataset.pairs = self.objective.trains_pairs
+        self.dataset.reference_logps = self.objective.reference_logps
 
     def log_non_default_values(self) -> None:
         """Print the settings that differ from their defaults, unless Megatron's log messages are hidden.

@@ -278,9 +278,10 @@ def _check_objective(cfg: Any) -> None:
     objective, defaults = cfg.objective, type(cfg.objective)()
     if objective.kind == "sft":
         changed = [f.name for f in fields(objective) if getattr(objective, f.name) != getattr(defaults, f.name)]
-        if getattr(cfg.dataset, "pairs", False) or changed:
-            name = f"objective.{changed[0]}" if changed else "dataset.pairs"
-            raise ValueError(f"{name} is set, but objective.kind is 'sft', which ignores it: set objective.kind=dpo")
+        if changed:
+            raise ValueError(
+                f"objective.{changed[0]} is set, but objective.kind is 'sft', which ignores it: set objective.kind=dpo"
+            )
     elif objective.reference_logps is None and objective.reference_model is not None:
         raise ValueError(
             "objective.reference_model is set without objective.reference_logps: compute these log-probabilities with "
