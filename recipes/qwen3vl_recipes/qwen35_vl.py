@@ -7,6 +7,7 @@ from functools import partial
 
 from qwen3vl_recipes import base
 from qwen3vl_recipes.base import (
+    dpo,
     peft,
     pretrain,
     pretrain_fp8_cs,
@@ -42,6 +43,7 @@ qwen35_vl_4b_sft_32k_config = on(8, sft_32k, "4B", tp=2, cp=4)
 qwen35_vl_4b_sft_128k_config = on(8, sft_128k, "4B", tp=2, cp=4, recompute="all")
 qwen35_vl_4b_sft_256k_config = on(16, sft_256k, "4B", tp=2, cp=8, recompute="all")
 qwen35_vl_4b_peft_config = on(1, peft, "4B")
+qwen35_vl_4b_dpo_config = on(1, dpo, "4B")
 qwen35_vl_4b_pretrain_config = on(64, pretrain, "4B", tp=2)
 
 qwen35_vl_9b_sft_config = on(8, sft, "9B", tp=4)
@@ -50,6 +52,7 @@ qwen35_vl_9b_sft_32k_config = on(8, sft_32k, "9B", tp=4, cp=2)
 qwen35_vl_9b_sft_128k_config = on(16, sft_128k, "9B", tp=4, cp=4, recompute="all")
 qwen35_vl_9b_sft_256k_config = on(16, sft_256k, "9B", tp=4, cp=4, recompute="all")
 qwen35_vl_9b_peft_config = on(1, peft, "9B", recompute="all")
+qwen35_vl_9b_dpo_config = on(1, dpo, "9B", recompute="all")
 qwen35_vl_9b_pretrain_config = on(64, pretrain, "9B", tp=4)
 
 qwen35_vl_27b_sft_config = on(16, sft, "27B", tp=4, pp=4, recompute=8)
@@ -57,6 +60,7 @@ qwen35_vl_27b_sft_fsdp_config = on(32, sft_fsdp, "27B", recompute="all")
 qwen35_vl_27b_sft_32k_config = on(32, sft_32k, "27B", tp=4, pp=4, cp=2, recompute="all")
 qwen35_vl_27b_sft_128k_config = on(64, sft_128k, "27B", tp=4, pp=4, cp=4, recompute="all")
 qwen35_vl_27b_peft_config = on(8, peft, "27B", tp=2, recompute="all")
+qwen35_vl_27b_dpo_config = on(8, dpo, "27B", tp=2, recompute="all")
 qwen35_vl_27b_pretrain_config = on(128, pretrain, "27B", tp=4, pp=4)
 
 qwen35_vl_35b_a3b_sft_config = on(16, sft, "35B-A3B", tp=2, ep=16, recompute="all")
@@ -65,6 +69,7 @@ qwen35_vl_35b_a3b_sft_32k_config = on(16, sft_32k, "35B-A3B", tp=2, cp=4, ep=16,
 qwen35_vl_35b_a3b_sft_128k_config = on(16, sft_128k, "35B-A3B", tp=2, cp=8, ep=16, recompute="all")
 qwen35_vl_35b_a3b_sft_256k_config = on(32, sft_256k, "35B-A3B", tp=2, cp=8, ep=16, recompute="all")
 qwen35_vl_35b_a3b_peft_config = on(8, peft, "35B-A3B", tp=2, ep=4, overlap=True)
+qwen35_vl_35b_a3b_dpo_config = on(8, dpo, "35B-A3B", tp=2, ep=4)
 qwen35_vl_35b_a3b_pretrain_config = on(128, pretrain, "35B-A3B", tp=2, ep=16, overlap=True)
 qwen35_vl_35b_a3b_pretrain_fp8_cs_config = on(128, pretrain_fp8_cs, "35B-A3B", tp=2, ep=16, recompute="all")
 qwen35_vl_35b_a3b_pretrain_fp8_mx_config = on(64, pretrain_fp8_mx, "35B-A3B", gpu="B200", ep=8)

@@ -53,6 +53,7 @@ IN_8_BITS = {
 } | {"qwen38_flash_next_pretrain_fp8_mx_config"}
 PROXY = {"qwen35_vl_proxy_sft_config", "qwen35_vl_proxy_sft_fsdp_config"}
 DPO = {f"qwen3_vl_{size}_dpo_config" for size in ("2b", "4b", "8b", "32b", "30b_a3b")}
+DPO |= {f"qwen35_vl_{size}_dpo_config" for size in ("4b", "9b", "27b", "35b_a3b")}
 DIST_TRAIN = {f"qwen3_vl_{size}_sft_dist_train_config" for size in ("30b_a3b", "235b_a22b")}
 # `--simulate-gpu` refuses separate vision ranks and pairs of answers. Recipes of Qwen3.8-Flash-Next were not simulated
 # with Transformer Engine yet.

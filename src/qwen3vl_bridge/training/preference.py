@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Literal, Self
 
 from qwen3vl_bridge.core.batch import ModelInputs, TokenBatch
 from qwen3vl_bridge.core.collectives import sum_own_parts
@@ -28,9 +28,6 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-if TYPE_CHECKING:
-    from qwen3vl_bridge.training.config import ObjectiveConfig
-
 # Means over pairs, with the names of TRL.
 METRICS = (
     "rewards/chosen",
@@ -40,6 +37,39 @@ METRICS = (
     "logps/chosen",
     "logps/rejected",
 )
+
+
+@dataclass(kw_only=True)
+class ObjectiveConfig:
+    """What a run trains its model to do. Settings other than `kind` are for "dpo", and are named as in TRL.
+
+    Attributes:
+        kind: "sft" trains on the answers of conversations; "dpo" (direct preference optimization) prefers the chosen to
+            the rejected answers of pairs.
+        loss_type: the loss of a pair: "sigmoid", "robust" (against wrong labels) or "ipo".
+        beta: how much the model is kept near the reference model; for "ipo" the regularization parameter tau.
+        label_smoothing: probability that chosen and rejected answers are swapped in the data, from 0 to below 0.5. Not
+            for "ipo".
+        rpo_alpha: weight of the mean loss of the chosen answer's tokens, which is added to the loss of a pair; None for
+            no such term.
+        reference_logps: folder with log-probabilities of the answers under the reference model, written by
+            `qwen3vl data score`. None: the reference is the model without its adapters.
+        reference_model: weights of the reference model that computed `reference_logps`; None for the initial weights of
+            the run, `checkpoint.pretrained_checkpoint`.
+    """
+
+    kind: Literal["sft", "dpo"] = "sft"
+    loss_type: Literal["sigmoid", "robust", "ipo"] = "sigmoid"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    rpo_alpha: float | None = None
+    reference_logps: str | None = None
+    reference_model: str | None = None
+
+    @property
+    def trains_pairs(self) -> bool:
+        """Whether samples are pairs of a chosen and a rejected answer."""
+        return self.kind == "dpo"
 
 
 def preference_settings(cfg: Any) -> ObjectiveConfig | None:

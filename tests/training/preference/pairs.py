@@ -8,8 +8,7 @@ from typing import Any
 
 from qwen3vl_bridge.core.batch import TokenBatch
 from qwen3vl_bridge.core.layout import SequenceLayout
-from qwen3vl_bridge.training.config import ObjectiveConfig
-from qwen3vl_bridge.training.preference import METRICS
+from qwen3vl_bridge.training.preference import METRICS, ObjectiveConfig
 
 import torch
 import torch.nn.functional as F

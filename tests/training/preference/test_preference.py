@@ -8,8 +8,7 @@ from typing import Any
 from qwen3vl_bridge.core.collectives import max_over_ranks, sum_over_ranks
 from qwen3vl_bridge.peft.lora import Qwen3VLLoRA
 from qwen3vl_bridge.peft.running_model_export import save_hf_adapter
-from qwen3vl_bridge.training.config import ObjectiveConfig
-from qwen3vl_bridge.training.preference import METRICS
+from qwen3vl_bridge.training.preference import METRICS, ObjectiveConfig
 
 import pytest
 import torch

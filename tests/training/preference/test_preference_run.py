@@ -16,9 +16,12 @@ from qwen3vl_bridge.training.preference import METRICS
 from qwen3vl_bridge.training.reference_scores import weights_digest
 
 import pytest
+from qwen3vl_recipes.registry import recipes
 
 from tests.helpers.forked import results_of_ranks
 from tests.helpers.noise import rounded_folder
+from tests.models.qwen3_5.tiny import make_checkpoint
+from tests.recipes.test_twins import twin
 from tests.training.running import losses, read_log, replicated, train
 
 DPO = dict(objective__kind="dpo", objective__beta=0.5)
@@ -171,6 +174,37 @@ def test_validation_raises_for_objective_that_cannot_be_trained(inputs, pairs, c
         setattr(getattr(cfg, section) if section else cfg, field, value)
     with pytest.raises(ValueError, match=message):
         cfg.validate()
+
+
+def fsdp_log(inputs, pairs: Path, settings: dict[str, Any]) -> list[dict[str, float]]:
+    cfg = inputs.config(None, **settings)  # float32
+    cfg.dataset.path, cfg.checkpoint.pretrained_checkpoint = str(pairs), str(inputs.hf)
+    return train(cfg)
+
+
+def test_dpo_run_under_megatron_fsdp_on_two_ranks_matches_one_process(inputs, pairs, scores):
+    settings = DPO | FAST | dict(
+        objective__reference_logps=str(scores), dataset__media_root=str(pairs.parent), train__train_iters=2,
+        optimizer__lr=1e-4, optimizer__min_lr=1e-4, optimizer__adam_eps=1e-4, validation__eval_interval=0,
+    )  # fmt: skip
+    cfg = config(inputs, pairs, None, **settings)
+    cfg.peft = None
+    expected, found = train(cfg), results_of_ranks(fsdp_log, 2, inputs, pairs, settings)
+    for one, other in zip(found, expected, strict=True):
+        for name in ("loss", "grad_norm", "trained_pairs", *METRICS):
+            assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-4), name
+
+
+@pytest.mark.parametrize("name", [name for name, one in recipes().items() if "_dpo_" in name and one.gpus])
+def test_dpo_recipe_trains_tiny_model(name, inputs, moe_folder, pairs, tmp_path):
+    folder = moe_folder if "_a3b_" in name else inputs.hf
+    if name.startswith("qwen35_"):
+        folder = make_checkpoint(tmp_path / "hf", moe="_a3b_" in name)
+    cfg = twin(name, str(folder), str(pairs), whole=True)
+    cfg.dataset.media_root = str(pairs.parent)
+    (entry,) = train(cfg)
+    assert entry["loss"] == pytest.approx(0.693147, abs=1e-3) and entry["trained_pairs"] >= 4
+    assert entry["grad_norm_language_model"] > 0 and entry["tokens"] > 0
 
 
 def test_weights_digest_changes_with_one_weight_of_large_file(tmp_path):

@@ -8,8 +8,7 @@ from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
-from qwen3vl_bridge.training.config import ObjectiveConfig
-from qwen3vl_bridge.training.preference import METRICS, pair_losses, pair_metrics
+from qwen3vl_bridge.training.preference import METRICS, ObjectiveConfig, pair_losses, pair_metrics
 
 import pytest
 import torch
