@@ -177,7 +177,7 @@ def dpo(size: str, **settings: Any) -> Qwen3VLConfigContainer:
     cfg.objective.kind = "dpo"
     cfg.optimizer.lr, cfg.optimizer.min_lr = 5e-6, 5e-7
     if cfg.model.moe_layers:
-        cfg.model.moe_aux_loss_coeff = 0.0  # routers are frozen
+        cfg.model.moe_router_load_balancing_type = "none"  # routers are frozen
     return cfg
 
 

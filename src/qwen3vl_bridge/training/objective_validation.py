@@ -11,6 +11,7 @@ from qwen3vl_bridge.config.checks import (
     Requires,
     Values,
     is_above,
+    is_on,
     requires_default,
 )
 from qwen3vl_bridge.data.dataset_provider import Qwen3VLConversationProvider
@@ -21,6 +22,7 @@ _PAIRS = Condition("objective.kind", preference_settings)
 _ADAPTERS_OFF = Condition(
     "objective.kind objective.reference_logps", lambda cfg: _PAIRS(cfg) and cfg.objective.reference_logps is None
 )
+_BALANCES = is_on("model.moe_aux_loss_coeff")
 
 
 def _check_objective(cfg: Any) -> None:
@@ -65,6 +67,7 @@ def _check_reference(cfg: Any) -> None:
         )
 
 
+_SCALED = "losses of routers are scaled by tokens, and the loss of pairs is not"
 _NOT_TRIED = "it has not been tested with pairs of answers"
 OBJECTIVE: tuple[Check, ...] = (
     _check_objective,
@@ -81,10 +84,13 @@ OBJECTIVE: tuple[Check, ...] = (
     ),
     *requires_default("rerun_state_machine.check_for_spiky_loss", "the guard checks losses", _PAIRS),
     Requires("rerun_state_machine.check_for_nan_in_loss", False, _PAIRS, why="the guard checks losses"),
-    *(
-        Requires(name, Values(lambda value, _: not value, lambda _: "0"), _PAIRS & is_above("model.num_moe_experts", 0),
-                 why="losses of experts are scaled by tokens, and the loss of pairs is not")
-        for name in ("model.moe_aux_loss_coeff", "model.moe_z_loss_coeff")
+    Requires(
+        "model.moe_router_load_balancing_type", "none", _PAIRS & is_above("model.num_moe_experts", 0) & _BALANCES,
+        why=_SCALED,
+    ),
+    Requires(
+        "model.moe_z_loss_coeff", Values(lambda value, _: not value, lambda _: "0"),
+        _PAIRS & is_above("model.num_moe_experts", 0), why=_SCALED,
     ),
     Requires("model.trains_mtp", False, _PAIRS, why="multi-token prediction is not trained on pairs: set "
              "model.mtp_loss_scaling_factor=0"),

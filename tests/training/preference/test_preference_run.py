@@ -201,10 +201,11 @@ def test_dpo_recipe_trains_tiny_model(name, inputs, moe_folder, pairs, tmp_path)
     if name.startswith("qwen35_"):
         folder = make_checkpoint(tmp_path / "hf", moe="_a3b_" in name)
     cfg = twin(name, str(folder), str(pairs), whole=True)
+    assert cfg.model.moe_router_load_balancing_type == ("none" if "_a3b_" in name else "aux_loss")
     cfg.dataset.media_root = str(pairs.parent)
     (entry,) = train(cfg)
     assert entry["loss"] == pytest.approx(0.693147, abs=1e-3) and entry["trained_pairs"] >= 4
-    assert entry["grad_norm_language_model"] > 0 and entry["tokens"] > 0
+    assert entry["grad_norm_language_model"] > 0
 
 
 def test_weights_digest_changes_with_one_weight_of_large_file(tmp_path):
