@@ -28,7 +28,8 @@ def qwen3_vl_digits_dpo_config():
     cfg = dpo("2B", seq_length=512, global_batch_size=2)
     cfg.peft.adapt_vision_model = cfg.peft.adapt_vision_projection = True
     cfg.train.train_iters, cfg.scheduler.lr_warmup_iters = 100, 10
-    cfg.optimizer.lr, cfg.optimizer.min_lr = 1e-3, 0.0
+    cfg.objective.rpo_alpha = 1.0  # the right digit stays likely
+    cfg.optimizer.lr, cfg.optimizer.min_lr = 3e-4, 0.0
     cfg.validation.eval_interval, cfg.validation.eval_iters = 50, 5
     cfg.dataset.num_workers = 1
     return cfg

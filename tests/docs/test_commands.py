@@ -408,19 +408,23 @@ def test_objectives_page_records_are_pairs_with_same_answers():
 
 
 @pytest.mark.slow
-def test_objectives_page_commands_run(places):
+def test_objectives_page_commands_run(places, tmp_path):
     places = places | {"RUN": f"{places['RUN']}_on_pairs"}
-    (first,), (inspect, score, demo) = blocks(OBJECTIVES, "console"), blocks(OBJECTIVES, "bash")
-    media = f" dataset.media_root={places['DATA']}"
-    assert run(f"{fill(first, places).strip()} --dry-run --gpus 1 {media}") == ""
+    (first,), (inspect, score, digits) = blocks(OBJECTIVES, "console"), blocks(OBJECTIVES, "bash")
+    run(f"{fill(first, places).strip()} --dry-run --gpus 1 dataset.media_root={places['DATA']}")
     run(fill(inspect, places))
-    *scores, train = fill(score, places).replace("\\\n", " ").strip().splitlines()
-    for command in scores:
+    for command in fill(score, places).replace("\\\n", " ").strip().splitlines():
         run(command)
-    run(train)
     log = [json.loads(line) for line in Path(places["RUN"], "metrics.jsonl").read_text().splitlines()]
     assert log[0]["trained_pairs"] > 0 and "rewards/margins" in log[0]
-    assert all(line.startswith(("python ", "qwen3vl ")) for line in demo.replace("\\\n", " ").strip().splitlines())
+    for path, name in (("hf_finetuned", "HF_FOLDER"), ("data", "DATA")):
+        digits = digits.replace(f"out/digits/{path}", places[name])
+    train_command, merge, evaluate = (
+        digits.replace("out/digits", str(tmp_path)).replace("\\\n", " ").strip().splitlines()
+    )
+    run(f"{train_command} train.train_iters=2 scheduler.lr_warmup_iters=1 validation.eval_iters=0")
+    run(merge)
+    run(f"{evaluate} --samples 2 --max-new-tokens 2")
 
 
 # docs/data.md
