@@ -67,11 +67,20 @@ def _check_reference(cfg: Any) -> None:
         )
 
 
+def _check_teacher(cfg: Any) -> None:
+    """Raise ValueError if a run on pairs also distills a teacher."""
+    if _PAIRS(cfg) and getattr(cfg.model, "teacher", None) is not None:
+        raise ValueError(
+            "objective.kind is 'dpo' and the model has a teacher: distill in a run with objective.kind=sft"
+        )
+
+
 _SCALED = "losses of routers are scaled by tokens, and the loss of pairs is not"
 _NOT_TRIED = "it has not been tested with pairs of answers"
 OBJECTIVE: tuple[Check, ...] = (
     _check_objective,
     _check_reference,
+    _check_teacher,
     Requires(
         "dataset.__class__", Qwen3VLConversationProvider, _PAIRS, why="only this class keeps pairs in the same row"
     ),
@@ -99,6 +108,4 @@ OBJECTIVE: tuple[Check, ...] = (
     *requires_default(
         "ddp.use_megatron_fsdp dist.use_megatron_fsdp", "set objective.reference_logps for Megatron-FSDP", _ADAPTERS_OFF
     ),
-    Requires("model.teacher", None, _PAIRS & (lambda cfg: hasattr(cfg.model, "teacher")),
-             why="a run has one objective: distillation or pairs"),
 )  # fmt: skip
