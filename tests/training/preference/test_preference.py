@@ -171,6 +171,8 @@ def test_lora_reference_matches_peft_library(folders, tmp_path):
     found = lora_steps(split, objective)
 
     base = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
+    own = [p for name, p in split.run.model[0].named_parameters() if ".adapter." not in name]
+    assert sum(p.numel() for p in own) == base.num_parameters()  # there is no second model
     policy = PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
     modules = dict(policy.named_modules())
     for first, other in (("q_proj", "k_proj"), ("q_proj", "v_proj")):  # share one `lora_A`
