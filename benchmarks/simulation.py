@@ -101,7 +101,7 @@ def replan(file: Path) -> None:
 def main() -> None:
     """Simulate recipes, print the results and append them to the CSV file."""
     parser = measurement.parser(__doc__, "simulation.csv")
-    names = [n for n, one in recipes().items() if one.gpus and "dist_train" not in n]
+    names = [n for n, one in recipes().items() if one.gpus and "dist_train" not in n and "_dpo_" not in n]
     parser.add_argument("--recipes", nargs="+", default=names)
     parser.add_argument("--replan", action="store_true", help="only write again what is planned, of every row")
     options = parser.parse_args()

@@ -177,6 +177,20 @@ def peft_dora(size: str, **settings: Any) -> Qwen3VLConfigContainer:
     return peft(size, dora=True, **settings)
 
 
+def dpo(size: str, **settings: Any) -> Qwen3VLConfigContainer:
+    """DPO with LoRA, rows of 8K tokens.
+
+    The data are pairs of a chosen and a rejected answer. The reference is the model without its adapters. `settings`
+    are arguments of `sft`.
+    """
+    cfg = peft(size, **settings)
+    cfg.objective.kind = "dpo"
+    cfg.optimizer.lr, cfg.optimizer.min_lr = 5e-6, 5e-7
+    if cfg.model.moe_layers:
+        cfg.model.moe_router_load_balancing_type = "none"  # routers are frozen
+    return cfg
+
+
 def pretrain(size: str, *, global_batch_size: int = 512, **settings: Any) -> Qwen3VLConfigContainer:
     """Pretraining, rows of 8K tokens.
 

@@ -161,6 +161,8 @@ def examine_run(
     with collect_error(errors):
         report.summary["weights"] = _describe_weights(complete, from_scratch)
     with collect_error(errors):
+        report.summary |= _describe_objective(complete)
+    with collect_error(errors):
         report.plan, lines = _describe_memory(complete, gpus, gpu, proposes=proposes)
         report.summary |= lines
         if report.plan is not None and gpu and _exceeds(report.plan, find_gpu(gpu).memory_bytes):
@@ -357,24 +359,40 @@ def _describe_weights(cfg: ConfigContainer, from_scratch: bool) -> str:
     return f"from {path}: {len(model.tensors.specs):,} tensors of {in_bytes(size)}, as its config.json requires"
 
 
+def _describe_objective(cfg: ConfigContainer) -> dict[str, str]:
+    """Return a summary line about the objective, unless it is supervised training. Check the reference model."""
+    from qwen3vl_bridge.training.preference import preference_settings
+    from qwen3vl_bridge.training.reference_scores import check_reference_model
+
+    if (settings := preference_settings(cfg)) is None:
+        return {}
+    check_reference_model(cfg)
+    reference = settings.reference_logps or "the model without its adapters"
+    return {"objective": f"{settings.kind}, {settings.loss_type}, beta {settings.beta:g}; reference: {reference}"}
+
+
 def _describe_data(cfg: ConfigContainer, complete: ConfigContainer) -> dict[str, str]:
     """Return summary lines about samples, rows and epochs by title. Measure the samples of the first window."""
     from qwen3vl_bridge.checkpoint.formats.huggingface import find_model
     from qwen3vl_bridge.core.files import CheckpointError
     from qwen3vl_bridge.data.dataset_provider import Qwen3VLConversationProvider
+    from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
 
     from qwen3vl_recipes.paths import evaluated_rows
 
     data, length = complete.dataset, complete.dataset.seq_length
     if not isinstance(data, Qwen3VLConversationProvider):
         return {"data": f"{type(data).__name__}, not opened"}
+    if isinstance(complete, Qwen3VLConfigContainer):  # which may not be complete
+        complete.apply_objective()
+    kind = "pairs" if data.pairs else "samples"
     if all(getattr(cfg.dataset, name) is None for name in ("path", "train_path", "mixture")):
         return {"data": "none yet: --data-path"}
     paths = [*dict.fromkeys(data.paths_of("train"))]
     if data.streaming or any(path.startswith("hf://") for path in paths):
         return {"data": f"{', '.join(paths)}, on the hub, not opened"}
     data.check_paths()
-    lines = {"data": f"{', '.join(paths)}: {len(data.open_split('train', data.seed)):,} samples"}  # pyright: ignore
+    lines = {"data": f"{', '.join(paths)}: {len(data.open_split('train', data.seed)):,} {kind}"}  # pyright: ignore
     try:
         folder = str(find_model(data.hf_processor_path, weights=False))
     except CheckpointError as error:

@@ -71,9 +71,12 @@ def check_data(cfg: ConfigContainer) -> None:
         DataError: data cannot be opened, or all samples would be dropped (`Qwen3VLConversationProvider.check_samples`).
     """
     from qwen3vl_bridge import Qwen3VLConversationProvider
+    from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
 
     if not isinstance(cfg.dataset, Qwen3VLConversationProvider):
         return
+    if isinstance(cfg, Qwen3VLConfigContainer):
+        cfg.apply_objective()
     cfg.dataset.check_paths()
     cfg.dataset.check_samples(cfg.model.context_parallel_size, evaluated_rows(cfg))
 

@@ -8,6 +8,7 @@ from functools import partial
 
 from qwen3vl_recipes import base
 from qwen3vl_recipes.base import (
+    dpo,
     peft,
     pretrain,
     pretrain_fp8_cs,
@@ -44,6 +45,7 @@ qwen35_vl_4b_sft_32k_config = on(8, sft_32k, "4B", tp=2, cp=4)
 qwen35_vl_4b_sft_128k_config = on(8, sft_128k, "4B", tp=2, cp=4, recompute="all")
 qwen35_vl_4b_sft_256k_config = on(16, sft_256k, "4B", tp=2, cp=8, recompute="all")
 qwen35_vl_4b_peft_config = on(1, peft, "4B")
+qwen35_vl_4b_dpo_config = on(1, dpo, "4B")
 qwen35_vl_4b_pretrain_config = on(64, pretrain, "4B", tp=2)
 
 qwen35_vl_9b_sft_config = on(8, sft, "9B", tp=4)
@@ -53,6 +55,7 @@ qwen35_vl_9b_sft_128k_config = on(16, sft_128k, "9B", tp=4, cp=4, recompute="all
 qwen35_vl_9b_sft_256k_config = on(16, sft_256k, "9B", tp=4, cp=4, recompute="all")
 qwen35_vl_9b_sft_1m_config = on(64, sft_1m, "9B", tp=4, cp=16, recompute="all")
 qwen35_vl_9b_peft_config = on(1, peft, "9B", recompute="all")
+qwen35_vl_9b_dpo_config = on(1, dpo, "9B", recompute="all")
 qwen35_vl_9b_pretrain_config = on(64, pretrain, "9B", tp=4)
 
 qwen35_vl_27b_sft_config = on(16, sft, "27B", tp=4, pp=4, recompute=8)
@@ -61,6 +64,7 @@ qwen35_vl_27b_sft_32k_config = on(32, sft_32k, "27B", tp=4, pp=4, cp=2, recomput
 qwen35_vl_27b_sft_128k_config = on(64, sft_128k, "27B", tp=4, pp=4, cp=4, recompute="all")
 qwen35_vl_27b_sft_256k_config = on(128, sft_256k, "27B", tp=4, pp=4, cp=8, recompute="all")
 qwen35_vl_27b_peft_config = on(8, peft, "27B", tp=2, recompute="all")
+qwen35_vl_27b_dpo_config = on(8, dpo, "27B", tp=2, recompute="all")
 qwen35_vl_27b_pretrain_config = on(128, pretrain, "27B", tp=4, pp=4)
 
 qwen35_vl_35b_a3b_sft_config = on(16, sft, "35B-A3B", tp=2, ep=16, recompute="all")
@@ -70,6 +74,7 @@ qwen35_vl_35b_a3b_sft_128k_config = on(16, sft_128k, "35B-A3B", tp=2, cp=8, ep=1
 qwen35_vl_35b_a3b_sft_256k_config = on(32, sft_256k, "35B-A3B", tp=2, cp=8, ep=16, recompute="all")
 qwen35_vl_35b_a3b_sft_1m_config = on(64, sft_1m, "35B-A3B", tp=2, cp=32, ep=16, recompute="all")
 qwen35_vl_35b_a3b_peft_config = on(8, peft, "35B-A3B", tp=2, ep=4, overlap=True)
+qwen35_vl_35b_a3b_dpo_config = on(8, dpo, "35B-A3B", tp=2, ep=4)
 qwen35_vl_35b_a3b_pretrain_config = on(128, pretrain, "35B-A3B", tp=2, ep=16, overlap=True)
 qwen35_vl_35b_a3b_pretrain_fp8_cs_config = on(128, pretrain_fp8_cs, "35B-A3B", tp=2, ep=16, recompute="all")
 qwen35_vl_35b_a3b_pretrain_fp8_mx_config = on(64, pretrain_fp8_mx, "35B-A3B", gpu="B200", ep=8)

@@ -2,6 +2,7 @@
 
 from qwen3vl_recipes.base import (
     dist_train,
+    dpo,
     keep_vision_activations,
     on,
     peft,
@@ -25,6 +26,7 @@ qwen3_vl_2b_sft_128k_config = on(8, sft_128k, "2B", cp=4, recompute="all")
 qwen3_vl_2b_sft_256k_config = on(8, sft_256k, "2B", cp=8, recompute="all")
 qwen3_vl_2b_peft_config = on(1, peft, "2B")
 qwen3_vl_2b_peft_dora_config = on(1, peft_dora, "2B")
+qwen3_vl_2b_dpo_config = on(1, dpo, "2B")
 qwen3_vl_2b_pretrain_config = on(64, pretrain, "2B")
 
 qwen3_vl_4b_sft_config = on(8, sft, "4B", tp=2)
@@ -34,6 +36,7 @@ qwen3_vl_4b_sft_128k_config = on(8, sft_128k, "4B", tp=2, cp=4, recompute="all")
 qwen3_vl_4b_sft_256k_config = on(16, sft_256k, "4B", tp=2, cp=8, recompute="all")
 qwen3_vl_4b_peft_config = on(1, peft, "4B")
 qwen3_vl_4b_peft_dora_config = on(1, peft_dora, "4B")
+qwen3_vl_4b_dpo_config = on(1, dpo, "4B")
 qwen3_vl_4b_pretrain_config = on(64, pretrain, "4B", tp=2)
 
 qwen3_vl_8b_sft_config = on(8, sft, "8B", tp=2, recompute=10)
@@ -43,6 +46,7 @@ qwen3_vl_8b_sft_128k_config = on(16, sft_128k, "8B", tp=2, cp=4, recompute="all"
 qwen3_vl_8b_sft_256k_config = on(16, sft_256k, "8B", tp=2, cp=8, recompute="all")
 qwen3_vl_8b_peft_config = on(1, peft, "8B", recompute="all")
 qwen3_vl_8b_peft_dora_config = on(1, peft_dora, "8B", recompute="all")
+qwen3_vl_8b_dpo_config = on(1, dpo, "8B", recompute="all")
 qwen3_vl_8b_pretrain_config = on(64, pretrain, "8B", tp=2)
 
 qwen3_vl_32b_sft_config = on(16, sft, "32B", tp=8, recompute="all")
@@ -52,6 +56,7 @@ qwen3_vl_32b_sft_128k_config = on(32, sft_128k, "32B", tp=8, cp=4, recompute="al
 qwen3_vl_32b_sft_256k_config = on(64, sft_256k, "32B", tp=8, cp=8, recompute="all")
 qwen3_vl_32b_peft_config = on(8, peft, "32B", tp=4)
 qwen3_vl_32b_peft_dora_config = on(1, peft_dora, "32B", gpu="H200", recompute="all")
+qwen3_vl_32b_dpo_config = on(8, dpo, "32B", tp=4)
 qwen3_vl_32b_pretrain_config = on(128, pretrain, "32B", tp=8)
 
 qwen3_vl_30b_a3b_sft_config = on(16, sft, "30B-A3B", ep=8, recompute="all")
@@ -70,6 +75,7 @@ def qwen3_vl_30b_a3b_sft_dist_train_config():
 
 qwen3_vl_30b_a3b_peft_config = on(8, peft, "30B-A3B", ep=8, overlap=True)
 qwen3_vl_30b_a3b_peft_dora_config = on(8, peft_dora, "30B-A3B", ep=8, overlap=True)
+qwen3_vl_30b_a3b_dpo_config = on(8, dpo, "30B-A3B", ep=8)
 qwen3_vl_30b_a3b_pretrain_config = on(128, pretrain, "30B-A3B", ep=8, recompute="all")
 qwen3_vl_30b_a3b_pretrain_fp8_cs_config = on(128, pretrain_fp8_cs, "30B-A3B", ep=8, recompute="all")
 qwen3_vl_30b_a3b_pretrain_fp8_mx_config = on(64, pretrain_fp8_mx, "30B-A3B", gpu="B200", ep=8)

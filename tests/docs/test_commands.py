@@ -20,7 +20,9 @@ from qwen3vl_bridge.cli import data as data_command
 from qwen3vl_bridge.cli import main as program
 from qwen3vl_bridge.cli.plan import main as plan_command
 from qwen3vl_bridge.data import DataError, open_source
+from qwen3vl_bridge.data.conversations import parse_conversation
 from qwen3vl_bridge.data.mixture import read_mixture
+from qwen3vl_bridge.data.pairs import PairColumns
 from qwen3vl_bridge.models.common import provider
 from qwen3vl_bridge.models.qwen3_vl import presets
 from qwen3vl_bridge.upstream import library_logs
@@ -45,11 +47,11 @@ from tests.models import test_toy_family
 from tests.parity.conftest import make_pair
 from tests.training.running import Inputs, replicated, train
 
-README, QUICKSTART, TRAIN, CONVERT, RECIPES, SCALING, DATA, CALLERS, EVALUATION = (
+README, QUICKSTART, TRAIN, CONVERT, RECIPES, SCALING, DATA, CALLERS, EVALUATION, OBJECTIVES = (
     PAGES[page]
     for page in (
         *("README.md", "docs/quickstart.md", "docs/train.md", "docs/convert.md", "docs/recipes.md", "docs/scaling.md"),
-        *("docs/data.md", "docs/callers.md", "docs/evaluation.md"),
+        *("docs/data.md", "docs/callers.md", "docs/evaluation.md", "docs/objectives.md"),
     )
 )
 
@@ -77,9 +79,13 @@ def places(tmp_path_factory, untied_folder) -> dict[str, str]:
     from qwen3vl_bridge.testing.digits import make_dataset
 
     folder = tmp_path_factory.mktemp("pages")
-    make_dataset(folder / "data")
+    make_dataset(folder / "data", pairs=True)
     names = {"HF_FOLDER": untied_folder, "DATA": folder / "data"}
-    names |= {name: folder / name.lower() for name in ("MEGATRON", "EXPORTED", "TORCH_DIST", "RUN", "REPORT", "ROWS")}
+    names |= {
+        name: folder / name.lower()
+        for name in ("MEGATRON", "EXPORTED", "TORCH_DIST", "RUN", "REPORT", "ROWS", "SCORES")
+    }
+    names["PAIRS"] = folder / "data" / "pairs"
     names["IMAGE"] = next((folder / "data" / "images").iterdir())
     return {name: str(path) for name, path in names.items()}
 
@@ -388,6 +394,37 @@ def test_add_a_family_page_code_equals_tested_toy_family():
     page = PAGES["docs/add_a_family.md"]
     assert only(page, "python") == test_toy_family.REGISTER
     assert shlex.split(only(page, "bash")) == test_toy_family.CONVERT
+
+
+# docs/objectives.md
+
+
+def test_objectives_page_records_are_pairs_with_same_answers():
+    records = [json.loads(line) for line in only(OBJECTIVES, "json").splitlines()]
+    columns = PairColumns()
+    pairs = [parse_conversation(columns.convert_record(record, "page"), "page", Path()) for record in records]
+    said = {tuple(one.messages[-1]["content"] for one in pair.documents) for pair in pairs}
+    assert len(pairs) == 5 and said == {("Seven.", "One.")}
+
+
+@pytest.mark.slow
+def test_objectives_page_commands_run(places, tmp_path):
+    places = places | {"RUN": f"{places['RUN']}_on_pairs"}
+    (first,), (inspect, score, digits) = blocks(OBJECTIVES, "console"), blocks(OBJECTIVES, "bash")
+    run(f"{fill(first, places).strip()} --dry-run --gpus 1 dataset.media_root={places['DATA']}")
+    run(fill(inspect, places))
+    for command in fill(score, places).replace("\\\n", " ").strip().splitlines():
+        run(command)
+    log = [json.loads(line) for line in Path(places["RUN"], "metrics.jsonl").read_text().splitlines()]
+    assert log[0]["trained_pairs"] > 0 and "rewards/margins" in log[0]
+    for path, name in (("hf_finetuned", "HF_FOLDER"), ("data", "DATA")):
+        digits = digits.replace(f"out/digits/{path}", places[name])
+    train_command, merge, evaluate = (
+        digits.replace("out/digits", str(tmp_path)).replace("\\\n", " ").strip().splitlines()
+    )
+    run(f"{train_command} train.train_iters=2 scheduler.lr_warmup_iters=1 validation.eval_iters=0")
+    run(merge)
+    run(f"{evaluate} --samples 2 --max-new-tokens 2")
 
 
 # docs/data.md

@@ -115,9 +115,17 @@ def release(model: list[torch.nn.Module]) -> None:
 
 
 def forward_backward(
-    run: Run, batches: Iterator[Any], microbatches: int, *, forward_only: bool = False
+    run: Run,
+    batches: Iterator[Any],
+    microbatches: int,
+    *,
+    forward_only: bool = False,
+    reports: list[dict[str, torch.Tensor]] | None = None,
 ) -> torch.Tensor:
-    """Run microbatches through the schedule; return [sum of losses, number of tokens] over all ranks in float64."""
+    """Run microbatches through the schedule; return [sum of losses, number of tokens] over all ranks in float64.
+
+    The values that the loss function of each microbatch reports are added to `reports`.
+    """
     # Each virtual pipeline stage reads every batch.
     iterators = list(itertools.tee(itertools.islice(batches, microbatches), len(run.model)))
     length, rows = run.cfg.model.seq_length, run.cfg.train.micro_batch_size
@@ -127,17 +135,17 @@ def forward_backward(
             run.model, seq_length=length, micro_batch_size=rows, decoder_seq_length=length
         )
     )  # fmt: skip
-    reports = _schedule(run)(
+    made = _schedule(run)(
         forward_step_func=partial(run.forward_step, run.state),
         data_iterator=iterators if len(iterators) > 1 else iterators[0], model=run.model, num_microbatches=microbatches,
         seq_length=length, micro_batch_size=rows, forward_only=forward_only,
         adjust_tensor_shapes_fn=of_student_and_teacher, p2p_communicator=_communicator(run), pg_collection=run.groups,
     )  # fmt: skip
+    if reports is not None:
+        reports += made
     nothing = torch.zeros(2, dtype=torch.float64)  # stages before the last have no losses
     # Tensor-parallel ranks have the same losses.
-    mine = (
-        sum((report["lm loss"].double() for report in reports), start=nothing) if run.groups.tp.rank() == 0 else nothing
-    )
+    mine = sum((report["lm loss"].double() for report in made), start=nothing) if run.groups.tp.rank() == 0 else nothing
     return sum_over_ranks(mine)
 
 

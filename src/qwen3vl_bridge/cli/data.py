@@ -1,8 +1,9 @@
-"""`qwen3vl data`: inspect, pack and download data."""
+"""`qwen3vl data`: inspect, pack and download data, and score pairs of answers."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import os
@@ -10,9 +11,11 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from qwen3vl_bridge.cli.data_options import (
     add_encoding,
+    add_objective,
     add_records,
     check_output,
     make_encoder,
@@ -20,7 +23,9 @@ from qwen3vl_bridge.cli.data_options import (
     naming_options,
     open_records,
     progress_bar,
+    vision_limits,
 )
+from qwen3vl_bridge.cli.generation_options import add_sizes, find_weights, hide_logs, parallel_settings
 from qwen3vl_bridge.core.files import CheckpointError
 from qwen3vl_bridge.data.errors import DataError, group_errors
 from qwen3vl_bridge.terminal import CommandParser, at_least, run, show, show_report
@@ -40,13 +45,14 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl data") 
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = CommandParser(prog=prog, description="Inspect or pack conversations, or download their images.")
+    parser = CommandParser(prog=prog, description="Inspect, pack or score conversations, or download their images.")
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     _inspect(
         verbs.add_parser("inspect", help="show samples as the model will see them, and which tokens are trained on")
     )
     _pack(verbs.add_parser("pack", help="measure all samples and pack them into rows, before training"))
     _download(verbs.add_parser("download", help="download images and videos that samples refer to by URL"))
+    _score(verbs.add_parser("score", help="compute log-probabilities of pairs of answers under a reference model"))
     return parser
 
 
@@ -56,6 +62,7 @@ def _pack(parser: argparse.ArgumentParser) -> None:
         "dataset.train_packing. Images are not copied. Use the same options as in the training data set."
     )
     add_records(parser, split=False)  # only training rows are packed
+    add_objective(parser)
     add_encoding(parser)
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="FOLDER", help="folder to write the rows to")
@@ -74,6 +81,30 @@ def _pack(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_run_pack, split="train")
 
 
+def _score(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Compute the log-probabilities of chosen and rejected answers under a model, for objective.reference_logps of "
+        "a run. Use the same options as in the run's data set. Start the command with torchrun to divide the model, or "
+        "the rows, over several ranks."
+    )
+    add_records(parser)
+    add_encoding(parser)
+    add = parser.add_argument
+    add("--megatron-path", metavar="FOLDER", help="weights: a Megatron checkpoint of either format, or a run's folder "
+        "(default: those of --hf-model)")  # fmt: skip
+    add("--output", type=Path, required=True, metavar="FOLDER", help="folder for the log-probabilities, one file for "
+        "each split")  # fmt: skip
+    add("--overwrite", action="store_true", help="replace an earlier file")
+    add("--max-patches", type=at_least(1), metavar="N",
+        help="maximum number of patches in a row (default: no limit)")  # fmt: skip
+    add("--on-bad", choices=("error", "drop"), default="error",
+        help="what to do with a pair that cannot be encoded (default: %(default)s)")  # fmt: skip
+    add("--seed", type=int, default=1234, metavar="N",
+        help="seed of the order in which pairs are packed (default: %(default)s)")  # fmt: skip
+    add_sizes(parser)
+    parser.set_defaults(run=_run_score, objective="dpo")
+
+
 def _inspect(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Show samples as the model will see them: tokens, which of them are trained on, images; and how long "
@@ -81,6 +112,7 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
         "cannot be used, or are longer than a row and --on-long is error."
     )
     add_records(parser)
+    add_objective(parser)
     add_encoding(parser)
     add = parser.add_argument
     add("--samples", type=at_least(0), default=2, metavar="N", help="how many samples to show (default: %(default)s)")
@@ -104,6 +136,7 @@ def _download(parser: argparse.ArgumentParser) -> None:
         "some downloads failed."
     )
     add_records(parser)
+    add_objective(parser)
     add = parser.add_argument
     add("--allowed-urls", nargs="+", required=True, metavar="URL",
         help="URL prefixes that may be fetched, such as https://images.example.org/; https:// allows "
@@ -170,11 +203,14 @@ def _run_pack(options: argparse.Namespace) -> int:
         most_patches=options.max_patches,
         on_long=options.on_long,
         on_bad=options.on_bad,
+        multiple=options.pad_to_multiple_of,
     )
     vision = read_vision_settings(folder, encoder.processor)
     padding = pad_token_id(encoder.processor.tokenizer)
     with naming_options("--seq-length and --pad-to-multiple-of"):
         collator = Collator(vision, padding, options.seq_length, options.pad_to_multiple_of)
+    if options.objective == "dpo" and options.on_long == "truncate":
+        raise DataError("--on-long", "found truncate, expected error or drop: a shortened answer cannot be compared")
 
     def progress(steps: Iterable[int]) -> Iterable[int]:
         bar = progress_bar(options, range(len(source)))
@@ -201,6 +237,54 @@ def _run_pack(options: argparse.Namespace) -> int:
         lines["patches"] += f", {100 * report.patch_fill:.1f} % of the most"
     text = "\n".join(f"{name:15}{value}" for name, value in lines.items())
     show_report(json.dumps(asdict(report), indent=2) if options.json else text, options.output)
+    return 0
+
+
+def _run_score(options: argparse.Namespace) -> int:
+    hide_logs()
+    is_first, path = os.environ.get("RANK", "0") == "0", options.output / f"{options.split}.safetensors"
+    if is_first and path.exists() and not options.overwrite:
+        raise DataError(str(path), "the file exists already; --overwrite replaces it")
+    with naming_options("parallel sizes"):
+        parallel = parallel_settings(options) | {"seq_length": options.seq_length}
+    if options.pp > 1:  # the size of tensors that stages send depends on the images in a row
+        parallel["variable_seq_lengths"] = True
+    open_records(options)  # before torch, so that a mistyped name is reported at once
+    folder = find_weights(options)
+
+    from qwen3vl_bridge.data.conversations import Columns
+    from qwen3vl_bridge.data.dataset_provider import Qwen3VLConversationProvider
+    from qwen3vl_bridge.data.pairs import write_reference_logps
+    from qwen3vl_bridge.training.process_groups import shutdown
+    from qwen3vl_bridge.training.reference_scores import rows_to_score, score_pairs, weights_digest
+    from qwen3vl_bridge.training.weight_loading import load_model
+
+    names = ("seq_length", "max_patches", "on_long", "on_bad", "seed", "answers", "empty_thinking", "reasoning_effort",
+             "preserve_thinking", "media_root", "url_cache", "schema_adapter")  # fmt: skip
+    given: dict[str, Any] = {name: getattr(options, name) for name in names}
+    given |= {"path": options.data} if options.mixture is None else {"mixture": str(options.mixture)}
+    with naming_options("settings of the data"):
+        settings = Qwen3VLConversationProvider(
+            hf_processor_path=str(folder),
+            columns=Columns.from_words(options.columns),
+            vision=vision_limits(options),
+            pairs=True,
+            **given,
+        )
+        settings.finalize()
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # Megatron-Bridge prints what it loads
+            model = load_model(folder, options.megatron_path, **parallel)
+            rows, rules = rows_to_score(settings.for_context_parallel(options.cp), options.split)
+            logps = score_pairs(model, rows, lambda groups: progress_bar(options, groups, "groups of rows"))
+        if is_first:
+            digest = weights_digest(options.megatron_path or folder)
+            write_reference_logps(options.output, options.split, logps, rules, digest)
+            report = {"pairs": len(logps), "left out": int(logps.isnan().any(1).sum())}
+            text = "\n".join(f"{name:15}{number:,}" for name, number in report.items())
+            show_report(json.dumps(report, indent=2) if options.json else text, path)
+    finally:
+        shutdown()
     return 0
 
 

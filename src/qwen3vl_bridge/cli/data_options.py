@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,15 @@ def add_records(parser: argparse.ArgumentParser, split: bool = True) -> None:
             help="which split of a folder with splits (default: %(default)s)")  # fmt: skip
 
 
+def add_objective(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the kind of records."""
+    parser.add_argument(
+        "--objective", choices=("sft", "dpo"), default="sft",
+        help="as objective.kind: conversations (sft), or pairs of a chosen and a rejected answer (dpo) "
+        "(default: %(default)s)",
+    )  # fmt: skip
+
+
 def add_template(parser: argparse.ArgumentParser) -> None:
     """Add the options for encoding prompts: the model, variables of its chat template, and the limits of images."""
     add = parser.add_argument
@@ -92,11 +102,19 @@ def open_records(options: argparse.Namespace, url_cache: Any = None) -> Any:
     url_cache = url_cache or make_url_cache(options)
     with naming_options("--columns"):
         columns = Columns.from_words(options.columns)
+    as_pairs = None
+    if getattr(options, "objective", "sft") == "dpo":
+        from qwen3vl_bridge.data.pairs import PairColumns
+
+        as_pairs = PairColumns.of
+        columns = as_pairs(columns)
     if options.mixture is not None:
         from qwen3vl_bridge.data.mixture import open_mixture, read_mixture
 
         with naming_options("--mixture"):
             sets = read_mixture(str(options.mixture), options.media_root, options.schema_adapter, columns)
+            if as_pairs is not None:  # also sets with their own names of columns
+                sets = tuple(replace(one, columns=as_pairs(one.columns)) for one in sets)
             mixture = open_mixture(sets, options.split, url_cache)
         show(mixture.summary().replace("; ", "\n"), error=True)
         return mixture
@@ -136,13 +154,20 @@ def make_encoder(options: argparse.Namespace) -> tuple[Any, Path]:
     _warn_of_environment(options)
     folder = find_model(options.hf_model, weights=False)
 
-    from qwen3vl_bridge.data.encoding import Encoder, VisionLimits, load_processor  # slow
+    from qwen3vl_bridge.data.encoding import Encoder, load_processor  # slow
 
     with naming_options("limits of images and videos"):
-        processor = load_processor(folder, VisionLimits(**{name: getattr(options, name) for name in _LIMITS}))
+        processor = load_processor(folder, vision_limits(options))
     names = ("answers", "empty_thinking", "reasoning_effort", "preserve_thinking")
     with naming_options("settings of the chat template"):
         return Encoder(processor, **{name: getattr(options, name) for name in names}), folder
+
+
+def vision_limits(options: argparse.Namespace) -> Any:
+    """Return the `VisionLimits` of the options."""
+    from qwen3vl_bridge.data.encoding import VisionLimits
+
+    return VisionLimits(**{name: getattr(options, name) for name in _LIMITS})
 
 
 def _warn_of_environment(options: argparse.Namespace) -> None:

@@ -28,9 +28,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--top-p", type=float, default=1.0, metavar="P", help="draw from the most likely tokens, as many as have the "
         "probability P together (default: all)")  # fmt: skip
     add("--seed", type=at_least(0), metavar="N", help="seed of the drawn tokens (default: 0)")
+    add_sizes(parser)
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Add the options by which the model is divided over ranks."""
     for option, (kind, _) in _SIZES.items():
         meaning = f"{kind}-parallel size (default: %(default)s)"
-        add(f"--{option}", type=at_least(1), default=1, metavar="N", help=meaning)
+        parser.add_argument(f"--{option}", type=at_least(1), default=1, metavar="N", help=meaning)
 
 
 def hide_logs() -> None:

@@ -6,7 +6,7 @@ Uses only the standard library.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qwen3vl_bridge.registry import dimensions_of
@@ -45,6 +45,11 @@ class TowerCosts:
         language = self.token * tokens + self.token_pair * token_pairs
         language += self.sparse_pair * self._attended_pairs(tokens, token_pairs)
         return language + self.patch * patches + self.patch_pair * patch_pairs
+
+    def plus(self, other: TowerCosts) -> TowerCosts:
+        """Return the costs of two passes of the same model."""
+        names = ("token", "token_pair", "patch", "patch_pair", "sparse_pair")
+        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
 
     def _attended_pairs(self, tokens: int, token_pairs: int) -> float:
         """Return how many of `token_pairs` are attended if a token attends to at most `budget` tokens.

@@ -111,6 +111,10 @@ class TokenBatch(Transferable):
     unreadable: tuple[int, ...] = ()
     # [B, S] bool, True for real tokens that MoE routers leave out of their load balancing; None if there are none.
     excluded_from_aux_loss: Tensor | None = None
+    # Number of pairs: the segments 2 i and 2 i + 1 are the chosen and the rejected answer of pair i. 0: no pairs.
+    pairs: int = 0
+    # [pairs, 2] float64, log-probabilities of these answers under a reference model; None if they are not known.
+    reference_logps: Tensor | None = None
 
     def __contains__(self, key: object) -> bool:
         # Megatron-Bridge's own forward steps look for keys of a dict.

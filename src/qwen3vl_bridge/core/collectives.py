@@ -40,6 +40,14 @@ def sum_in_group(counts: Tensor, group: torch.distributed.ProcessGroup) -> Tenso
     return counts
 
 
+def sum_own_parts(parts: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+    """Return the elementwise sum of `parts` over the ranks of a group. The backward pass returns the sum's gradient.
+
+    If all ranks compute the same function of the sum, each rank gets the gradient of its own part.
+    """
+    return tensor_parallel.reduce_from_tensor_model_parallel_region(parts.clone(), group=group)
+
+
 def max_in_group(values: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
     """Return the elementwise maximum of `values` over the ranks of a group, as a new tensor."""
     values = values.clone()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,7 @@ class Collator:
     seq_length: int  # length of a row
     multiple: int = 1  # must divide the padded length of each sample in a packed row, see `segment_multiple`
     pixel_dtype: torch.dtype = torch.float32  # dtype of the model
+    pairs: bool = False  # samples are pairs of a chosen and a rejected answer, which are segments of the same row
 
     def __post_init__(self) -> None:
         if self.seq_length < 1 or self.multiple < 1 or self.seq_length % self.multiple:
@@ -73,9 +74,19 @@ class Collator:
 
     def collate_packed(self, samples: Sequence[EncodedSample]) -> TokenBatch:
         """Return a batch of one row with all samples one after the other; raise ValueError if they do not fit."""
-        lengths = [len(sample) for sample in samples]
-        layout = SequenceLayout.packed_row(lengths, multiple=self.multiple, total=self.seq_length)
-        return self._build_batch(samples, layout)
+        if not self.pairs:
+            return self._build_batch(samples, self._packed_layout(samples))
+        # The token in place of an unreadable pair stands for both of its answers.
+        documents = [document for sample in samples for document in (*sample.documents, sample)[:2]]
+        batch = self._build_batch(documents, self._packed_layout(documents))
+        known = [sample.reference_logps for sample in samples if sample.reference_logps is not None]
+        return replace(
+            batch, pairs=len(samples), reference_logps=torch.tensor(known, dtype=torch.float64) if known else None
+        )
+
+    def _packed_layout(self, documents: Sequence[EncodedSample]) -> SequenceLayout:
+        lengths = [len(document) for document in documents]
+        return SequenceLayout.packed_row(lengths, multiple=self.multiple, total=self.seq_length)
 
     def collate_padded(self, samples: Sequence[EncodedSample]) -> TokenBatch:
         """Return a batch with one row per sample, padded to `seq_length`; raise ValueError if a sample is too long."""

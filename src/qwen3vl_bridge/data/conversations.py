@@ -8,7 +8,7 @@ import re
 import string
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,6 +66,20 @@ class Conversation:
     losses: Mapping[int, bool] = field(default_factory=dict)
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template, by name
     references: Any = None  # the answers that an evaluation accepts; training does not read them
+    rejected: Conversation | None = None  # the same prompt with the worse answer, if records are pairs
+
+    @property
+    def documents(self) -> tuple[Conversation, ...]:
+        """The conversation; for a pair, the conversations with the chosen and the rejected answer."""
+        return (self,) if self.rejected is None else (self, self.rejected)
+
+
+class PairRecord(dict[str, Any]):
+    """A record {"messages": [...]} with a chosen answer, and the same with the rejected answer in `rejected`."""
+
+    def __init__(self, chosen: Mapping[str, Any], rejected: Mapping[str, Any]) -> None:
+        super().__init__(chosen)
+        self.rejected = dict(rejected)
 
 
 def parse_conversation(record: Any, place: str, root: Path | MediaAccess) -> Conversation:
@@ -73,6 +87,9 @@ def parse_conversation(record: Any, place: str, root: Path | MediaAccess) -> Con
 
     `root` is the folder that media paths are relative to and must not leave, or a `MediaAccess`.
     """
+    if isinstance(record, PairRecord):
+        rejected = parse_conversation(record.rejected, f"{place} (rejected)", root)
+        return replace(parse_conversation(dict(record), place, root), rejected=rejected)
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:
         found = short_repr(record) if not isinstance(record, dict) else f"{short_repr(messages)} under 'messages'"
@@ -384,7 +401,7 @@ _TEXTS = ("system", "question", "answer")
 _OPTIONAL_KEYS = (*MEDIA_KEYS, FPS_KEY, "system", "tools")  # optional in a record
 _PAIRED = {*PROMPT_KEYS, *PROMPT_KEYS.values(), "input"}
 # Rejected answers of preference data: `rejected` in TRL and LLaMA-Factory, `rejected_response` in ms-swift and so on.
-_REJECTED_KEY = re.compile(r"reject(ed)?(_\w+)?")
+REJECTED_KEY = re.compile(r"reject(ed)?(_\w+)?")
 # Keys of KTO data (TRL, LLaMA-Factory) and the values that mark a bad answer. In many data sets `label` is a class.
 _DESIRABLE: Mapping[str, tuple[Any, ...]] = {
     "label": (False,), "kto_tag": (False, 0, "false", "False"), "desirable": (False,)
@@ -550,12 +567,12 @@ class Columns:
     def _check_conflicts(self, keys: Collection[str], place: str) -> None:
         """Raise DataError for a rejected answer (preference data), or for turns next to `question` or `answer`."""
         read = {*self.ignore, *self._column_keys(keys)}
-        if worse := next((key for key in keys if _REJECTED_KEY.fullmatch(str(key)) and key not in read), None):
+        if worse := next((key for key in keys if REJECTED_KEY.fullmatch(str(key)) and key not in read), None):
             raise DataError(
                 place,
-                f"found {worse!r}, a key of preference data. Preference training is not supported, and supervised "
-                f"training "
-                f"would learn the other answer. If that is intended, set columns.ignore=[{worse}]",
+                f"found {worse!r}, a key of preference data, of which supervised training would learn only the other "
+                "answer. To train on pairs, set objective.kind=dpo (recipes such as qwen3_vl_8b_dpo_config); if "
+                f"supervised training is intended, set columns.ignore=[{worse}]",
             )
         asked = next((key for key in ("question", "answer") if getattr(self, key) is not None), None)
         turns = [key for key in keys if key in TURN_KEYS and key not in self.ignore]

@@ -37,6 +37,7 @@ from qwen3vl_bridge.data.loading import (
 from qwen3vl_bridge.data.media import MediaAccess, UrlCache, image_size
 from qwen3vl_bridge.data.mixture import MixedSet, Mixture, open_mixture, read_mixture
 from qwen3vl_bridge.data.packing import PackedRows
+from qwen3vl_bridge.data.pairs import PairColumns, read_reference_logps, reference_rules
 from qwen3vl_bridge.data.samples import (
     ON_BAD_ADVICE,
     OnBad,
@@ -60,6 +61,12 @@ SPLITS = ("train", "valid", "test")
 # A check before a run reads blocks of consecutive records of each split, because Parquet is read by row group.
 _BLOCKS, _BLOCK_RECORDS, _CHECK_SECONDS = 8, 250, 5.0
 _MOST_KINDS = 10  # kinds of errors that a message lists
+# Settings with which pairs of answers can be read: name, values, reason.
+_PAIR_SETTINGS = (
+    ("pack", (True,), "both answers of a pair are in one packed row"),
+    ("streaming", (False,), "log-probabilities of a reference belong to numbered records; download the data set"),
+    ("on_long", ("error", "drop"), "a shortened answer cannot be compared with the other one"),
+)
 
 
 @dataclass(kw_only=True)
@@ -211,7 +218,12 @@ class ConversationRows(DatasetProvider):
         """Return the filter that decides which conversations become samples."""
         encoder = self.checkpoint().encoder
         return SampleFilter(
-            encoder, limit=self.seq_length, most_patches=self.max_patches, on_long=self.on_long, on_bad=self.on_bad
+            encoder,
+            limit=self.seq_length,
+            most_patches=self.max_patches,
+            on_long=self.on_long,
+            on_bad=self.on_bad,
+            multiple=self.multiple,
         )
 
     def collator(self) -> Collator:
@@ -276,6 +288,10 @@ class Qwen3VLConversationProvider(ConversationRows):
         window_size: number of conversations packed together when packing during training.
         dataloader_type: must be "single": rows are numbered consecutively without end, so a run resumes exactly.
         rows_of_microbatch: rows of a microbatch; set by `Qwen3VLConfigContainer` from `train`.
+        pairs: records are pairs of a chosen and a rejected answer (docs/objectives.md); set by
+            `Qwen3VLConfigContainer` from `objective.kind`.
+        reference_logps: folder with log-probabilities of the answers of pairs; set by `Qwen3VLConfigContainer` from
+            `objective.reference_logps`.
     """
 
     path: str | None = None
@@ -295,6 +311,8 @@ class Qwen3VLConversationProvider(ConversationRows):
     window_size: int = 512
     dataloader_type: Any = "single"
     rows_of_microbatch: int | None = None
+    pairs: bool = False
+    reference_logps: str | None = None
 
     def finalize(self) -> None:
         """Check everything that can be checked without reading data; raise ValueError for an invalid value."""
@@ -328,13 +346,17 @@ class Qwen3VLConversationProvider(ConversationRows):
         for name, problem in wrong.items():
             if (found := getattr(self, name)) is not None:
                 raise ValueError(f"{name} is {found!r}, but {problem}")
+        for name, allowed, why in _PAIR_SETTINGS if self.pairs else ():
+            if (found := getattr(self, name)) not in allowed:
+                expected = " or ".join(map(repr, allowed))
+                raise ValueError(f"dataset.{name} is {found!r} for pairs of answers, expected {expected}: {why}")
         for path in (path for split in SPLITS for path in self.paths_of(split)):
             if path.startswith(HUB):
                 HubName.parse(path)
             elif self.streaming:
                 raise ValueError(f"streaming is on, but {path} is not on the hub, expected {HUB}owner/name#split")
         MediaAccess.from_settings(self.media_root)
-        find_schema(self.schema_adapter, self.columns)
+        find_schema(self.schema_adapter, PairColumns.of(self.columns) if self.pairs else self.columns)
 
     def _check_paths_are_set(self) -> None:
         if self.path is None and self.train_path is None and self.mixture is None:
@@ -343,6 +365,10 @@ class Qwen3VLConversationProvider(ConversationRows):
                 "conversations, or dataset.mixture to several data sets; set_paths of qwen3vl_recipes.paths sets all "
                 "paths of a run"
             )
+
+    def collator(self) -> Collator:
+        """Return the collator that builds batches from samples."""
+        return replace(super().collator(), pairs=self.pairs)
 
     def check_paths(self) -> None:
         """Raise ValueError if a data path does not exist. Called before anything slow is built."""
@@ -369,6 +395,8 @@ class Qwen3VLConversationProvider(ConversationRows):
         if self.mixture is None:
             return ()
         sets = read_mixture(self.mixture, self.media_root, self.schema_adapter, self.columns)
+        if self.pairs:
+            sets = tuple(replace(one, columns=PairColumns.of(one.columns)) for one in sets)
         return tuple(one for one in sets if one.path_of(split) is not None)
 
     def paths_of(self, split: str) -> list[str]:
@@ -472,10 +500,13 @@ class Qwen3VLConversationProvider(ConversationRows):
         if sizes is None and not isinstance(source, StreamedDataset):
             roots = [one.media_root for one in self.mixture_sets(split)] or [self.media_root]
             place = {"path": list(map(os.path.abspath, paths)), "media_root": roots}
-            rules = {**place, "data": source.fingerprint(), **sample_filter.fingerprint()}
+            rules = {**place, "data": source.fingerprint(), **sample_filter.fingerprint(), "multiple": self.multiple}
             sizes = Sizes(len(source)) if alone else open_shared_sizes(len(source), rules)
         repeat = None if split == "train" else self.rows_of_evaluation
-        samples = Samples(source, sample_filter, sizes, (lambda kind: 0) if alone else None)
+        counter, logps = (lambda kind: 0) if alone else None, None
+        if self.reference_logps is not None:
+            logps = read_reference_logps(self.reference_logps, split, reference_rules(source, sample_filter))
+        samples = Samples(source, sample_filter, sizes, counter, logps)
         return RowDataset(samples, settings, length=length, ranks=ranks, repeat=repeat)
 
     def check_samples(self, cp_size: int = 1, evaluated: Mapping[str, int] | None = None) -> None:
@@ -589,11 +620,12 @@ class Qwen3VLConversationProvider(ConversationRows):
     def open_split(self, split: str, seed: int | None) -> ConversationSource | Mixture | StreamedDataset:
         """Open the conversations of a split. `seed` shuffles a stream; None keeps its order."""
         path, url_cache, schema_adapter = self.path_of(split), self.make_url_cache(), self.schema_adapter
+        columns = PairColumns.of(self.columns) if self.pairs else self.columns
         if path is None:
             return open_mixture(self.mixture_sets(split), split, url_cache)
         if not self.streaming:
             return open_source(
-                path, self.media_root, url_cache=url_cache, schema_adapter=schema_adapter, columns=self.columns
+                path, self.media_root, url_cache=url_cache, schema_adapter=schema_adapter, columns=columns
             )
         return StreamedDataset.from_hub(
             path,

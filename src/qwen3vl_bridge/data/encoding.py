@@ -129,9 +129,21 @@ class EncodedSample:
     sample_id: str  # file and line
     pixel_values_videos: Tensor | None = None  # as `pixel_values`
     video_grid_thw: Tensor | None = None  # [videos, 3] int64
+    rejected: EncodedSample | None = None  # the rejected answer with its prompt, if samples are pairs
+    reference_logps: tuple[float, float] | None = None  # of the answers of a pair under a reference model, if known
 
     def __len__(self) -> int:
         return len(self.input_ids)
+
+    @property
+    def documents(self) -> tuple[EncodedSample, ...]:
+        """The sample; for a pair, the samples with the chosen and the rejected answer."""
+        return (self,) if self.rejected is None else (self, self.rejected)
+
+    @property
+    def num_patches(self) -> int:
+        """The number of patches of images and videos."""
+        return sum(len(pixels) for pixels in (self.pixel_values, self.pixel_values_videos) if pixels is not None)
 
     @property
     def is_blank(self) -> bool:
@@ -245,7 +257,7 @@ class Encoder:
         self._check_text(conversation)
         tokens = self._tokens(conversation, self._trained_messages(conversation), headers, limit)
         headers = _Headers(headers.image_tokens[: len(tokens.images)], headers.videos[: len(tokens.videos)])
-        pixels = self._pixels(conversation, headers)
+        pixels: dict[str, Any] = self._pixels(conversation, headers)
         ids, trained = (part.repeat_interleave(tokens.counts) for part in (tokens.ids, tokens.trained))
         return EncodedSample(
             input_ids=ids,

@@ -99,6 +99,7 @@ class Inspection:
     empty_answers: tuple[str, ...]  # measured samples with an empty answer that is trained on
     row_fills: tuple[float, ...]  # fraction of real tokens in each row, without samples that are too long
     errors: tuple[tuple[str, str, str], ...]  # sample, message, and problem, in the order of the file
+    pairs: bool = False  # records are pairs: `samples` has both answers of each, and `lengths` their sum
 
     @property
     def trained_share(self) -> float:
@@ -156,12 +157,16 @@ def inspect_samples(
         sample_filter, name = samples.sample_filter, samples.file.sample_id(index)
         one = sample_filter.measure(lambda: samples.file[index], name)
         assert one is not None  # a filter that drops samples would hide errors
-        frames = (video.frames for video in one.conversation.videos if isinstance(video, FrameList))
-        for image in chain(one.conversation.images, *frames):
-            load_image(image, name)  # measuring reads only headers, and a file may be truncated
-        return name, one.size.tokens, sample_filter.encoder.has_empty_answer(one.conversation)
+        for document in one.conversation.documents:
+            frames = (video.frames for video in document.videos if isinstance(video, FrameList))
+            for image in chain(document.images, *frames):
+                load_image(image, name)  # measuring reads only headers, and a file may be truncated
+        return name, one.size.tokens, any(map(sample_filter.encoder.has_empty_answer, one.conversation.documents))
 
-    views = tuple(sound(shown, lambda index: view_sample(samples.encode(index), processor, images=images)))
+    def view(index: int) -> list[SampleView]:
+        return [view_sample(one, processor, images=images) for one in samples.encode(index).documents]
+
+    views = list(sound(shown, view))
     found = tuple(sound(measured, measure))
     lengths_found = tuple(length for _, length, _ in found)
     row_fills: list[float] = []
@@ -175,7 +180,8 @@ def inspect_samples(
         num_samples=total,
         seq_length=seq_length,
         pack=pack,
-        samples=views,
+        samples=tuple(chain(*views)),
+        pairs=any(len(documents) > 1 for documents in views),
         lengths=lengths_found,
         too_long=tuple(name for name, length, _ in found if length > seq_length),
         empty_answers=tuple(name for name, _, is_empty in found if is_empty),
@@ -315,12 +321,12 @@ def _caption(number: int, medium: VisionView) -> str:
 def _summary(inspection: Inspection) -> dict[str, str]:
     """Return the statistics of an inspection as text, by the label of each line."""
     lengths, fills, spread = inspection.lengths, inspection.row_fills, _length_summary(inspection.lengths)
-    shown, total, rows = len(inspection.samples), inspection.num_samples, len(fills)
+    shown, total, rows = len(inspection.samples) // (1 + inspection.pairs), inspection.num_samples, len(fills)
     kind = "packed" if inspection.pack else "padded, one sample each"
     long, empty = inspection.too_long, inspection.empty_answers
     is_complete = len(lengths) + len(inspection.errors) >= total
     found = {
-        "samples": f"{total:,}: {shown:,} shown, {len(lengths):,} measured",
+        "pairs" if inspection.pairs else "samples": f"{total:,}: {shown:,} shown, {len(lengths):,} measured",
         "tokens": "min {min:,}, median {median:,g}, mean {mean:,.1f}, max {max:,}".format(**spread)
         if spread
         else "none measured",

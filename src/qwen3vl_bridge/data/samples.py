@@ -26,6 +26,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -259,12 +260,15 @@ class SampleFilter:
         most_patches: int | None = None,
         on_long: OnLong = "error",
         on_bad: OnBad = "error",
+        multiple: int = 1,
     ) -> None:
         """Set which conversations become samples, and what happens to the others.
 
         Args:
             limit: maximum tokens of a sample.
             most_patches: maximum patches of the images and videos of a sample; None for no limit.
+            multiple: each answer of a pair is padded to a multiple of this number of tokens. The size of a pair
+                includes this padding.
             on_long: what to do with a longer sample, or one with too many patches. "truncate" never truncates images.
             on_bad: what to do with a conversation that cannot be read or encoded. Dropped and truncated samples are
                 logged.
@@ -272,7 +276,7 @@ class SampleFilter:
         check_choice("on_long", on_long, OnLong)
         check_choice("on_bad", on_bad, OnBad)
         self.encoder, self.limit, self.most_patches = encoder, limit, most_patches
-        self.on_long, self.on_bad = on_long, on_bad
+        self.on_long, self.on_bad, self.multiple = on_long, on_bad, multiple
         self.num_dropped = self.num_truncated = 0
         self._counter = Sizes().count_drop
 
@@ -301,7 +305,7 @@ class SampleFilter:
         """
         try:
             conversation = read()
-            size = self.encoder.size(conversation)
+            size = self._total(self.encoder.size(document) for document in conversation.documents)
             num_tokens = size.tokens
             if num_tokens > self.limit and self.on_long == "truncate":
                 size = self.encoder.size(conversation, self.limit)
@@ -324,6 +328,13 @@ class SampleFilter:
             return self._drop(problem)
         return MeasuredConversation(conversation, size)
 
+    def _total(self, sizes: Iterable[Size]) -> Size:
+        """Return the size of a sample: of its only document, or of a pair of documents, with their padding."""
+        first, *others = sizes
+        if not others:
+            return first
+        return Size(*map(sum, zip(*(size.padded(self.multiple) for size in (first, *others)), strict=True)))
+
     def encode(self, read: Callable[[], MeasuredConversation], kind: DropReason = "dropped") -> EncodedSample | None:
         """Return the tokens and pixels of a sample; None if it turns out to be bad only now, and is dropped.
 
@@ -335,12 +346,13 @@ class SampleFilter:
         """
         try:
             conversation, size = read()
-            sample = self.encoder(conversation, self.limit)
+            documents = [self.encoder(document, self.limit) for document in conversation.documents]
         except DataError as error:
             return self.handle_error(error, kind)
-        patches = sum(len(pixels) for pixels in (sample.pixel_values, sample.pixel_values_videos) if pixels is not None)
-        if (len(sample), patches) != (size.tokens, size.patches):
-            found = f"found {len(sample)} tokens and {patches} patches"
+        sample = documents[0] if len(documents) == 1 else replace(documents[0], rejected=documents[1])
+        tokens, patches, _ = self._total(Size(len(one), one.num_patches, 0) for one in documents)
+        if (tokens, patches) != (size.tokens, size.patches):
+            found = f"found {tokens} tokens and {patches} patches"
             planned = f"but its row was planned for {size.tokens} tokens and {size.patches} patches: the data changed"
             raise SampleSizeChanged(sample.sample_id, f"{found}, {planned}")
         return sample
@@ -380,6 +392,7 @@ class Samples:
         sample_filter: SampleFilter,
         sizes: Sizes | None = None,
         counter: Callable[[DropReason], int] | None = None,
+        reference_logps: torch.Tensor | None = None,
     ) -> None:
         """Read the samples of a source of conversations.
 
@@ -387,7 +400,9 @@ class Samples:
             sample_filter: decides which conversations become samples.
             sizes: cache of measured sizes; None for a new one of this process alone.
             counter: counts dropped samples; None for `sizes.count_drop`.
+            reference_logps: [samples, 2] float64, log-probabilities of the answers of pairs under a reference model.
         """
+        self.reference_logps = reference_logps
         self.file = file
         self.total = len(file) if isinstance(file, Sized) else None  # None for a stream
         if sizes is None:
@@ -426,6 +441,16 @@ class Samples:
 
     def encode(self, index: int) -> EncodedSample:
         """Return the tokens and pixels of a sample; a single token for a dropped sample (`encode_or_blank`)."""
-        return self.sample_filter.encode_or_blank(
+        sample = self.sample_filter.encode_or_blank(
             lambda: MeasuredConversation(self.file[index], self.size(index)), self.file.sample_id(index)
         )
+        if self.reference_logps is None:
+            return sample
+        chosen, rejected = self.reference_logps[index].nan_to_num().tolist()
+        if self.reference_logps[index].isnan().any() and not sample.is_blank:
+            raise DataError(
+                self.file.sample_id(index),
+                "found no log-probabilities of the reference model: `qwen3vl data score` has left the pair out. Run it "
+                "with the row length, limits and other settings of this run",
+            )
+        return replace(sample, reference_logps=(chosen, rejected))

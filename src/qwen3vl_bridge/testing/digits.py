@@ -33,19 +33,28 @@ def conversation(image: str, answer: str) -> dict[str, list[dict]]:
     }
 
 
+def pair(image: str, answer: str, wrong: str) -> dict[str, list]:
+    """Return a question about an image with its answer and a wrong one, as TRL's records of preference data."""
+    question, right = conversation(image, answer)["messages"]
+    return {"prompt": [question], "chosen": [right], "rejected": conversation(image, wrong)["messages"][1:]}
+
+
 def _to_image(scan: np.ndarray) -> Image.Image:
     """Draw an 8 x 8 scan with values 0 to 16 as dark ink on white."""
     gray = Image.fromarray((255 - scan * 255 / 16).astype(np.uint8), mode="L")
     return gray.resize((SIDE, SIDE), Image.Resampling.BICUBIC)
 
 
-def make_dataset(folder: str | Path, *, seed: int = 0, held_out: float = 0.2) -> Dataset:
+def make_dataset(folder: str | Path, *, seed: int = 0, held_out: float = 0.2, pairs: bool = False) -> Dataset:
     """Write the digits as PNG files and two JSON-lines files of conversations.
 
     Args:
         folder: Where to write. It is created if necessary.
         seed: Seed of the split and of the order.
         held_out: Share of the images of each digit that goes to `test.jsonl`.
+        pairs: Also write the questions with their answer and a wrong one, another digit, to `train.jsonl` and
+            `valid.jsonl` in the folder `pairs`, with `folder` as their media root. The latter has the questions of
+            `test.jsonl`.
 
     Returns:
         The paths of `train.jsonl` and `test.jsonl`.
@@ -63,4 +72,11 @@ def make_dataset(folder: str | Path, *, seed: int = 0, held_out: float = 0.2) ->
     for path, half in zip(paths, halves, strict=True):
         lines = (json.dumps(conversation(names[i], str(digits.target[i]))) for i in half)
         path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    if pairs:
+        (folder / "pairs").mkdir(exist_ok=True)
+        wrong = (digits.target + np.random.default_rng(seed).integers(1, 10, len(names))) % 10
+        for split, half in zip(("train", "valid"), halves, strict=True):
+            records = (pair(names[i], str(digits.target[i]), str(wrong[i])) for i in half)
+            lines = "".join(json.dumps(record) + "\n" for record in records)
+            (folder / "pairs" / f"{split}.jsonl").write_text(lines, encoding="utf-8")
     return paths

@@ -22,6 +22,7 @@ from qwen3vl_bridge.training.checkpoint_manager import check_script, saved_steps
 from qwen3vl_bridge.training.config import AccuracyConfig, Qwen3VLConfigContainer
 from qwen3vl_bridge.training.guard import StepGuard
 from qwen3vl_bridge.training.metrics import Metrics
+from qwen3vl_bridge.training.reference_scores import check_reference_model
 from qwen3vl_bridge.training.run_log import RunLog, publish_metrics
 
 import torch
@@ -39,7 +40,7 @@ def training_callbacks(cfg: ConfigContainer) -> list[Callback]:
         ValueError: `cfg` contains an unknown setting, data do not exist, or the processor cannot be loaded.
     """
     check_script()
-    run_checks(run_validation.BEFORE_RUN, cfg)
+    run_checks((*run_validation.BEFORE_RUN, check_reference_model), cfg)
     return build_callbacks(cfg)
 
 

@@ -1,4 +1,4 @@
-"""The configuration of a run: Megatron-Bridge's `ConfigContainer` with settings for guard, accuracy and learning rates.
+"""The configuration of a run: Megatron-Bridge's `ConfigContainer` with further sections, such as `objective`.
 
 `training/run_validation.py` checks the configuration.
 """
@@ -17,6 +17,7 @@ from qwen3vl_bridge.data.dataset_provider import ConversationRows, Qwen3VLConver
 from qwen3vl_bridge.data.loading import kill_workers_at_exit
 from qwen3vl_bridge.training import run_validation
 from qwen3vl_bridge.training.checkpoint_manager import MANAGER, check_script
+from qwen3vl_bridge.training.preference import ObjectiveConfig
 from qwen3vl_bridge.training.weight_loading import register_initial_weights
 from qwen3vl_bridge.weights.rows import Component, component_of
 
@@ -137,9 +138,9 @@ class Qwen3VLCheckpointConfig(CheckpointConfig):
 
 @dataclass(kw_only=True)
 class Qwen3VLConfigContainer(ConfigContainer):
-    """Megatron-Bridge's `ConfigContainer` with the sections `guard` and `accuracy`.
+    """Megatron-Bridge's `ConfigContainer` with the sections `objective`, `guard` and `accuracy`.
 
-    The callbacks of `training_callbacks` implement these sections. Megatron-Bridge's own check for losses that are not
+    The callbacks of `training_callbacks` implement the last two. Megatron-Bridge's own check for losses that are not
     finite is off, because the guard checks losses and names the samples. Initial weights
     (`checkpoint.pretrained_checkpoint`) may have any format that this package reads.
 
@@ -148,6 +149,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
             components.
         rerun_state_machine: Megatron-Bridge's field, with its check for losses that are not finite turned off.
         checkpoint: Megatron-Bridge's field, with `keep_best`.
+        objective: the loss, and the kind of data that it needs.
         guard: what to do in steps with a bad loss or gradient; None for no checks.
         accuracy: accuracy on held-out conversations.
     """
@@ -161,6 +163,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
         default_factory=lambda: RerunStateMachineConfig(check_for_nan_in_loss=False)
     )
     checkpoint: CheckpointConfig = field(default_factory=Qwen3VLCheckpointConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     guard: GuardConfig | None = field(default_factory=GuardConfig)
     accuracy: AccuracyConfig = field(default_factory=AccuracyConfig)
 
@@ -197,6 +200,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
         """
         check_script()
         run_checks(run_validation.BEFORE_VALIDATE, self)
+        self.apply_objective()
         self._count_steps()
         run_validation.check_warmup(self)
         super().validate()
@@ -205,6 +209,19 @@ class Qwen3VLConfigContainer(ConfigContainer):
         run_checks(run_validation.AFTER_VALIDATE, self)
         register_initial_weights(self, MANAGER)
         self._complete_dataset()
+
+    def apply_objective(self) -> None:
+        """Set the kind of records that the objective needs in the data set. `validate` calls this method.
+
+        Raises:
+            ValueError: the data set is one of pairs, and the objective is another one.
+        """
+        if not isinstance(self.dataset, Qwen3VLConversationProvider):
+            return
+        if self.dataset.pairs and not self.objective.trains_pairs:
+            raise ValueError("dataset.pairs is True, but objective.kind is 'sft': set objective.kind=dpo")
+        self.dataset.pairs = self.objective.trains_pairs
+        self.dataset.reference_logps = self.objective.reference_logps
 
     def log_non_default_values(self) -> None:
         """Print the settings that differ from their defaults, unless Megatron's log messages are hidden.

@@ -26,6 +26,7 @@ from qwen3vl_bridge.core.device_transfer import HostCopy
 from qwen3vl_bridge.core.layout import SequenceLayout, token_index
 from qwen3vl_bridge.dist_train.joint_run import lacks_joint_gradients
 from qwen3vl_bridge.training import run_validation
+from qwen3vl_bridge.training.preference import METRICS, preference_settings
 from qwen3vl_bridge.training.run_log import COMPONENT_NORMS, MEASURED, STEP_LOSS, read_metrics
 from qwen3vl_bridge.upstream.gradient_norm import gradients_for_norm
 from qwen3vl_bridge.weights.rows import Component, component_of
@@ -80,6 +81,7 @@ class StepGuard(Callback):
         setattr(context.state, _RECORDED, self._microbatches)
         self._norms: dict[str, float] = {}
         self._loss = (0.0, 0.0)
+        self._metrics = dict.fromkeys(METRICS if preference_settings(cfg) else (), 0.0)  # sums over pairs
         self._sums_of_step: HostCopy | None = None
         self._device = next(context.model[0].parameters()).device
         self._prepare, optimizer.prepare_grads = optimizer.prepare_grads, self._prepare_and_sum
@@ -92,6 +94,8 @@ class StepGuard(Callback):
         context.user_state[COMPONENT_NORMS], context.user_state[STEP_LOSS] = dict(self._norms), self._loss
         measured = context.user_state.setdefault(MEASURED, {})
         measured |= {f"grad_norm_{part}": norm for part, norm in self._norms.items()}
+        if self._loss[1]:
+            measured |= {name: value / self._loss[1] for name, value in self._metrics.items()}
 
     def on_train_end(self, context: CallbackContext) -> None:
         """Remove the wrappers of the optimizer's methods."""
@@ -101,7 +105,8 @@ class StepGuard(Callback):
     def _prepare_and_sum(self) -> bool:
         """Prepare gradients and start to sum losses and norms over all ranks. Replaces `prepare_grads`."""
         overflow = self._prepare()  # True only with loss scaling; megatron-core skips the step by itself
-        squares, sums = self._grad_norms.local_squares(), torch.zeros(2, dtype=torch.float64, device=self._device)
+        squares = self._grad_norms.local_squares()
+        sums = torch.zeros(2 + len(self._metrics), dtype=torch.float64, device=self._device)
         if self._microbatches and not self._groups.tp.rank():  # tensor-parallel ranks have the same losses
             sums = torch.stack([microbatch.sums for microbatch in self._microbatches]).double().sum(0)
         seen = torch.full((1,), len(self._microbatches), dtype=torch.float64, device=self._device)
@@ -131,6 +136,8 @@ class StepGuard(Callback):
         )
         if finding is None:
             return True
+        if self._metrics and finding.setting == "guard.on_spike":  # the loss of a pair is not that of its tokens
+            finding = finding._replace(is_responsible=None)
         samples = []
         if self._groups.tp.rank() == 0:
             for i, microbatch in enumerate(self._microbatches):
@@ -150,8 +157,11 @@ class StepGuard(Callback):
         """
         if self._sums_of_step is None:
             return 0
-        *by_part, loss, tokens, microbatches = self._sums_of_step.tolist()
+        sums = iter(self._sums_of_step.tolist())
+        by_part = list(itertools.islice(sums, len(Component)))
+        loss, tokens, *metrics, microbatches = sums
         self._sums_of_step, self._loss = None, (loss, tokens)
+        self._metrics = dict(zip(self._metrics, metrics, strict=True))
         self._norms = {component.value: math.sqrt(square) for component, square in zip(Component, by_part, strict=True)}
         return microbatches
 
@@ -265,7 +275,7 @@ class Microbatch:
 
     losses: Tensor  # [b, s] float32, per token
     mask: Tensor  # [b, s] float32, 1 where the loss counts
-    sums: Tensor  # [2] float32, sum of the counted losses and their number
+    sums: Tensor  # float32: sum of the counted losses, their number, and sums of the objective's metrics
     layout: SequenceLayout  # of the complete batch, on the host
     sample_ids: tuple[str, ...]  # of the segments, if known
 
@@ -319,7 +329,10 @@ def record_losses(count: Callable, state: GlobalState, batch: TokenBatch, mask: 
 
     def count_and_record(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         counted = count(losses)
-        sums = counted[2].get("total loss", counted[2]["lm loss"])  # distillation reports a "total loss"
+        report = counted[2]
+        sums = report.get("total loss", report["lm loss"])  # distillation reports a "total loss"
+        if preference_settings(state.cfg):
+            sums = torch.cat((sums, *(report[name][:1] for name in METRICS)))
         # Store a copy: on CUDA megatron-core's combined schedule frees the losses after the backward pass.
         microbatches.append(Microbatch(losses.detach().clone(), mask, sums, batch.layout, batch.sample_ids))
         return counted

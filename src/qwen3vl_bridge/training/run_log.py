@@ -20,6 +20,8 @@ from qwen3vl_bridge.core.atomic import replace_file
 from qwen3vl_bridge.core.collectives import gather_objects, is_rank_zero, raise_on_all_ranks
 from qwen3vl_bridge.core.files import parse_record
 from qwen3vl_bridge.data.loading import Epoch
+from qwen3vl_bridge.training.preference import METRICS as PAIR_METRICS
+from qwen3vl_bridge.training.preference import preference_settings
 from qwen3vl_bridge.training.run_lock import lock_folder
 
 import torch
@@ -34,8 +36,8 @@ Entry = dict[str, float]
 
 METRICS = "metrics.jsonl"
 # Keys of `context.user_state`, on every rank. MEASURED: metrics of the current event, until they are logged. ENTRY: the
-# latest log entry. STEP_LOSS: (sum of losses, number of tokens) of the step over all ranks. COMPONENT_NORMS: gradient
-# norms by component.
+# latest log entry. STEP_LOSS: (sum of losses, number of tokens or pairs) of the step over all ranks. COMPONENT_NORMS:
+# gradient norms by component.
 MEASURED, ENTRY, STEP_LOSS, COMPONENT_NORMS = "measured", "log_entry", "step_loss", "component_norms"
 _LOCK = "run_lock"
 # Prefix of this package's metrics in TensorBoard and Weights & Biases.
@@ -117,7 +119,8 @@ class RunLog(Callback):
         entry["lr"] = self._lr
         norms = context.user_state[COMPONENT_NORMS].values()  # a skipped step has norms too
         entry["grad_norm"] = math.hypot(*norms) if context.grad_norm is None else float(context.grad_norm)
-        entry |= {"trained_tokens": int(tokens), "seconds": time.perf_counter() - self._started}
+        unit = "tokens" if preference_settings(context.state.cfg) is None else "pairs"
+        entry |= {f"trained_{unit}": int(tokens), "seconds": time.perf_counter() - self._started}
         if context.skipped_iter:
             entry["skipped"] = 1
         self._shown.advance(self._add(context, entry))
@@ -131,7 +134,8 @@ class RunLog(Callback):
         step = context.state.train_state.step
         if self._validated != step and losses:
             self._validated = step
-            entry = self._add(context, {"step": step, "valid_loss": losses["lm loss"]})
+            of_objective = {f"valid_{name}": losses[name] for name in PAIR_METRICS if name in losses}
+            entry = self._add(context, {"step": step, "valid_loss": losses["lm loss"]} | of_objective)
             self._shown.write("  ".join(f"{name} {value:.4g}" for name, value in entry.items()))
 
     def on_train_end(self, context: CallbackContext) -> None:
@@ -199,6 +203,8 @@ _SECONDS_BETWEEN_LINES = 10.0
 _MANY_TOKENS = 64 * 1024
 _SHOWN = {
     "loss": "loss {:.4f}",
+    "rewards/margins": "margin {:.4g}",
+    "rewards/accuracies": "accuracy {:.3f}",
     "lr": "lr {:.2e}",
     "grad_norm": "|g| {:.2f}",
     "tokens_per_second": "{:,.0f} tokens/s",

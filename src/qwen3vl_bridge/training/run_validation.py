@@ -47,6 +47,7 @@ from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.terminal import in_bytes
 from qwen3vl_bridge.training import allocator
 from qwen3vl_bridge.training.checkpoint_manager import MANAGER
+from qwen3vl_bridge.training.objective_validation import OBJECTIVE
 from qwen3vl_bridge.training.resuming import check_checkpoint_exists
 from qwen3vl_bridge.weights.rows import Component
 
@@ -299,6 +300,8 @@ BEFORE_VALIDATE: tuple[Check, ...] = (
         _DIST_TRAIN & _saves_or_loads,
         also=(MANAGER,),
     ),
+    # pairs of answers
+    *OBJECTIVE,
     # overlapping the expert all-to-all, delayed weight gradients
     *requires_default(
         _USE_FSDP,
@@ -506,7 +509,7 @@ def _check_choices(cfg: Any) -> None:
 
     Megatron would reject most such values only late in a run.
     """
-    sections = "train scheduler checkpoint logger tokenizer dist rerun_state_machine accuracy guard"
+    sections = "train scheduler checkpoint logger tokenizer dist rerun_state_machine objective accuracy guard"
     for section in sections.split():
         owner = getattr(cfg, section)
         for name, hint in (get_type_hints(type(owner)) if owner is not None else {}).items():

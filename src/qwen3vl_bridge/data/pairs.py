@@ -1,0 +1,216 @@
+"""Records with a chosen and a rejected answer, and log-probabilities of both under a reference model.
+
+A pair becomes two records of supervised data, one for each answer, which are read like any other. The formats are TRL's
+(`chosen` and `rejected`, with `prompt` or with the prompt at the beginning of both), ms-swift's (`rejected_response` or
+`rejected_messages` next to a conversation) and LLaMA-Factory's (`chosen` and `rejected` next to a question or turns).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self, TypeGuard
+
+from qwen3vl_bridge.core.atomic import replace_file
+from qwen3vl_bridge.core.files import parse_record
+from qwen3vl_bridge.data.conversations import REJECTED_KEY, Columns, PairRecord, is_template
+from qwen3vl_bridge.data.errors import DataError
+from qwen3vl_bridge.data.records import (
+    KEYS_OF_KIND,
+    LOSS_KEYS,
+    PROMPT_KEYS,
+    SPEAKERS,
+    TURN_KEYS,
+    drop_nulls,
+    short_repr,
+)
+from qwen3vl_bridge.data.samples import SampleFilter
+from qwen3vl_bridge.data.sources import Conversations
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+_REJECTED_KEYS = ("rejected", "rejected_response", "rejected_messages")
+# Keys of the prompt that a record repeats if `chosen` and `rejected` begin with it.
+_QUESTION_KEYS = {*TURN_KEYS, *PROMPT_KEYS, *PROMPT_KEYS.values(), "input", "history"}
+_REJECTED_IMAGES = "rejected_images"  # ms-swift's images of the rejected answer, where they differ
+_EXPECTED = (
+    "a chosen and a rejected answer: 'chosen' and 'rejected', or 'rejected_response' next to a conversation. For "
+    "supervised training, set objective.kind=sft (recipes such as qwen3_vl_8b_sft_config)"
+)
+
+
+@dataclass(kw_only=True)
+class PairColumns(Columns):
+    """Names of the columns of a data set of pairs. `answer` names the chosen answer, if it is not in `chosen`."""
+
+    @classmethod
+    def of(cls, columns: Columns) -> Self:
+        """Return the same names for a data set of pairs."""
+        return cls(**{field.name: getattr(columns, field.name) for field in fields(Columns)})
+
+    @property
+    def name(self) -> str:
+        """Return a text that identifies the schema, which is part of the fingerprint of a data set."""
+        return f"{super().name} of pairs".strip()
+
+    def convert_record(self, record: Any, place: str) -> Any:
+        """Return the conversations with both answers as a `PairRecord`; raise DataError if the record has no pair."""
+        if not isinstance(record, dict):
+            return record
+        chosen, rejected = self._split(drop_nulls(record), place)
+        converted = super().convert_record(chosen, place)
+        return PairRecord(converted, super().convert_record(rejected, f"{place} (rejected)"))
+
+    def columns_to_read(self, names: Sequence[str], place: str) -> list[str]:
+        """Return the columns to read from a table with the columns `names`; raise DataError if there are no pairs."""
+        if not any(key in names for key in _REJECTED_KEYS):
+            raise DataError(place, f"found the columns {', '.join(names)}, expected {_EXPECTED}")
+        read = super().columns_to_read([*names, "messages"], place)  # the turns may be in the columns of the answers
+        return [name for name in names if name in read or name in ("chosen", *_REJECTED_KEYS, _REJECTED_IMAGES)]
+
+    def _split(self, record: dict[str, Any], place: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the records with the chosen and with the rejected answer."""
+        keys = [key for key in _REJECTED_KEYS if key in record and key not in self.ignore]
+        if len(keys) != 1:
+            found = f"both {' and '.join(map(repr, keys))}" if keys else f"the keys {', '.join(map(str, record))}"
+            raise DataError(place, f"found {found}, expected {_EXPECTED}")
+        chosen, rejected = record.get("chosen"), record[keys[0]]
+        if chosen is not None and self.answer is not None:
+            raise DataError(place, f"found 'chosen' next to columns.answer={self.answer!r}, expected one of them")
+        own = {key: record[key] for key in record if key != "chosen" and not REJECTED_KEY.fullmatch(str(key))}
+        names = (self.messages or "messages", self.conversations or "conversations")
+        turns_key = next((name for name in names if name in own), None)
+        turns = None if turns_key is None else _parse_turns(own[turns_key], place)
+        full = turns if chosen is None else chosen
+        if _has_prompt(full) and _has_prompt(rejected):
+            prompt, chosen, rejected = _common_prompt(full, rejected, place)
+            own = {key: value for key, value in own.items() if key not in _QUESTION_KEYS}
+        elif turns is not None:
+            prompt, chosen = (turns[:-1], turns[-1:]) if chosen is None else (turns, chosen)
+        elif (answer := self._answer_key(own)) is not None:
+            own_rejected = self._with_rejected_images(own, record) | {answer: rejected}
+            return own if chosen is None else own | {answer: chosen}, own_rejected
+        else:
+            found = f"'chosen' {short_repr(chosen)} and {keys[0]!r} {short_repr(rejected)}"
+            raise DataError(place, f"found {found} without a question, expected a prompt, or two lists of messages")
+        prompt = [_without_loss(message) for message in prompt]
+        first, second = ({turns_key or "messages": [*prompt, *_as_messages(answer)]} for answer in (chosen, rejected))
+        return own | first, self._with_rejected_images(own, record) | second
+
+    def _with_rejected_images(self, own: dict[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a record for the rejected answer, with its own images if there are any."""
+        if _REJECTED_IMAGES not in record:
+            return own
+        others = {key: value for key, value in own.items() if key not in KEYS_OF_KIND["image"]}
+        return others | {"images": record[_REJECTED_IMAGES]}
+
+    def _answer_key(self, record: Mapping[str, Any]) -> str | None:
+        """Return the key under which an answer belongs to the question of a record; None if there is no question."""
+        if self.answer is not None and not is_template(self.answer):
+            return self.answer
+        if self.question is not None:
+            return "answer"
+        return next((answer for question, answer in PROMPT_KEYS.items() if question in record), None)
+
+
+def _parse_turns(turns: Any, place: str) -> list[Any]:
+    """Return a list of turns, which tables may store as JSON."""
+    if isinstance(turns, str):
+        try:
+            turns = parse_record(turns)
+        except ValueError as error:
+            raise DataError(place, f"found turns that do not decode ({error}), expected JSON") from error
+    if not isinstance(turns, list) or not turns:
+        raise DataError(place, f"found {short_repr(turns)}, expected a list of messages")
+    return turns
+
+
+def _role(message: Any) -> str | None:
+    role = message.get("role", message.get("from")) if isinstance(message, dict) else None
+    return SPEAKERS.get(role, role) if isinstance(role, str) else None
+
+
+def _has_prompt(turns: Any) -> TypeGuard[list[Any]]:
+    """Return whether a value is a conversation that begins with a prompt, and not only an answer."""
+    return isinstance(turns, list) and bool(turns) and _role(turns[0]) not in ("assistant", None)
+
+
+def _common_prompt(chosen: list[Any], rejected: list[Any], place: str) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return the messages with which two conversations begin, and the rest of each."""
+    same = next((i for i, pair in enumerate(zip(chosen, rejected, strict=False)) if pair[0] != pair[1]), None)
+    if same is None:
+        raise DataError(place, "found equal conversations, or one that begins with the other, expected two answers")
+    return chosen[:same], chosen[same:], rejected[same:]
+
+
+def _as_messages(answer: Any) -> list[Any]:
+    """Return an answer, which may be a text, a message or several messages, as a list of messages."""
+    if isinstance(answer, str):
+        return [{"role": "assistant", "content": answer}]
+    return answer if isinstance(answer, list) else [answer]
+
+
+def _without_loss(message: Any) -> Any:
+    """Return a message of a prompt; if it is an answer, it is not trained on."""
+    if _role(message) != "assistant":
+        return message
+    return {key: value for key, value in message.items() if key not in LOSS_KEYS} | {"loss": False}
+
+
+def reference_rules(source: Conversations, sample_filter: SampleFilter) -> dict[str, str]:
+    """Return what the log-probabilities of a data set's answers depend on, except for the model."""
+    return {"data": source.fingerprint(), "encoding": sample_filter.encoder.fingerprint}
+
+
+def write_reference_logps(folder: Path, split: str, logps: Tensor, rules: Mapping[str, str], model: str) -> Path:
+    """Write log-probabilities [samples, 2] of a split's chosen and rejected answers, and return the file.
+
+    Args:
+        folder: created if necessary.
+        split: "train", "valid" or "test".
+        logps: float64; NaN for samples that were dropped.
+        rules: from `reference_rules`.
+        model: digest of the weights, from `weights_digest`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{split}.safetensors"
+    metadata = {"rules": json.dumps(dict(rules)), "model": model}
+    replace_file(path, safetensors.torch.save({"logps": logps.contiguous()}, metadata))
+    return path
+
+
+def read_reference_logps(folder: str | Path, split: str, rules: Mapping[str, str]) -> Tensor:
+    """Return the log-probabilities [samples, 2] of a split; raise DataError if they are of other data."""
+    metadata, logps = _read(folder, split)
+    found = json.loads(metadata["rules"])
+    if names := [name for name in rules if found.get(name) != rules[name]]:
+        differ = "; ".join(f"{name} {found.get(name)}, expected {rules[name]}" for name in names)
+        raise DataError(
+            str(Path(folder, f"{split}.safetensors")),
+            f"the log-probabilities were computed for other data or another chat template: found {differ}. Run "
+            "`qwen3vl data score` with the data set and the settings of this run",
+        )
+    return logps
+
+
+def reference_model_digest(folder: str | Path, split: str) -> str:
+    """Return the digest of the weights that have computed the log-probabilities of a split."""
+    return _read(folder, split)[0]["model"]
+
+
+def _read(folder: str | Path, split: str) -> tuple[dict[str, str], Tensor]:
+    path = Path(folder, f"{split}.safetensors")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata, logps = file.metadata(), file.get_tensor("logps")
+        assert {"rules", "model"} <= metadata.keys() and logps.dtype == torch.float64
+    except (OSError, SafetensorError, AssertionError, AttributeError) as error:
+        raise DataError(
+            str(path), f"cannot read log-probabilities ({error}), expected a file that `qwen3vl data score` writes"
+        ) from error
+    return metadata, logps
