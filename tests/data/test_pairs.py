@@ -58,7 +58,8 @@ def test_pair_record_with_several_turns_trains_only_last_answers():
                "chosen": GPT, "rejected": {"from": "gpt", "value": "No."}}  # fmt: skip
     implicit = {"chosen": [*EARLIER, ASK, YES], "rejected": [*EARLIER, ASK, NO]}
     explicit = {"prompt": [*EARLIER, ASK], "chosen": [YES], "rejected": [NO]}
-    for record in (swift, factory, implicit, explicit):
+    history = {"query": "Which?", "history": [["Hello", "Hi"]], "response": "Seven.", "rejected_response": "No."}
+    for record in (swift, factory, implicit, explicit, history):
         pair = read(record)
         for document, answer in zip(pair.documents, (YES, NO), strict=True):
             assert document.messages == (*EARLIER, ASK, answer) and document.losses == {1: False}
@@ -76,6 +77,8 @@ def test_pair_record_answers_share_images_unless_rejected_has_its_own():
     assert [one.images for one in read(record).documents] == [(b"one",)] * 2
     other = read(record | {"rejected_images": [b"two"]})
     assert [one.images for one in other.documents] == [(b"one",), (b"two",)]
+    renamed = {"messages": [ask, YES], "rejected_response": "No.", "photo": [b"one"], "rejected_images": [b"two"]}
+    assert [one.images for one in read(renamed, images="photo").documents] == [(b"one",), (b"two",)]
 
 
 def test_pair_record_columns_name_question_and_answers():
@@ -92,6 +95,17 @@ def test_pair_record_columns_name_question_and_answers():
     ({"chosen": "Human: Which? Seven.", "rejected": "Human: Which? No."}, "without a question"),
     ({"chosen": [ASK, YES], "rejected": [ASK, YES]}, "found equal conversations"),
     ({"messages": "[", "rejected_response": "b"}, "found turns that do not decode"),
+    ({"prompt": [{"role": "system", "content": "S"}], "chosen": [ASK, YES], "rejected": [ASK, NO]},
+     "found in 'prompt' another text than at the beginning of both"),
+    ({"prompt": "Other?", "chosen": [ASK, YES], "rejected": [ASK, NO]}, "found in 'prompt' another text"),
+    ({"messages": [*EARLIER], "chosen": [ASK, YES], "rejected": [ASK, NO]}, "found in 'messages' another text"),
+    ({"chosen": [{"role": "user", "content": "A?"}, YES], "rejected": [ASK, NO]}, "found no prompt that ends with a q"),
+    ({"messages": [ASK, YES], "chosen": "Seven.", "rejected": "No."}, "found no prompt that ends with a question"),
+    ({"messages": [ASK, YES, ASK], "rejected_response": "No."}, "found no prompt that ends with a question"),
+    ({"prompt": "Which?", "chosen": "Seven.", "rejected": "Seven."}, "found equal answers"),
+    ({"prompt": [ASK], "chosen": [YES], "rejected": [YES]}, "found equal answers"),
+    ({"query": "Which?", "response": "Seven.", "rejected_response": "No.", "rejected_image": "a.png"},
+     "found 'rejected_image', expected only 'rejected_images'"),
     ({"prompt": "Which?", "chosen": "Seven.", "rejected": ["No."]}, r"x \(rejected\): 'completion': found \['No.'\]"),
 ])  # fmt: skip
 def test_pair_record_raises_clear_error(record, message):

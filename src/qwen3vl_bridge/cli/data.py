@@ -245,6 +245,8 @@ def _run_score(options: argparse.Namespace) -> int:
     is_first, path = os.environ.get("RANK", "0") == "0", options.output / f"{options.split}.safetensors"
     if is_first and path.exists() and not options.overwrite:
         raise DataError(str(path), "the file exists already; --overwrite replaces it")
+    if options.output.exists() and not (options.output.is_dir() and os.access(options.output, os.W_OK)):
+        raise DataError(str(options.output), "expected a folder that can be written to, for the log-probabilities")
     with naming_options("parallel sizes"):
         parallel = parallel_settings(options) | {"seq_length": options.seq_length}
     if options.pp > 1:  # the size of tensors that stages send depends on the images in a row
@@ -273,12 +275,12 @@ def _run_score(options: argparse.Namespace) -> int:
         )
         settings.finalize()
     try:
+        digest = weights_digest(options.megatron_path or folder) if is_first else ""
         with contextlib.redirect_stdout(sys.stderr):  # Megatron-Bridge prints what it loads
             model = load_model(folder, options.megatron_path, **parallel)
             rows, rules = rows_to_score(settings.for_context_parallel(options.cp), options.split)
             logps = score_pairs(model, rows, lambda groups: progress_bar(options, groups, "groups of rows"))
         if is_first:
-            digest = weights_digest(options.megatron_path or folder)
             write_reference_logps(options.output, options.split, logps, rules, digest)
             report = {"pairs": len(logps), "left out": int(logps.isnan().any(1).sum())}
             text = "\n".join(f"{name:15}{number:,}" for name, number in report.items())

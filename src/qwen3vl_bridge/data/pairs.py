@@ -38,6 +38,7 @@ _REJECTED_KEYS = ("rejected", "rejected_response", "rejected_messages")
 # Keys of the prompt that a record repeats if `chosen` and `rejected` begin with it.
 _QUESTION_KEYS = {*TURN_KEYS, *PROMPT_KEYS, *PROMPT_KEYS.values(), "input", "history"}
 _REJECTED_IMAGES = "rejected_images"  # ms-swift's images of the rejected answer, where they differ
+_OTHER_MEDIA = ("rejected_image", "rejected_video", "rejected_videos")
 _EXPECTED = (
     "a chosen and a rejected answer: 'chosen' and 'rejected', or 'rejected_response' next to a conversation. For "
     "supervised training, set objective.kind=sft (recipes such as qwen3_vl_8b_sft_config)"
@@ -63,8 +64,13 @@ class PairColumns(Columns):
         if not isinstance(record, dict):
             return record
         chosen, rejected = self._split(drop_nulls(record), place)
-        converted = super().convert_record(chosen, place)
-        return PairRecord(converted, super().convert_record(rejected, f"{place} (rejected)"))
+        places = (place, f"{place} (rejected)")
+        convert = super().convert_record
+        converted = [convert(*one) for one in zip((chosen, rejected), places, strict=True)]
+        if "history" in chosen:  # its answers belong to the prompt
+            for one in converted:
+                one["messages"] = [*map(_without_loss, one["messages"][:-1]), one["messages"][-1]]
+        return PairRecord(*converted)
 
     def columns_to_read(self, names: Sequence[str], place: str) -> list[str]:
         """Return the columns to read from a table with the columns `names`; raise DataError if there are no pairs."""
@@ -79,6 +85,8 @@ class PairColumns(Columns):
         if len(keys) != 1:
             found = f"both {' and '.join(map(repr, keys))}" if keys else f"the keys {', '.join(map(str, record))}"
             raise DataError(place, f"found {found}, expected {_EXPECTED}")
+        if others := [key for key in _OTHER_MEDIA if key in record and key not in self.ignore]:
+            raise DataError(place, f"found {others[0]!r}, expected only {_REJECTED_IMAGES!r} for the rejected answer")
         chosen, rejected = record.get("chosen"), record[keys[0]]
         if chosen is not None and self.answer is not None:
             raise DataError(place, f"found 'chosen' next to columns.answer={self.answer!r}, expected one of them")
@@ -89,25 +97,38 @@ class PairColumns(Columns):
         full = turns if chosen is None else chosen
         if _has_prompt(full) and _has_prompt(rejected):
             prompt, chosen, rejected = _common_prompt(full, rejected, place)
-            own = {key: value for key, value in own.items() if key not in _QUESTION_KEYS}
+            for key in [key for key in own if key in _QUESTION_KEYS]:
+                if not _repeats(own.pop(key), prompt, full):
+                    raise DataError(place, f"found in {key!r} another text than at the beginning of both conversations")
         elif turns is not None:
             prompt, chosen = (turns[:-1], turns[-1:]) if chosen is None else (turns, chosen)
         elif (answer := self._answer_key(own)) is not None:
-            own_rejected = self._with_rejected_images(own, record) | {answer: rejected}
-            return own if chosen is None else own | {answer: chosen}, own_rejected
+            chosen = own.get(answer) if chosen is None else chosen
+            if chosen == rejected and _REJECTED_IMAGES not in record:
+                raise DataError(place, "found equal answers, expected two different ones")
+            return own | {answer: chosen}, self._with_rejected_images(own, record) | {answer: rejected}
         else:
             found = f"'chosen' {short_repr(chosen)} and {keys[0]!r} {short_repr(rejected)}"
             raise DataError(place, f"found {found} without a question, expected a prompt, or two lists of messages")
+        answers = [_as_messages(answer) for answer in (chosen, rejected)]
+        if answers[0] == answers[1] and _REJECTED_IMAGES not in record:
+            raise DataError(place, "found equal answers, expected two different ones")
+        roles = [_role(answer[0]) for answer in answers if answer]
+        if not prompt or _role(prompt[-1]) == "assistant" or len(roles) < 2 or {"user", "system"} & {*roles}:
+            raise DataError(
+                place, "found no prompt that ends with a question, followed by a chosen and a rejected answer to it"
+            )
         prompt = [_without_loss(message) for message in prompt]
-        first, second = ({turns_key or "messages": [*prompt, *_as_messages(answer)]} for answer in (chosen, rejected))
+        first, second = ({turns_key or "messages": [*prompt, *answer]} for answer in answers)
         return own | first, self._with_rejected_images(own, record) | second
 
     def _with_rejected_images(self, own: dict[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
         """Return a record for the rejected answer, with its own images if there are any."""
         if _REJECTED_IMAGES not in record:
             return own
-        others = {key: value for key, value in own.items() if key not in KEYS_OF_KIND["image"]}
-        return others | {"images": record[_REJECTED_IMAGES]}
+        name = self.images or self.image or "images"
+        others = {key: value for key, value in own.items() if key not in {*KEYS_OF_KIND["image"], name}}
+        return others | {name: record[_REJECTED_IMAGES]}
 
     def _answer_key(self, record: Mapping[str, Any]) -> str | None:
         """Return the key under which an answer belongs to the question of a record; None if there is no question."""
@@ -146,6 +167,14 @@ def _common_prompt(chosen: list[Any], rejected: list[Any], place: str) -> tuple[
     if same is None:
         raise DataError(place, "found equal conversations, or one that begins with the other, expected two answers")
     return chosen[:same], chosen[same:], rejected[same:]
+
+
+def _repeats(value: Any, prompt: list[Any], full: list[Any]) -> bool:
+    """Return whether the value of a key for questions is a message of `prompt`, or messages that `full` begins with."""
+    if isinstance(value, list):
+        return value == full[: len(value)]
+    texts = [message.get("content", message.get("value")) for message in prompt if isinstance(message, dict)]
+    return not value or value in texts
 
 
 def _as_messages(answer: Any) -> list[Any]:

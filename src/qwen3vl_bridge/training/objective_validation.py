@@ -103,6 +103,7 @@ OBJECTIVE: tuple[Check, ...] = (
     ),
     Requires("model.trains_mtp", False, _PAIRS, why="multi-token prediction is not trained on pairs: set "
              "model.mtp_loss_scaling_factor=0"),
+    *requires_default("guard.on_spike", "losses of pairs may be near zero, or negative", _PAIRS),
     *requires_default("model.overlap_moe_expert_parallel_comm", _NOT_TRIED, _PAIRS),
     *requires_default("model.dist_train.use_dist_train", _NOT_TRIED, _PAIRS),
     *requires_default(

@@ -155,4 +155,9 @@ def _forward_step(groups: Any, batches: Iterator[TokenBatch], model: VisionLangu
     batch = next(batches)
     local = batch.local(**model.config.local_arguments(groups) | model.stage_arguments())
     pairs = to_device(Pairs.from_batch(batch, groups), model)
-    return model(inputs=to_device(local, model)), lambda losses, non_loss_data: pairs.logps(losses, groups)
+
+    def scores(losses: Tensor, non_loss_data: bool) -> Tensor:
+        # A pair that could not be read has no answers; its sums would be zero.
+        return torch.where(pairs.is_counted[:, None] > 0, pairs.logps(losses, groups), torch.nan)
+
+    return model(inputs=to_device(local, model)), scores
