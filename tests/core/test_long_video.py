@@ -44,7 +44,7 @@ def test_mrope_positions_of_two_hour_video_equal_transformers(sample, batch):
     assert torch.equal(batch.position_ids[:, 0, : len(ids)], reference(sample))
 
 
-def test_local_of_two_hour_video_divides_frames_and_memory_over_ranks(batch):
+def test_batch_local_divides_frames_of_two_hour_video_over_ranks(batch):
     """Each rank encodes about 1 / 32 of the frames, and holds only their pixels."""
     work, tokens, frames = VisionWork(1.0, 1e-4, MERGE**2), 0, []
     for rank in (0, 13, RANKS - 1):

@@ -81,7 +81,7 @@ def test_pair_record_answers_share_images_unless_rejected_has_its_own():
     assert [one.images for one in read(renamed, images="photo").documents] == [(b"one",), (b"two",)]
 
 
-def test_pair_record_columns_name_question_and_answers():
+def test_columns_setting_selects_question_and_answers_of_pair():
     record = {"q": "Which?", "a": "Seven.", "rejected": "No."}
     for columns in ({"question": "q", "answer": "a"}, {"question": "Well: {q}", "answer": "a"}):
         pair = read(record, **columns)

@@ -53,7 +53,7 @@ def count_drafts(pair: Pair, seed: int = 4) -> list[tuple[Sample, torch.Tensor, 
 
 
 def accepted_by_hand(model: nn.Module, prompt: Sample, answer: torch.Tensor) -> int:
-    """Run the model for each token as speculative decoding does, and count drafts that it would choose itself."""
+    """Decode token by token, draft each next token, and count the drafts that equal the model's own greedy token."""
     count = 0
     for number in range(1, len(answer)):
         # The newest token is answer[number - 1]; its embedding and the state before it make the draft.

@@ -1,6 +1,6 @@
 """Every kind of export that the pages describe passes the check for engines, and each planted fault is found.
 
-vLLM 0.33.0's own loaders gave the same answers for these folders, see docs/convert.md.
+vLLM 0.33.0's own loaders read the exports without a fault; see docs/convert.md for what they reported of the faults.
 """
 
 import json
@@ -161,7 +161,7 @@ class Fault(NamedTuple):
     faults: dict[str, list[str]]
 
 
-LAYER = "model.language_model.layers.3."
+FIRST_LAYER, LAYER = (f"model.language_model.layers.{number}." for number in (0, 3))
 O_PROJ, Q_NORM = f"{LAYER}self_attn.o_proj.weight", f"{LAYER}self_attn.q_norm.weight"
 
 
@@ -192,6 +192,14 @@ FAULTS = {
     ),
     "all mtp missing": Fault(
         "3.5", lambda t, c: [t.pop(name) for name in list(t) if name.startswith("mtp.")], both("15 tensors are missing")
+    ),
+    "all mtp of experts missing": Fault(
+        "3.5 apart", lambda t, c: [t.pop(name) for name in list(t) if name.startswith("mtp.")],
+        both("tensors are missing; export a model with them, or set text_config.mtp_num_hidden_layers"),
+    ),
+    "one expert of the first layer missing": Fault(
+        "3.5 apart", lambda t, c: t.pop(f"{FIRST_LAYER}mlp.experts.5.up_proj.weight"),
+        both(f"export the model again:\n    {FIRST_LAYER}mlp.experts.5.up_proj.weight"),
     ),
     "mtp of a model without": Fault(
         "3.5", lambda t, c: c["text_config"].update(mtp_num_hidden_layers=0), both("15 tensors are not read by {}"),
@@ -292,6 +300,18 @@ ADAPTER_FAULTS = {
     "one matrix missing": Fault(
         "attention", lambda t, c: t.pop(f"{PREFIX}self_attn.o_proj.lora_B.weight"),
         both("1 tensors are missing") | {"transformers": ["missing keys"]},
+    ),
+    "a layer missing": Fault(
+        "attention", lambda t, c: [t.pop(name) for name in list(t) if name.startswith(PREFIX)],
+        both("tensors are missing; export the adapters again") | {"transformers": ["missing keys"]},
+    ),
+    "no tensors": Fault("attention", lambda t, c: t.clear(), both("the file has no tensors", "are missing")),
+    "other scaling": Fault(
+        "attention", lambda t, c: c.update(use_rslora=True), {"vllm": [], "sglang": ["use_rslora=True, which SGLang"]}
+    ),
+    "saved module": Fault(
+        "attention", lambda t, c: c.update(modules_to_save=["lm_head"]),
+        both("modules_to_save=['lm_head'], which {} does not"),
     ),
     "wrong name": Fault(
         "attention", lambda t, c: t.update({f"{PREFIX}x.lora_A.weight": t.pop(f"{PREFIX}mlp.up_proj.lora_A.weight")}),

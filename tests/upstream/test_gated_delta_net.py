@@ -68,7 +68,7 @@ def test_gated_delta_net_asks_context_parallel_group_only_for_size_and_rank():
     CONTRACT.mentions(f"{GDN}.common", "tensor_a2a_hp2cp", calls[1], "cp_size == 1")
 
 
-def test_with_divisible_heads_accepts_config_and_restores_heads():
+def test_with_divisible_heads_passes_check_and_restores_heads():
     from qwen3vl_bridge.upstream.gated_delta_net import with_divisible_heads
 
     config = megatron_config()

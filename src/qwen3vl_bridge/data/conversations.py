@@ -75,7 +75,7 @@ class Conversation:
 
 
 class PairRecord(dict[str, Any]):
-    """A record {"messages": [...]} with a chosen answer, and the same with the rejected answer in `rejected`."""
+    """A pair: a record that ends with the chosen answer, and in `rejected` a record with the rejected answer."""
 
     def __init__(self, chosen: Mapping[str, Any], rejected: Mapping[str, Any]) -> None:
         super().__init__(chosen)

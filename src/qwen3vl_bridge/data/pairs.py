@@ -109,7 +109,7 @@ class PairColumns(Columns):
             return own | {answer: chosen}, self._with_rejected_images(own, record) | {answer: rejected}
         else:
             found = f"'chosen' {short_repr(chosen)} and {keys[0]!r} {short_repr(rejected)}"
-            raise DataError(place, f"found {found} without a question, expected a prompt, or two lists of messages")
+            raise DataError(place, f"found {found} without a question: add 'prompt', or give both as messages with it")
         answers = [_as_messages(answer) for answer in (chosen, rejected)]
         if answers[0] == answers[1] and _REJECTED_IMAGES not in record:
             raise DataError(place, "found equal answers, expected two different ones")

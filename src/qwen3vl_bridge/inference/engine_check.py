@@ -20,6 +20,7 @@ from qwen3vl_bridge.checkpoint.formats.tensors import Shape, TensorSpec
 from qwen3vl_bridge.config.hf_config import fp8_block
 from qwen3vl_bridge.core.files import CheckpointError, expanded, read_object
 from qwen3vl_bridge.inference.engines import ENGINES, FUSED, Engine
+from qwen3vl_bridge.lazy import is_installed
 from qwen3vl_bridge.peft.adapter_rows import CONFIG, HF_PREFIX, WEIGHTS, adapter_names, adapter_row
 from qwen3vl_bridge.registry import Family, family_of
 from qwen3vl_bridge.upstream.library_logs import quiet_libraries
@@ -38,6 +39,8 @@ from qwen3vl_bridge.weights.rows import (
 TRANSFORMERS = "transformers"
 _SCALES = ("_scale_inv", ".weight_scale", ".input_scale")
 _MAX_LISTED = 20
+# Fields of `adapter_config.json` that engines do not support, with the values that change nothing.
+_ADAPTER_FIELDS = {"peft_type": ("LORA",), "modules_to_save": ([],), "lora_bias": (False,), "bias": ("none",)}
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,10 @@ def check_for_engine(folder: str | Path, engine: str, *, base_model: str | Path 
         title = f"{description.title} {description.version} (described on {description.read_on})"
         if model.kind not in description.layouts:
             known = ", ".join(description.layouts)
-            raise CheckpointError(f"model_type is {model.kind!r}; the description of {title} covers {known}")
+            raise CheckpointError(
+                f"{title} cannot be checked for model_type {model.kind!r}, only for {known}; --engine transformers "
+                "checks every model that transformers loads"
+            )
         if has_adapters:
             faults, notes = _check_adapters(path / CONFIG, model, weights, description)
         else:
@@ -99,6 +105,8 @@ class _Model:
         self.path = folder / "config.json"
         raw = read_object(self.path)
         self.quantization: Mapping[str, Any] | None = raw.pop("quantization_config", None)
+        if not isinstance(self.quantization, dict | None):
+            raise CheckpointError(f"{self.path}: quantization_config is {self.quantization!r}, expected an object")
         try:
             self.family: Family = family_of(raw)
             self.family.check(raw)
@@ -125,13 +133,15 @@ def _check_model(model: _Model, found: Mapping[str, TensorSpec], engine: Engine)
     for field in engine.fields.get(model.kind, ()):
         if field not in model.raw["text_config"]:
             faults.append(f"{model.path}: text_config.{field} is missing, and {engine.title} has no default; add it")
+    if model.raw.get("tie_word_embeddings"):
+        found = {name: spec for name, spec in found.items() if name != "lm_head.weight"}  # engines skip a copy
     if allowed := engine.layouts[model.kind]:
         shapes = {name: spec.shape for name, spec in found.items()}
         try:
             layout = detect_expert_layout(model.family.rows, shapes, model.dimensions)
-        except ValueError as error:
-            # The tensors of experts may be wrong in other ways: compare them with the first layout.
-            faults, layout = [*faults, str(error)], allowed[0]
+        except ValueError:
+            # Some tensors of experts are missing or wrong: compare with the layout that has most names in common.
+            layout = max(allowed, key=lambda one: len(model.tensors(one).keys() & found.keys()))
         if layout not in allowed:
             faults.append(
                 f"experts are stored as {layout.value}, {engine.title} reads {' or '.join(x.value for x in allowed)}; "
@@ -162,6 +172,10 @@ def _expected_scales(
         except ValueError as error:
             raise CheckpointError(f"{model.path}: {error}") from error
         excluded = settings.get("modules_to_not_convert") or []
+    if not isinstance(excluded, list) or not all(isinstance(pattern, str) for pattern in excluded):
+        raise CheckpointError(
+            f"{model.path}: modules that are not quantized are {excluded!r}, expected a list of names"
+        )
     weights = {name.removesuffix(".weight"): name for name, shape in expected.items() if _is_matrix(name, shape)}
     modules = {module: re.sub(r"(\.mlp\.experts)\..*", r"\1", module) for module in weights}  # as the engine has them
     answers = {module: engine.quantizes(module, excluded, wildcards=modelopt) for module in set(modules.values())}
@@ -262,9 +276,21 @@ def _check_adapters(
     rank, ranks = config.get("r"), config.get("rank_pattern") or {}
     if type(rank) is not int:
         raise CheckpointError(f"{path}: r is {rank!r}, expected a whole number, the rank of the adapters")
+    if not isinstance(ranks, dict) or not all(type(number) is int for number in ranks.values()):
+        raise CheckpointError(f"{path}: rank_pattern is {ranks!r}, expected a rank for each pattern")
+    # An engine that reads no rank of a layer scales by lora_alpha / r.
+    scaling = {} if engine.rank_per_layer else {"use_rslora": (False,)}
+    for field, harmless in (_ADAPTER_FIELDS | scaling).items():
+        if (value := config.get(field)) not in (None, *harmless):
+            faults.append(f"adapter_config.json has {field}={value!r}, which {engine.title} does not support; {merge}")
     if not engine.rank_per_layer and (ranks or config.get("alpha_pattern")):
         faults.append(f"{engine.title} reads neither rank_pattern nor alpha_pattern; {merge}")
     expected = _adapter_shapes(model, rank, ranks)
+    needed |= {name for name in expected if _is_targeted(name, config) and re.fullmatch(
+        engine.adapted[model.kind], name.removeprefix(HF_PREFIX).rpartition(".lora_")[0]
+    )}  # fmt: skip
+    if not found:
+        faults.append("the file has no tensors; export the adapters again")
     problems: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, spec in found.items():
         layer = name.removeprefix(HF_PREFIX).rpartition(".lora_")[0].removesuffix(".base_layer")
@@ -289,6 +315,16 @@ def _check_adapters(
     if engine.tower_adapters and any(".visual." in name for name in needed):
         notes.append(f"start the server with {engine.tower_adapters}, or adapters of the vision tower are ignored")
     return [*faults, *_describe(problems)], notes
+
+
+def _is_targeted(name: str, config: Mapping[str, Any]) -> bool:
+    """Return whether `target_modules` of `adapter_config.json` names the layer of a tensor outside experts and MTP."""
+    targets = config.get("target_modules")
+    if not isinstance(targets, list) or config.get("layers_to_transform") or config.get("exclude_modules"):
+        return False  # a pattern, or layers that only `peft` selects
+    layer = name.removeprefix(HF_PREFIX).rpartition(".lora_")[0]
+    is_usual = ".experts" not in layer and not layer.startswith("mtp.")
+    return is_usual and any(f".{layer}".endswith(f".{target}") for target in targets)
 
 
 def _adapter_shapes(model: _Model, rank: int, ranks: Mapping[str, int]) -> dict[str, Shape]:
@@ -318,6 +354,8 @@ def _load_with_transformers(
     """Load a model, or adapters on the model in `base`, on the meta device. Return the version, faults and notes."""
     import transformers
 
+    if base is not None and not is_installed("peft"):
+        raise CheckpointError("peft is not installed, with which transformers loads adapters: pip install peft")
     title = f"transformers {transformers.__version__} (loaded)"
     quiet_libraries()
     try:
@@ -334,7 +372,7 @@ def _load_with_transformers(
                 loaded = PeftModel(model, config).load_adapter(str(folder), "default", torch_device="cpu")
                 missing = [key for key in loaded.missing_keys if ".lora_" in key]
                 found = {"missing_keys": missing, "unexpected_keys": loaded.unexpected_keys}
-    except (ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:  # the loader's verdict
+    except Exception as error:  # whatever the loader raises is its verdict
         return title, [f"{folder} does not load: {type(error).__name__}: {error}"], []
     problems = {}
     for kind, keys in found.items():

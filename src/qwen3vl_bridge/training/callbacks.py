@@ -149,7 +149,7 @@ class Accuracy(Callback):
 
     @cached_property
     def prompts(self) -> Prompts:
-        """The prompts of the first conversations, with the settings of the training data."""
+        """Return the prompts of the first conversations, encoded with the settings of the training data."""
         source = open_source(
             self.settings.path,
             getattr(self.rows, "media_root", None),

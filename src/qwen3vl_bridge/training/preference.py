@@ -68,7 +68,7 @@ class ObjectiveConfig:
 
     @property
     def trains_pairs(self) -> bool:
-        """Whether samples are pairs of a chosen and a rejected answer."""
+        """Return whether the run trains on pairs of a chosen and a rejected answer."""
         return self.kind == "dpo"
 
 

@@ -85,9 +85,9 @@ def check_reference_model(cfg: Any) -> None:
         needed = split == "train" or cfg.validation.eval_iters
         if needed and (found := reference_model_digest(objective.reference_logps, split)) != expected:
             raise ValueError(
-                f"objective.reference_logps, {objective.reference_logps}, has log-probabilities for {split} of another "
-                f"model (digest {found[:12]}) than {weights} (digest {expected[:12]}): run `qwen3vl data score` with "
-                "this model, or name the model that computed them in objective.reference_model"
+                f"the log-probabilities for {split} in objective.reference_logps, {objective.reference_logps}, were "
+                f"computed with another model: digest {found[:12]}, but {weights} has {expected[:12]}. Run `qwen3vl "
+                "data score` with this model, or name the model that computed them in objective.reference_model"
             )
 
 

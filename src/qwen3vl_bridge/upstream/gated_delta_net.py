@@ -30,11 +30,11 @@ class SingleRank:
     """Stands for a process group of one rank. megatron-core's Gated DeltaNet only asks for its size and rank."""
 
     def size(self) -> int:
-        """Return 1."""
+        """Return 1, so that megatron-core exchanges nothing."""
         return 1
 
     def rank(self) -> int:
-        """Return 0."""
+        """Return 0, the only rank."""
         return 0
 
 

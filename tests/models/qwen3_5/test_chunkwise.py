@@ -42,7 +42,7 @@ def random_layouts(ranks: int, seed: int) -> Iterator[SequenceLayout]:
 
 
 def build_on_ranks(mode: str, heads: dict[str, int] = HEADS) -> tuple[LinearAttention, LinearAttention]:
-    """Return a layer whose context-parallel group are all ranks, and the same layer without context parallelism."""
+    """Return two equal layers: one whose context-parallel group has all ranks, and one without context parallelism."""
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
     model_parallel_cuda_manual_seed(1)

@@ -106,7 +106,7 @@ def score_on_ranks(inputs, pairs: Path, output: Path, options: list[str]) -> int
 
 
 @pytest.mark.parametrize("layout", [["--tp", "2"], ["--cp", "2"], ["--pp", "2"], []], ids=["TP2", "CP2", "PP2", "DP2"])
-def test_score_on_two_ranks_equals_one_process(inputs, pairs, scores, tmp_path, layout):
+def test_data_score_on_two_ranks_equals_one_process(inputs, pairs, scores, tmp_path, layout):
     from safetensors.torch import load_file
 
     assert results_of_ranks(score_on_ranks, 2, inputs, pairs, tmp_path / "reference", layout) == 0
@@ -122,11 +122,11 @@ def test_score_raises_if_file_exists_or_pair_is_too_long(inputs, pairs, scores, 
     assert "dataset.on_long is 'truncate'" in capsys.readouterr().err
 
 
-def test_dpo_run_raises_if_model_or_data_differ_from_scores(inputs, pairs, scores, tmp_path):
+def test_dpo_run_raises_if_scores_are_of_other_model_or_data(inputs, pairs, scores, tmp_path):
     other = rounded_folder(inputs.hf, tmp_path / "other", seed=0)
     cfg = config(inputs, pairs, None, objective__reference_logps=str(scores))
     cfg.checkpoint.pretrained_checkpoint = str(other)
-    with pytest.raises(ValueError, match="has log-probabilities for train of another model"):
+    with pytest.raises(ValueError, match="for train in objective.reference_logps, .* with another model"):
         train(cfg)
     cfg.objective.reference_model = str(inputs.hf)
     assert train(cfg)[0]["loss"] > 0

@@ -66,7 +66,9 @@ class HostPackedSeqParams(PackedSeqParams):
         return self._causal_chunks[cp_size, cp_rank]
 
     def rank_chunks(self, cp_size: int) -> HostPackedSeqParams:
-        """Return the parameters of a context-parallel rank's tokens, with each chunk as a segment. Computed only once.
+        """Return packed-sequence parameters for a context-parallel rank's tokens, with each chunk as a segment.
+
+        They are computed only once.
 
         A rank has two consecutive chunks of each segment, each 1 / (2 * cp_size) of its length.
         """

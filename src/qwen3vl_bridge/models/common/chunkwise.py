@@ -44,7 +44,7 @@ def chunks_of(group: ProcessGroup) -> Iterator[None]:
 
 
 def continue_convolution(convolution: Callable) -> Callable:
-    """Wrap a causal convolution so that inside `chunks_of` each chunk starts from the last tokens of the chunk before.
+    """Wrap a causal convolution: inside `chunks_of`, the end of the chunk before precedes a chunk, instead of zeros.
 
     `convolution` has the arguments of `delta_rule.causal_conv1d`. With packed rows, `cu_seqlens` are offsets of chunks.
     """
@@ -62,7 +62,7 @@ def continue_convolution(convolution: Callable) -> Callable:
 
 
 def continue_rule(rule: Callable) -> Callable:
-    """Wrap a gated delta rule so that inside `chunks_of` each chunk starts from the state after the chunk before.
+    """Wrap a gated delta rule: inside `chunks_of`, a chunk starts from the state after the chunk before, not zeros.
 
     `rule` has the arguments of `delta_rule.chunk_gated_delta_rule`. With packed rows, `cu_seqlens` are offsets of
     chunks. A final state is the state after the last chunk of each segment, on all ranks.
