@@ -126,7 +126,7 @@ def test_dpo_run_raises_if_scores_are_of_other_model_or_data(inputs, pairs, scor
     other = rounded_folder(inputs.hf, tmp_path / "other", seed=0)
     cfg = config(inputs, pairs, None, objective__reference_logps=str(scores))
     cfg.checkpoint.pretrained_checkpoint = str(other)
-    with pytest.raises(ValueError, match="for train in objective.reference_logps, .* with another model"):
+    with pytest.raises(ValueError, match=r"for train in objective\.reference_logps, .* with another model"):
         train(cfg)
     cfg.objective.reference_model = str(inputs.hf)
     assert train(cfg)[0]["loss"] > 0
