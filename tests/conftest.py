@@ -145,13 +145,16 @@ def _rendezvous_of_one_test():
             os.environ[name] = value
 
 
+_LOGGER = logging.getLogger("qwen3vl_bridge")
+_LOG_LEVEL = _LOGGER.level
+
+
 @pytest.fixture(autouse=True)
 def _log_level_of_one_test():
-    """Restore the level of our messages, which commands without training raise."""
-    logger = logging.getLogger("qwen3vl_bridge")
-    before = logger.level
+    """Restore the level of our messages, which commands without training raise, also in fixtures of a module."""
+    _LOGGER.setLevel(_LOG_LEVEL)
     yield
-    logger.setLevel(before)
+    _LOGGER.setLevel(_LOG_LEVEL)
 
 
 @pytest.fixture

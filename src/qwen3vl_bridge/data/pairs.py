@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self, TypeGuard
 
 from qwen3vl_bridge.core.atomic import replace_file
-from qwen3vl_bridge.core.files import parse_record
+from qwen3vl_bridge.core.files import parse_json, parse_record
 from qwen3vl_bridge.data.conversations import REJECTED_KEY, Columns, PairRecord, is_template
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.records import (
@@ -216,7 +216,7 @@ def write_reference_logps(folder: Path, split: str, logps: Tensor, rules: Mappin
 def read_reference_logps(folder: str | Path, split: str, rules: Mapping[str, str]) -> Tensor:
     """Return the log-probabilities [samples, 2] of a split; raise DataError if they are of other data."""
     metadata, logps = _read(folder, split)
-    found = json.loads(metadata["rules"])
+    found = parse_json(metadata["rules"])
     if names := [name for name in rules if found.get(name) != rules[name]]:
         differ = "; ".join(f"{name} {found.get(name)}, expected {rules[name]}" for name in names)
         raise DataError(

@@ -137,7 +137,10 @@ def test_simulated_memory_with_fp8_matches_plan(simulate, words):
     assert seen["peak"] == pytest.approx(seen["planned"], rel=0.02)
 
 
-SHALLOW = ["model.num_layers=8", "dataset.max_patches=32768", "dataset.seq_length=65536", "model.seq_length=65536"]
+SHALLOW = [
+    *("model.num_layers=8", "model.linear_attention_freq=4", "dataset.max_patches=32768"),
+    *("dataset.seq_length=65536", "model.seq_length=65536"),
+]
 OUR_CODE = ("qwen3vl_bridge/", "common/", "core/", "models/", "training/step.py")
 
 
@@ -150,6 +153,7 @@ def test_simulated_chunkwise_cp_memory_falls_with_ranks_and_never_syncs(simulate
         sizes = [f"model.context_parallel_size={cp}", "--gpus", str(4 * cp), *SHALLOW]
         status, seen = simulate("--recipe", "qwen35_vl_9b_sft_1m_config", *sizes, PYTHONPATH=PYTHONPATH)
         assert (status, seen["error"]) == (0, None)
+        print(cp, seen["peak"] / seen["planned"])
         assert seen["peak"] == pytest.approx(seen["planned"], rel=0.03)
         assert not [line for *_, line in seen["syncs"] if line.startswith(OUR_CODE)]
         before = max(phase["allocated"] for phase in seen["phases"])
