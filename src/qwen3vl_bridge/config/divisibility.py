@@ -30,6 +30,12 @@ def resolve_linear_cp_mode(mode: str | None, key_heads: int, value_heads: int, t
     return mode or (HEADWISE if divides else CHUNKWISE)
 
 
+def exchanges_states(dims: Dimensions, mode: str | None, tp: int, cp: int) -> bool:
+    """Return whether ranks exchange states of linear attention ("chunkwise"); arguments as above."""
+    heads = dims["l_key"] // dims["l_key_dim"], dims["l_value_heads"]
+    return resolve_linear_cp_mode(mode, *heads, tp, cp) == CHUNKWISE
+
+
 class IndivisibleSize(NamedTuple):
     """A dimension of a model that cannot be divided evenly over its ranks."""
 
@@ -73,11 +79,10 @@ def indivisible_sizes(
     if dims.indices["moe_layers"]:
         sizes += [("num_moe_experts", dims["experts"], "ep", ep), ("moe_ffn_hidden_size", dims["moe_ffn"], "etp", etp)]
     if dims.indices.get("linear_layers"):
-        keys, values = dims["l_key"] // dims["l_key_dim"], dims["l_value_heads"]
-        divides_heads = cp > 1 and resolve_linear_cp_mode(linear_mode, keys, values, tp, cp) == HEADWISE
-        parallelism, ranks = ("tp * cp", tp * cp) if divides_heads else ("tp", tp)
-        sizes.append(("linear_num_key_heads", keys, parallelism, ranks))
-        sizes.append(("linear_num_value_heads", values, parallelism, ranks))
+        only_tp = cp == 1 or exchanges_states(dims, linear_mode, tp, cp)
+        parallelism, ranks = ("tp", tp) if only_tp else ("tp * cp", tp * cp)
+        sizes.append(("linear_num_key_heads", dims["l_key"] // dims["l_key_dim"], parallelism, ranks))
+        sizes.append(("linear_num_value_heads", dims["l_value_heads"], parallelism, ranks))
     if dims.indices.get("ple_layers"):
         # Before the convolution of the per-layer n-gram embedding, ranks exchange tokens for channels of all residual
         # streams.

@@ -286,19 +286,18 @@ def _check_adapters(
     if not engine.rank_per_layer and (ranks or config.get("alpha_pattern")):
         faults.append(f"{engine.title} reads neither rank_pattern nor alpha_pattern; {merge}")
     expected = _adapter_shapes(model, rank, ranks)
-    needed |= {name for name in expected if _is_targeted(name, config) and re.fullmatch(
-        engine.adapted[model.kind], name.removeprefix(HF_PREFIX).rpartition(".lora_")[0]
-    )}  # fmt: skip
+    adapted = re.compile(engine.adapted[model.kind])
+    needed |= {name for name in expected if _is_targeted(name, config) and adapted.fullmatch(_layer_of(name))}
     if not found:
         faults.append("the file has no tensors; export the adapters again")
     problems: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, spec in found.items():
-        layer = name.removeprefix(HF_PREFIX).rpartition(".lora_")[0].removesuffix(".base_layer")
+        layer = _layer_of(name)
         if name not in expected:
             advice = "set --base-model to the model that was trained"
             problems["of no layer of the base model", advice].append(name)
             continue
-        if not re.fullmatch(engine.adapted[model.kind], layer):
+        if not adapted.fullmatch(layer):
             problems[f"of layers whose adapters {engine.title} does not read", merge].append(name)
             continue
         # Adapters of packed experts are read only for both of their tensors together.
@@ -317,12 +316,17 @@ def _check_adapters(
     return [*faults, *_describe(problems)], notes
 
 
+def _layer_of(name: str) -> str:
+    """Return the layer of an adapter, given the name of a tensor in the file of `peft`."""
+    return name.removeprefix(HF_PREFIX).rpartition(".lora_")[0].removesuffix(".base_layer")
+
+
 def _is_targeted(name: str, config: Mapping[str, Any]) -> bool:
     """Return whether `target_modules` of `adapter_config.json` names the layer of a tensor outside experts and MTP."""
     targets = config.get("target_modules")
     if not isinstance(targets, list) or config.get("layers_to_transform") or config.get("exclude_modules"):
         return False  # a pattern, or layers that only `peft` selects
-    layer = name.removeprefix(HF_PREFIX).rpartition(".lora_")[0]
+    layer = _layer_of(name)
     is_usual = ".experts" not in layer and not layer.startswith("mtp.")
     return is_usual and any(f".{layer}".endswith(f".{target}") for target in targets)
 

@@ -10,7 +10,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
-from qwen3vl_bridge.config.divisibility import CHUNKWISE, indivisible_sizes, resolve_linear_cp_mode
+from qwen3vl_bridge.config.divisibility import exchanges_states, indivisible_sizes
 from qwen3vl_bridge.weights.rows import Dimensions
 
 
@@ -156,8 +156,7 @@ class ParallelLayout:
 
     def exchanges_states(self, dims: Dimensions) -> bool:
         """Return whether context-parallel ranks exchange states of linear attention ("chunkwise") instead of tokens."""
-        heads = dims["l_key"] // dims["l_key_dim"], dims["l_value_heads"]
-        return resolve_linear_cp_mode(self.linear_cp_mode, *heads, self.tp, self.cp) == CHUNKWISE
+        return exchanges_states(dims, self.linear_cp_mode, self.tp, self.cp)
 
     def check_vision(self, dims: Dimensions) -> None:
         """Raise ValueError if the vision tower cannot be divided over separate vision ranks with this layout."""

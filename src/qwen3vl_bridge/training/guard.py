@@ -136,8 +136,6 @@ class StepGuard(Callback):
         )
         if finding is None:
             return True
-        if self._metrics and finding.setting == "guard.on_spike":  # the loss of a pair is not that of its tokens
-            finding = finding._replace(is_responsible=None)
         samples = []
         if self._groups.tp.rank() == 0:
             for i, microbatch in enumerate(self._microbatches):
