@@ -14,6 +14,7 @@ import csv
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -98,10 +99,13 @@ def replan(file: Path) -> None:
         writer.writerows(rows)
 
 
+_OBJECTIVES = re.compile("_(dpo|kto|embedding|reranker)_config")  # whose rows cannot be simulated
+
+
 def main() -> None:
     """Simulate recipes, print the results and append them to the CSV file."""
     parser = measurement.parser(__doc__, "simulation.csv")
-    names = [n for n, one in recipes().items() if one.gpus and "dist_train" not in n and "_dpo_" not in n]
+    names = [n for n, one in recipes().items() if one.gpus and "dist_train" not in n and not _OBJECTIVES.search(n)]
     parser.add_argument("--recipes", nargs="+", default=names)
     parser.add_argument("--replan", action="store_true", help="only write again what is planned, of every row")
     options = parser.parse_args()

@@ -131,7 +131,7 @@ def main(arguments: list[str] | None = None) -> None:
     if args.model_only:
         return
     with report.step("make conversations about scanned digits", data):
-        make_dataset(data, pairs=True)
+        make_dataset(data, objectives=True)
     with report.step("answers before training", "-"):
         before = digits_report.answer(source, test)
     with report.step("convert to a Megatron-FSDP checkpoint", megatron):

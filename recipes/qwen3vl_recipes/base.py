@@ -177,18 +177,49 @@ def peft_dora(size: str, **settings: Any) -> Qwen3VLConfigContainer:
     return peft(size, dora=True, **settings)
 
 
-def dpo(size: str, **settings: Any) -> Qwen3VLConfigContainer:
+def dpo(size: str, *, kind: str = "dpo", **settings: Any) -> Qwen3VLConfigContainer:
     """DPO with LoRA, rows of 8K tokens.
 
     The data are pairs of a chosen and a rejected answer. The reference is the model without its adapters. `settings`
     are arguments of `sft`.
     """
     cfg = peft(size, **settings)
-    cfg.objective.kind = "dpo"
+    cfg.objective.kind = kind
     cfg.optimizer.lr, cfg.optimizer.min_lr = 5e-6, 5e-7
     if cfg.model.moe_layers:
         cfg.model.moe_router_load_balancing_type = "none"  # routers are frozen
     return cfg
+
+
+def kto(size: str, **settings: Any) -> Qwen3VLConfigContainer:
+    """KTO with LoRA, rows of 8K tokens.
+
+    The data are labeled answers. The reference is the model without its adapters. `settings` are arguments of `sft`.
+    """
+    return dpo(size, kind="kto", **settings)
+
+
+def embedding(size: str, *, kind: str = "embedding", **settings: Any) -> Qwen3VLConfigContainer:
+    """Embedding model with LoRA (InfoNCE), rows of 8K tokens.
+
+    Image and video limits are those of Qwen3-VL-Embedding. `settings` are arguments of `sft`.
+    """
+    from qwen3vl_bridge.data.encoding import VisionLimits
+
+    cfg = peft(size, **settings)
+    cfg.objective.kind = kind
+    cfg.dataset.vision = VisionLimits(
+        image_min_pixels=4 * 1024, image_max_pixels=1800 * 1024, video_fps=1.0, video_max_frames=64
+    )
+    return cfg
+
+
+def reranker(size: str, **settings: Any) -> Qwen3VLConfigContainer:
+    """Reranker with LoRA, rows of 8K tokens.
+
+    Image and video limits are those of Qwen3-VL-Reranker. `settings` are arguments of `sft`.
+    """
+    return embedding(size, kind="reranker", **settings)
 
 
 def pretrain(size: str, *, global_batch_size: int = 512, **settings: Any) -> Qwen3VLConfigContainer:

@@ -1,6 +1,6 @@
 """Fine-tune a small model to read handwritten digits: the recipes of the demo, for one machine without CUDA."""
 
-from qwen3vl_recipes.base import dpo, fsdp, keep_vision_activations, sft
+from qwen3vl_recipes.base import dpo, fsdp, keep_vision_activations, reranker, sft
 from qwen3vl_recipes.registry import recipe
 
 
@@ -31,6 +31,19 @@ def qwen3_vl_digits_dpo_config():
     cfg.objective.rpo_alpha = 1.0  # the right digit stays likely
     cfg.optimizer.lr, cfg.optimizer.min_lr = 3e-4, 0.0
     cfg.validation.eval_interval, cfg.validation.eval_iters = 50, 5
+    cfg.dataset.num_workers = 1
+    return cfg
+
+
+@recipe(gpus=0)
+def qwen3_vl_digits_reranker_config():
+    """Reranker that says whether a digit is the one in an image, from a model of qwen3_vl_digits_sft_config."""
+    cfg = reranker("2B", seq_length=512, global_batch_size=2)
+    cfg.peft = None  # a tiny model has few weights
+    cfg.dataset.vision = type(cfg.dataset.vision)()
+    cfg.train.train_iters, cfg.scheduler.lr_warmup_iters = 300, 30
+    cfg.optimizer.lr, cfg.optimizer.min_lr = 1e-3, 0.0
+    cfg.validation.eval_interval, cfg.validation.eval_iters = 100, 10
     cfg.dataset.num_workers = 1
     return cfg
 

@@ -361,14 +361,17 @@ def _describe_weights(cfg: ConfigContainer, from_scratch: bool) -> str:
 
 def _describe_objective(cfg: ConfigContainer) -> dict[str, str]:
     """Return a summary line about the objective, unless it is supervised training. Check the reference model."""
-    from qwen3vl_bridge.training.preference import preference_settings
+    from qwen3vl_bridge.training.objectives import objective_of
     from qwen3vl_bridge.training.reference_scores import check_reference_model
 
-    if (settings := preference_settings(cfg)) is None:
+    if (settings := objective_of(cfg)) is None:
         return {}
+    used = ", ".join(f"{name} {value}" for name, value in settings.used().items() if value is not None)
+    if not settings.needs_reference:
+        return {"objective": f"{settings.kind}: {used}" if used else settings.kind}
     check_reference_model(cfg)
     reference = settings.reference_logps or "the model without its adapters"
-    return {"objective": f"{settings.kind}, {settings.loss_type}, beta {settings.beta:g}; reference: {reference}"}
+    return {"objective": f"{settings.kind}: {used}; reference: {reference}"}
 
 
 def _describe_data(cfg: ConfigContainer, complete: ConfigContainer) -> dict[str, str]:
@@ -385,7 +388,7 @@ def _describe_data(cfg: ConfigContainer, complete: ConfigContainer) -> dict[str,
         return {"data": f"{type(data).__name__}, not opened"}
     if isinstance(complete, Qwen3VLConfigContainer):  # which may not be complete
         complete.apply_objective()
-    kind = "pairs" if data.pairs else "samples"
+    kind = "samples" if data.objective == "sft" else "records"
     if all(getattr(cfg.dataset, name) is None for name in ("path", "train_path", "mixture")):
         return {"data": "none yet: --data-path"}
     paths = [*dict.fromkeys(data.paths_of("train"))]

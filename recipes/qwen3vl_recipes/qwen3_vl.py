@@ -3,13 +3,16 @@
 from qwen3vl_recipes.base import (
     dist_train,
     dpo,
+    embedding,
     keep_vision_activations,
+    kto,
     on,
     peft,
     peft_dora,
     pretrain,
     pretrain_fp8_cs,
     pretrain_fp8_mx,
+    reranker,
     set_parallel_sizes,
     sft,
     sft_32k,
@@ -27,6 +30,9 @@ qwen3_vl_2b_sft_256k_config = on(8, sft_256k, "2B", cp=8, recompute="all")
 qwen3_vl_2b_peft_config = on(1, peft, "2B")
 qwen3_vl_2b_peft_dora_config = on(1, peft_dora, "2B")
 qwen3_vl_2b_dpo_config = on(1, dpo, "2B")
+qwen3_vl_2b_kto_config = on(1, kto, "2B")
+qwen3_vl_2b_embedding_config = on(1, embedding, "2B")
+qwen3_vl_2b_reranker_config = on(1, reranker, "2B")
 qwen3_vl_2b_pretrain_config = on(64, pretrain, "2B")
 
 qwen3_vl_4b_sft_config = on(8, sft, "4B", tp=2)
@@ -47,6 +53,9 @@ qwen3_vl_8b_sft_256k_config = on(16, sft_256k, "8B", tp=2, cp=8, recompute="all"
 qwen3_vl_8b_peft_config = on(1, peft, "8B", recompute="all")
 qwen3_vl_8b_peft_dora_config = on(1, peft_dora, "8B", recompute="all")
 qwen3_vl_8b_dpo_config = on(1, dpo, "8B", recompute="all")
+qwen3_vl_8b_kto_config = on(1, kto, "8B", recompute="all")
+qwen3_vl_8b_embedding_config = on(1, embedding, "8B", recompute="all")
+qwen3_vl_8b_reranker_config = on(1, reranker, "8B", recompute="all")
 qwen3_vl_8b_pretrain_config = on(64, pretrain, "8B", tp=2)
 
 qwen3_vl_32b_sft_config = on(16, sft, "32B", tp=8, recompute="all")

@@ -48,7 +48,7 @@ def read(record: dict, **columns: object):
 def test_pair_record_of_every_format_becomes_two_conversations(record):
     before = json.dumps(record)
     pair = read(record)
-    assert pair.messages == (ASK, YES) and pair.rejected.messages == (ASK, NO)
+    assert pair.messages == (ASK, YES) and pair.others[0].messages == (ASK, NO)
     assert json.dumps(record) == before and [one.sample_id for one in pair.documents] == ["x", "x (rejected)"]
 
 
@@ -68,7 +68,7 @@ def test_pair_record_with_several_turns_trains_only_last_answers():
 def test_pair_record_answers_of_several_messages_are_trained_from_first_difference():
     more = [{"role": "user", "content": "And?"}, {"role": "assistant", "content": "Six."}]
     pair = read({"chosen": [ASK, YES, *more], "rejected": [ASK, NO, *more]})
-    assert pair.messages == (ASK, YES, *more) and not pair.losses and not pair.rejected.losses
+    assert pair.messages == (ASK, YES, *more) and not pair.losses and not pair.others[0].losses
 
 
 def test_pair_record_answers_share_images_unless_rejected_has_its_own():
@@ -142,14 +142,18 @@ def pairs_file(tmp_path):
 @pytest.mark.parametrize("multiple", [None, 8])
 def test_rows_of_pairs_keep_both_answers_of_each_pair(make_provider, pairs_file, multiple):
     """Each document of a row equals the supervised sample with its answer."""
-    provider = make_provider(train_path=pairs_file, pairs=True, seq_length=128, pad_to_multiple_of=multiple)
+    provider = make_provider(train_path=pairs_file, objective="dpo", seq_length=128, pad_to_multiple_of=multiple)
     rows, seen = provider.rows("train"), []
     encoder = provider.checkpoint().encoder
     conversations = {one.sample_id: one for one in map(rows.samples.file.__getitem__, range(40))}
     for number in range(rows.plan.end_of_epoch()):
         batch = rows.collate_fn([rows[number]])
         starts, ids = batch.layout.cu_seqlens_padded.tolist(), batch.sample_ids
-        assert batch.pairs * 2 == len(ids) and batch.input_ids.shape == (1, 128) and batch.reference_logps is None
+        assert (
+            batch.groups.num_documents == len(ids)
+            and batch.input_ids.shape == (1, 128)
+            and batch.groups.reference_logps is None
+        )
         for place, name in enumerate(ids):
             assert name.endswith(" (rejected)") == bool(place % 2) and name.startswith(ids[place - place % 2])
             document = conversations[name.removesuffix(" (rejected)")].documents[place % 2]
@@ -162,15 +166,16 @@ def test_rows_of_pairs_keep_both_answers_of_each_pair(make_provider, pairs_file,
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"pack": False}, "dataset.pack is False for pairs"), ({"on_long": "truncate"}, "dataset.on_long is 'truncate'"),
+    ({"pack": False}, "dataset.pack is False for objective.kind=dpo"),
+    ({"on_long": "truncate"}, "dataset.on_long is 'truncate'"),
 ])  # fmt: skip
 def test_provider_of_pairs_raises_for_settings_that_separate_pairs(make_provider, pairs_file, changes, message):
     with pytest.raises(ValueError, match=message):
-        make_provider(train_path=pairs_file, pairs=True, **changes).finalize()
+        make_provider(train_path=pairs_file, objective="dpo", **changes).finalize()
 
 
 def test_unreadable_pair_becomes_pair_without_loss(make_provider, pairs_file, monkeypatch):
-    provider = make_provider(train_path=pairs_file, pairs=True, seq_length=256, on_bad="drop")
+    provider = make_provider(train_path=pairs_file, objective="dpo", seq_length=256, on_bad="drop")
     rows = provider.rows("train")
     rows.plan.row(0)
     first, encoder = rows.plan.row(0)[0], type(provider.checkpoint().encoder)
@@ -183,12 +188,12 @@ def test_unreadable_pair_becomes_pair_without_loss(make_provider, pairs_file, mo
 
     monkeypatch.setattr(encoder, "__call__", fail)
     batch = rows.collate_fn([rows[0]])
-    assert batch.pairs == len(rows.plan.row(0)) and batch.layout.lengths[:2] == (1, 1)
+    assert len(batch.groups.sizes) == len(rows.plan.row(0)) and batch.layout.lengths[:2] == (1, 1)
     assert not batch.loss_mask[0, :2].any() and batch.loss_mask[0, 2:].any() and batch.unreadable == (1,)
 
 
 def test_reference_logps_reach_batches_and_are_checked_against_data(make_provider, pairs_file, tmp_path):
-    settings = dict(train_path=pairs_file, pairs=True, seq_length=128)
+    settings = dict(train_path=pairs_file, objective="dpo", seq_length=128)
     rows = make_provider(**settings).rows("train")
     logps = torch.rand(40, 2, dtype=torch.float64)
     rules = reference_rules(rows.samples.file, rows.samples.sample_filter)
@@ -198,7 +203,7 @@ def test_reference_logps_reach_batches_and_are_checked_against_data(make_provide
     rows = scored.rows("train")
     for number in range(rows.plan.end_of_epoch()):
         batch = rows.collate_fn([rows[number]])
-        assert torch.equal(batch.reference_logps, logps[list(rows.plan.row(number))])
+        assert torch.equal(batch.groups.reference_logps, logps[list(rows.plan.row(number))])
     logps[3] = torch.nan
     write_reference_logps(tmp_path / "scores", "train", logps, rules, "digest")
     with pytest.raises(DataError, match=r"train.jsonl:4: found no log-probabilities of the reference model"):

@@ -79,7 +79,7 @@ def places(tmp_path_factory, untied_folder) -> dict[str, str]:
     from qwen3vl_bridge.testing.digits import make_dataset
 
     folder = tmp_path_factory.mktemp("pages")
-    make_dataset(folder / "data", pairs=True)
+    make_dataset(folder / "data", objectives=True)
     names = {"HF_FOLDER": untied_folder, "DATA": folder / "data"}
     names |= {
         name: folder / name.lower()

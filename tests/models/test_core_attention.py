@@ -146,7 +146,7 @@ def shares(monkeypatch, lengths: list[int], groups: int, ranks: int, device: str
                 assert torch.equal(local, both[rank]) and group.rank() == rank
                 return both
 
-            monkeypatch.setattr(core_attention, "gather_over_context", gather)
+            monkeypatch.setattr(core_attention, "gather_in_group", gather)
             module = attention(groups, ranks, rank, dim)
             found = packed(module, lengths, device=device)(query[index], key[index], value[index])
             out = out.index_copy(0, index, found)
@@ -252,7 +252,7 @@ def test_attention_context_parallel_on_cuda_does_not_synchronize(monkeypatch):
 
 def gather_nothing(monkeypatch):
     gather = lambda local, group: local.expand(group.size(), *local.shape)  # noqa: E731
-    monkeypatch.setattr(core_attention, "gather_over_context", gather)
+    monkeypatch.setattr(core_attention, "gather_in_group", gather)
 
 
 @pytest.mark.parametrize("groups", [2, 4])

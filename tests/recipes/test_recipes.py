@@ -53,12 +53,16 @@ IN_8_BITS = {
 PROXY = {"qwen35_vl_proxy_sft_config", "qwen35_vl_proxy_sft_fsdp_config"}
 DPO = {f"qwen3_vl_{size}_dpo_config" for size in ("2b", "4b", "8b", "32b", "30b_a3b")}
 DPO |= {f"qwen35_vl_{size}_dpo_config" for size in ("4b", "9b", "27b", "35b_a3b")}
+OBJECTIVES = {
+    f"qwen3_vl_{size}_{kind}_config": kind for size in ("2b", "8b") for kind in ("kto", "embedding", "reranker")
+}
+OBJECTIVES |= dict.fromkeys(DPO, "dpo")
 DIST_TRAIN = {f"qwen3_vl_{size}_sft_dist_train_config" for size in ("30b_a3b", "235b_a22b")}
 # Recipes with TP * CP above the sixteen key heads of linear attention.
 CHUNKWISE = ROWS_OF_1M | {f"qwen35_vl_{size}_sft_256k_config" for size in ("27b", "122b_a10b", "397b_a17b")}
 # `--simulate-gpu` refuses separate vision ranks and pairs of answers. The others were not simulated with Transformer
 # Engine yet.
-NOT_SIMULATED = DIST_TRAIN | DPO | CHUNKWISE | {name for name in NAMES if name.startswith(tuple(SIZES_3_8))}
+NOT_SIMULATED = DIST_TRAIN | {*OBJECTIVES} | CHUNKWISE | {name for name in NAMES if name.startswith(tuple(SIZES_3_8))}
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +74,7 @@ def _no_network(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_groups")
-@pytest.mark.parametrize("name", [name for name in NAMES if "_peft" not in name and name not in DPO])
+@pytest.mark.parametrize("name", [name for name in NAMES if "_peft" not in name and name not in OBJECTIVES])
 def test_recipe_uses_fully_reshardable_optimizer_only_if_host_memory_suffices(name):
     """All ranks of a machine save at once; with too little memory, the run would end at its first save."""
     recipe = find(name)
@@ -85,7 +89,7 @@ def test_recipes_cover_all_model_sizes_and_training_kinds():
     expected = {f"{size}_{kind}_config" for size in (*SIZES, *SIZES_3_5) for kind in KINDS} | ROWS_OF_1M
     expected |= {f"{size}_{kind}_config" for size in SIZES_3_8 for kind in KINDS_3_8}
     with_dora = {f"{size}_peft_dora_config" for size in SIZES}
-    assert expected | with_dora | DIST_TRAIN | PROXY | IN_8_BITS | DPO == set(NAMES)
+    assert expected | with_dora | DIST_TRAIN | PROXY | IN_8_BITS | {*OBJECTIVES} == set(NAMES)
     assert {name for name in NAMES if "_dist_train_" in name} == DIST_TRAIN
     for name in NAMES:
         assert getattr(qwen3vl_recipes, name) is recipes()[name]
@@ -110,8 +114,8 @@ def test_finalized_recipe_has_settings_that_recipe_name_states(name):
     assert model.bf16 and cfg.optimizer.bf16 and cfg.ddp.grad_reduce_in_fp32
     assert cfg.ddp.use_megatron_fsdp == ("fsdp" in name)
     assert cfg.checkpoint.ckpt_format == ("fsdp_dtensor" if "fsdp" in name else "torch_dist")
-    assert (cfg.peft is not None) == ("_peft_" in name or name in DPO)
-    assert cfg.objective.kind == ("dpo" if name in DPO else "sft") and data.pairs == (name in DPO)
+    assert (cfg.peft is not None) == ("_peft_" in name or name in OBJECTIVES)
+    assert cfg.objective.kind == OBJECTIVES.get(name, "sft")
     assert (model.fp8, model.fp8_param) == ({"cs": "hybrid", "mx": "e4m3"}.get(name[-9:-7]), name in IN_8_BITS)
     for length in ("32k", "128k", "256k"):
         assert (f"_{length}_" in name) == (data.seq_length == int(length[:-1]) * 1024)

@@ -165,8 +165,9 @@ def steps_of_twins(names: list[str], folders: dict[str, str], data: str, runs: P
     return found
 
 
-# Recipes on pairs have other data: tests/training/preference trains them.
-NAMES = [name for name, recipe in recipes().items() if recipe.gpus and "_dpo_" not in name]
+# Recipes of other objectives have other data: tests/training/preference and tests/training/retrieval train them.
+OBJECTIVES = re.compile("_(dpo|kto|embedding|reranker)_config")
+NAMES = [name for name, recipe in recipes().items() if recipe.gpus and not OBJECTIVES.search(name)]
 RANKS = (1, 2, 4, 8)  # of their patterns, which take two seconds to make
 FIGURES = ("loss", "grad_norm")
 ROUNDED = 2**-6  # of a loss in bfloat16, relative: four of its roundings

@@ -1,4 +1,4 @@
-"""`qwen3vl data`: inspect, pack and download data, and score pairs of answers."""
+"""`qwen3vl data`: inspect, pack and download data, and score preference data."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     _pack(verbs.add_parser("pack", help="measure all samples and pack them into rows, before training"))
     _download(verbs.add_parser("download", help="download images and videos that samples refer to by URL"))
-    _score(verbs.add_parser("score", help="compute log-probabilities of pairs of answers under a reference model"))
+    _score(verbs.add_parser("score", help="compute log-probabilities of preference data under a reference model"))
     return parser
 
 
@@ -83,9 +83,9 @@ def _pack(parser: argparse.ArgumentParser) -> None:
 
 def _score(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Compute the log-probabilities of chosen and rejected answers under a model, for objective.reference_logps of "
-        "a run. Use the same options as in the run's data set. Start the command with torchrun to divide the model, or "
-        "the rows, over several ranks."
+        "Compute the log-probabilities of the answers of preference data under a model, for objective.reference_logps "
+        "of a run. Use the same options as in the run's data set. Start the command with torchrun to divide the model, "
+        "or the rows, over several ranks."
     )
     add_records(parser)
     add_encoding(parser)
@@ -98,11 +98,13 @@ def _score(parser: argparse.ArgumentParser) -> None:
     add("--max-patches", type=at_least(1), metavar="N",
         help="maximum number of patches in a row (default: no limit)")  # fmt: skip
     add("--on-bad", choices=("error", "drop"), default="error",
-        help="what to do with a pair that cannot be encoded (default: %(default)s)")  # fmt: skip
+        help="what to do with a record that cannot be encoded (default: %(default)s)")  # fmt: skip
     add("--seed", type=int, default=1234, metavar="N",
-        help="seed of the order in which pairs are packed (default: %(default)s)")  # fmt: skip
+        help="seed of the order in which records are packed (default: %(default)s)")  # fmt: skip
     add_sizes(parser)
-    parser.set_defaults(run=_run_score, objective="dpo")
+    add("--objective", choices=("dpo", "kto"), default="dpo",
+        help="as objective.kind of the run (default: %(default)s)")  # fmt: skip
+    parser.set_defaults(run=_run_score)
 
 
 def _inspect(parser: argparse.ArgumentParser) -> None:
@@ -270,7 +272,7 @@ def _run_score(options: argparse.Namespace) -> int:
             hf_processor_path=str(folder),
             columns=Columns.from_words(options.columns),
             vision=vision_limits(options),
-            pairs=True,
+            objective=options.objective,
             **given,
         )
         settings.finalize()
@@ -282,7 +284,7 @@ def _run_score(options: argparse.Namespace) -> int:
             logps = score_pairs(model, rows, lambda groups: progress_bar(options, groups, "groups of rows"))
         if is_first:
             write_reference_logps(options.output, options.split, logps, rules, digest)
-            report = {"pairs": len(logps), "left out": int(logps.isnan().any(1).sum())}
+            report = {"records": len(logps), "left out": int(logps.isnan().any(1).sum())}
             text = "\n".join(f"{name:15}{number:,}" for name, number in report.items())
             show_report(json.dumps(report, indent=2) if options.json else text, path)
     finally:

@@ -55,9 +55,9 @@ def add_records(parser: argparse.ArgumentParser, split: bool = True) -> None:
 def add_objective(parser: argparse.ArgumentParser) -> None:
     """Add the option for the kind of records."""
     parser.add_argument(
-        "--objective", choices=("sft", "dpo"), default="sft",
-        help="as objective.kind: conversations (sft), or pairs of a chosen and a rejected answer (dpo) "
-        "(default: %(default)s)",
+        "--objective", choices=("sft", "dpo", "kto", "embedding", "reranker"), default="sft",
+        help="as objective.kind: conversations (sft), pairs of answers (dpo), labeled answers (kto), or queries with "
+        "documents (embedding, reranker) (default: %(default)s)",
     )  # fmt: skip
 
 
@@ -97,24 +97,21 @@ def open_records(options: argparse.Namespace, url_cache: Any = None) -> Any:
     """
     from qwen3vl_bridge.data.conversations import Columns
     from qwen3vl_bridge.data.data_paths import path_of_split
+    from qwen3vl_bridge.data.objectives import columns_for
     from qwen3vl_bridge.data.sources import open_source
 
     url_cache = url_cache or make_url_cache(options)
     with naming_options("--columns"):
         columns = Columns.from_words(options.columns)
-    as_pairs = None
-    if getattr(options, "objective", "sft") == "dpo":
-        from qwen3vl_bridge.data.pairs import PairColumns
-
-        as_pairs = PairColumns.of
-        columns = as_pairs(columns)
+    objective = getattr(options, "objective", "sft")
+    columns = columns_for(objective, columns)
     if options.mixture is not None:
         from qwen3vl_bridge.data.mixture import open_mixture, read_mixture
 
         with naming_options("--mixture"):
             sets = read_mixture(str(options.mixture), options.media_root, options.schema_adapter, columns)
-            if as_pairs is not None:  # also sets with their own names of columns
-                sets = tuple(replace(one, columns=as_pairs(one.columns)) for one in sets)
+            # Also sets with their own names of columns.
+            sets = tuple(replace(one, columns=columns_for(objective, one.columns)) for one in sets)
             mixture = open_mixture(sets, options.split, url_cache)
         show(mixture.summary().replace("; ", "\n"), error=True)
         return mixture

@@ -92,6 +92,25 @@ class ModelInputs(Transferable):
 
 
 @dataclass(frozen=True)
+class DocumentGroups(Transferable):
+    """Which segments of a packed row belong to the same record, for objectives that compare documents.
+
+    The segments of a record follow one another. R is the number of records.
+    """
+
+    objective: str  # `objective.kind` of the runs that the records are for
+    sizes: tuple[int, ...]  # [R], number of segments of each record
+    is_desirable: Tensor | None = None  # [R] float64, 1 for desirable answers (KTO)
+    reference_logps: Tensor | None = None  # [R, 2] float64, log-probabilities under a reference model, if known
+    answer_tokens: tuple[int, int] | None = None  # ids of the tokens "yes" and "no" (reranker)
+
+    @property
+    def num_documents(self) -> int:
+        """Return the number of segments of all records. Segments after them are padding."""
+        return sum(self.sizes)
+
+
+@dataclass(frozen=True)
 class TokenBatch(Transferable):
     """A batch of padded rows, or a packed row. It is the same on all ranks that share it."""
 
@@ -111,10 +130,7 @@ class TokenBatch(Transferable):
     unreadable: tuple[int, ...] = ()
     # [B, S] bool, True for real tokens that MoE routers leave out of their load balancing; None if there are none.
     excluded_from_aux_loss: Tensor | None = None
-    # Number of pairs: the segments 2 i and 2 i + 1 are the chosen and the rejected answer of pair i. 0: no pairs.
-    pairs: int = 0
-    # [pairs, 2] float64, log-probabilities of these answers under a reference model; None if they are not known.
-    reference_logps: Tensor | None = None
+    groups: DocumentGroups | None = None  # None for supervised training
 
     def __contains__(self, key: object) -> bool:
         # Megatron-Bridge's own forward steps look for keys of a dict.

@@ -196,8 +196,8 @@ def sum_gradients_over_sequence(features: Tensor, config: TransformerConfig, gro
     return tensor_parallel.copy_to_tensor_model_parallel_region(features, group=groups.tp)
 
 
-def gather_over_context(local: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-    """Gather tensors [s, ...] of all context-parallel ranks to [cp, s, ...]. The backward pass sums their gradients."""
+def gather_in_group(local: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+    """Gather tensors [s, ...] of all ranks of a group to [ranks, s, ...]. The backward pass sums their gradients."""
     return tensor_parallel.gather_from_sequence_parallel_region(local, group=group).view(group.size(), *local.shape)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.core.batch import TokenBatch
+from qwen3vl_bridge.core.batch import DocumentGroups, TokenBatch
 from qwen3vl_bridge.core.layout import SequenceLayout
 from qwen3vl_bridge.core.vision_inputs import VisionSettings
 from qwen3vl_bridge.data.encoding import EncodedSample
@@ -64,7 +64,8 @@ class Collator:
     seq_length: int  # length of a row
     multiple: int = 1  # must divide the padded length of each sample in a packed row, see `segment_multiple`
     pixel_dtype: torch.dtype = torch.float32  # dtype of the model
-    pairs: bool = False  # samples are pairs of a chosen and a rejected answer, which are segments of the same row
+    objective: str = "sft"  # `objective.kind`: other values keep the documents of a sample together in a row
+    answer_tokens: tuple[int, int] | None = None  # ids of the tokens "yes" and "no", for "reranker"
 
     def __post_init__(self) -> None:
         if self.seq_length < 1 or self.multiple < 1 or self.seq_length % self.multiple:
@@ -74,15 +75,23 @@ class Collator:
 
     def collate_packed(self, samples: Sequence[EncodedSample]) -> TokenBatch:
         """Return a batch of one row with all samples one after the other; raise ValueError if they do not fit."""
-        if not self.pairs:
+        if self.objective == "sft":
             return self._build_batch(samples, self._packed_layout(samples))
-        # The token in place of an unreadable pair stands for both of its answers.
-        documents = [document for sample in samples for document in (*sample.documents, sample)[:2]]
+        # A record has at least two documents, except for a reranker. An unreadable record is a single token, which
+        # stands for each of them.
+        records = [sample.documents if not sample.is_blank else (sample, sample) for sample in samples]
+        documents = [document for record in records for document in record]
         batch = self._build_batch(documents, self._packed_layout(documents))
-        known = [sample.reference_logps for sample in samples if sample.reference_logps is not None]
-        return replace(
-            batch, pairs=len(samples), reference_logps=torch.tensor(known, dtype=torch.float64) if known else None
+        logps = [sample.reference_logps for sample in samples if sample.reference_logps is not None]
+        labels = [bool(sample.is_desirable) for sample in samples]
+        groups = DocumentGroups(
+            objective=self.objective,
+            sizes=tuple(map(len, records)),
+            is_desirable=torch.tensor(labels, dtype=torch.float64) if self.objective == "kto" else None,
+            reference_logps=torch.tensor(logps, dtype=torch.float64) if logps else None,
+            answer_tokens=self.answer_tokens,
         )
+        return replace(batch, groups=groups)
 
     def _packed_layout(self, documents: Sequence[EncodedSample]) -> SequenceLayout:
         lengths = [len(document) for document in documents]

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media import (
@@ -66,20 +66,33 @@ class Conversation:
     losses: Mapping[int, bool] = field(default_factory=dict)
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template, by name
     references: Any = None  # the answers that an evaluation accepts; training does not read them
-    rejected: Conversation | None = None  # the same prompt with the worse answer, if records are pairs
+    # Further conversations of the same record, for objectives that compare several: the rejected answer of a pair, or
+    # the documents for a query.
+    others: tuple[Conversation, ...] = ()
+    is_desirable: bool | None = None  # whether the answer is a good one, if records are labeled (KTO)
 
     @property
     def documents(self) -> tuple[Conversation, ...]:
-        """The conversation; for a pair, the conversations with the chosen and the rejected answer."""
-        return (self,) if self.rejected is None else (self, self.rejected)
+        """The conversations of the record: this one, and `others`."""
+        return (self, *self.others)
 
 
-class PairRecord(dict[str, Any]):
-    """A pair: a record that ends with the chosen answer, and in `rejected` a record with the rejected answer."""
+class GroupRecord(dict[str, Any]):
+    """A record with several conversations. As a dict it is the first one; `others` are records of the others.
 
-    def __init__(self, chosen: Mapping[str, Any], rejected: Mapping[str, Any]) -> None:
-        super().__init__(chosen)
-        self.rejected = dict(rejected)
+    Attributes:
+        others: (what the conversation is, for messages; its record), in order.
+        is_desirable: the label of the answer in KTO data; None without a label.
+    """
+
+    def __init__(
+        self,
+        first: Mapping[str, Any],
+        others: Sequence[tuple[str, Mapping[str, Any]]] = (),
+        is_desirable: bool | None = None,
+    ) -> None:
+        super().__init__(first)
+        self.others, self.is_desirable = others, is_desirable
 
 
 def parse_conversation(record: Any, place: str, root: Path | MediaAccess) -> Conversation:
@@ -87,9 +100,10 @@ def parse_conversation(record: Any, place: str, root: Path | MediaAccess) -> Con
 
     `root` is the folder that media paths are relative to and must not leave, or a `MediaAccess`.
     """
-    if isinstance(record, PairRecord):
-        rejected = parse_conversation(record.rejected, f"{place} (rejected)", root)
-        return replace(parse_conversation(dict(record), place, root), rejected=rejected)
+    if isinstance(record, GroupRecord):
+        others = tuple(parse_conversation(other, f"{place} ({name})", root) for name, other in record.others)
+        first = parse_conversation(dict(record), place, root)
+        return replace(first, others=others, is_desirable=record.is_desirable)
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:
         found = short_repr(record) if not isinstance(record, dict) else f"{short_repr(messages)} under 'messages'"
@@ -403,7 +417,7 @@ _PAIRED = {*PROMPT_KEYS, *PROMPT_KEYS.values(), "input"}
 # Rejected answers of preference data: `rejected` in TRL and LLaMA-Factory, `rejected_response` in ms-swift and so on.
 REJECTED_KEY = re.compile(r"reject(ed)?(_\w+)?")
 # Keys of KTO data (TRL, LLaMA-Factory) and the values that mark a bad answer. In many data sets `label` is a class.
-_DESIRABLE: Mapping[str, tuple[Any, ...]] = {
+DESIRABLE: Mapping[str, tuple[Any, ...]] = {
     "label": (False,), "kto_tag": (False, 0, "false", "False"), "desirable": (False,)
 }  # fmt: skip
 _ANY = "*"  # in a column's name, any number
@@ -441,6 +455,14 @@ class Columns:
     answer: str | None = None  # the answer, or a template
     ignore: tuple[str, ...] = ()  # columns to ignore although they look like media
     placeholders: Placeholders = "media"  # whether "<image>" and "<video>" in a text are placeholders, or literal text
+
+    # Whether each record also gets a conversation with the answer of another record, see `MismatchedAnswers`.
+    adds_mismatched_answers: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, columns: Columns) -> Self:
+        """Return the same column names for records of this class."""
+        return cls(**{field.name: getattr(columns, field.name) for field in fields(Columns)})
 
     @classmethod
     def from_words(cls, words: Sequence[str]) -> Columns:
@@ -585,15 +607,15 @@ class Columns:
 
     def _check_kto_label(self, record: Mapping[str, Any], place: str) -> None:
         """Raise DataError if a key of the record marks its answer as undesirable, as in KTO data."""
-        for key, values in _DESIRABLE.items():
+        for key, values in DESIRABLE.items():
             found = record.get(key)
             is_class = key == "label" and (found is not False or "question" in record)  # as of yes-or-no questions
             if found in values and not is_class and key not in {*self.ignore, *self._column_keys(record)}:
                 raise DataError(
                     place,
-                    f"{key!r} is {json.dumps(found)}, which marks an undesirable answer in KTO data. KTO is not "
-                    "supported, and supervised training would learn this answer. Remove such records, or set "
-                    f"columns.ignore=[{key}] if it means something else",
+                    f"{key!r} is {json.dumps(found)}, which marks an undesirable answer in KTO data; supervised "
+                    "training would learn this answer. To train on labeled answers, set objective.kind=kto; if the "
+                    f"key means something else, set columns.ignore=[{key}]",
                 )
 
     def _replaced_keys(self, names: Collection[str]) -> set[str]:

@@ -36,8 +36,9 @@ from qwen3vl_bridge.data.loading import (
 )
 from qwen3vl_bridge.data.media import MediaAccess, UrlCache, image_size
 from qwen3vl_bridge.data.mixture import MixedSet, Mixture, open_mixture, read_mixture
+from qwen3vl_bridge.data.objectives import columns_for
 from qwen3vl_bridge.data.packing import PackedRows
-from qwen3vl_bridge.data.pairs import PairColumns, read_reference_logps, reference_rules
+from qwen3vl_bridge.data.pairs import read_reference_logps, reference_rules
 from qwen3vl_bridge.data.samples import (
     ON_BAD_ADVICE,
     OnBad,
@@ -62,10 +63,10 @@ SPLITS = ("train", "valid", "test")
 _BLOCKS, _BLOCK_RECORDS, _CHECK_SECONDS = 8, 250, 5.0
 _MOST_KINDS = 10  # kinds of errors that a message lists
 # Settings with which pairs of answers can be read: name, values, reason.
-_PAIR_SETTINGS = (
-    ("pack", (True,), "both answers of a pair are in one packed row"),
-    ("streaming", (False,), "log-probabilities of a reference belong to numbered records; download the data set"),
-    ("on_long", ("error", "drop"), "a shortened answer cannot be compared with the other one"),
+_GROUP_SETTINGS = (
+    ("pack", (True,), "all documents of a record are in one packed row"),
+    ("streaming", (False,), "records are read by number; download the data set"),
+    ("on_long", ("error", "drop"), "a shortened document cannot be compared with others"),
 )
 
 
@@ -288,8 +289,8 @@ class Qwen3VLConversationProvider(ConversationRows):
         window_size: number of conversations packed together when packing during training.
         dataloader_type: must be "single": rows are numbered consecutively without end, so a run resumes exactly.
         rows_of_microbatch: rows of a microbatch; set by `Qwen3VLConfigContainer` from `train`.
-        pairs: records are pairs of a chosen and a rejected answer (docs/objectives.md); set by
-            `Qwen3VLConfigContainer` from `objective.kind`.
+        objective: kind of the records (docs/objectives.md); set by `Qwen3VLConfigContainer` from `objective.kind`.
+        max_documents: maximum number of documents in a row, for objectives other than "sft"; None for no limit.
         reference_logps: folder with log-probabilities of the answers of pairs; set by `Qwen3VLConfigContainer` from
             `objective.reference_logps`.
     """
@@ -311,7 +312,8 @@ class Qwen3VLConversationProvider(ConversationRows):
     window_size: int = 512
     dataloader_type: Any = "single"
     rows_of_microbatch: int | None = None
-    pairs: bool = False
+    objective: str = "sft"
+    max_documents: int | None = None
     reference_logps: str | None = None
 
     def finalize(self) -> None:
@@ -346,17 +348,19 @@ class Qwen3VLConversationProvider(ConversationRows):
         for name, problem in wrong.items():
             if (found := getattr(self, name)) is not None:
                 raise ValueError(f"{name} is {found!r}, but {problem}")
-        for name, allowed, why in _PAIR_SETTINGS if self.pairs else ():
+        for name, allowed, why in _GROUP_SETTINGS if self.objective != "sft" else ():
             if (found := getattr(self, name)) not in allowed:
                 expected = " or ".join(map(repr, allowed))
-                raise ValueError(f"dataset.{name} is {found!r} for pairs of answers, expected {expected}: {why}")
+                raise ValueError(
+                    f"dataset.{name} is {found!r} for objective.kind={self.objective}, expected {expected}: {why}"
+                )
         for path in (path for split in SPLITS for path in self.paths_of(split)):
             if path.startswith(HUB):
                 HubName.parse(path)
             elif self.streaming:
                 raise ValueError(f"streaming is on, but {path} is not on the hub, expected {HUB}owner/name#split")
         MediaAccess.from_settings(self.media_root)
-        find_schema(self.schema_adapter, PairColumns.of(self.columns) if self.pairs else self.columns)
+        find_schema(self.schema_adapter, columns_for(self.objective, self.columns))
 
     def _check_paths_are_set(self) -> None:
         if self.path is None and self.train_path is None and self.mixture is None:
@@ -368,7 +372,19 @@ class Qwen3VLConversationProvider(ConversationRows):
 
     def collator(self) -> Collator:
         """Return the collator that builds batches from samples."""
-        return replace(super().collator(), pairs=self.pairs)
+        collator = replace(super().collator(), objective=self.objective)
+        if self.objective != "reranker":
+            return collator
+        tokenizer = self.checkpoint().encoder.processor.tokenizer
+        answers = [tokenizer.encode(word, add_special_tokens=False) for word in ("yes", "no")]
+        if any(len(ids) != 1 for ids in answers):
+            raise DataError(str(self.hf_processor_path), "'yes' and 'no' are several tokens, expected one token each")
+        return replace(collator, answer_tokens=(answers[0][0], answers[1][0]))
+
+    def sample_filter(self) -> SampleFilter:
+        """Return the filter that decides which conversations become samples."""
+        least = 1 if self.max_documents is None else -(-self.seq_length // self.max_documents)
+        return super().sample_filter().with_document_tokens(-(-least // self.multiple) * self.multiple)
 
     def check_paths(self) -> None:
         """Raise ValueError if a data path does not exist. Called before anything slow is built."""
@@ -395,8 +411,7 @@ class Qwen3VLConversationProvider(ConversationRows):
         if self.mixture is None:
             return ()
         sets = read_mixture(self.mixture, self.media_root, self.schema_adapter, self.columns)
-        if self.pairs:
-            sets = tuple(replace(one, columns=PairColumns.of(one.columns)) for one in sets)
+        sets = tuple(replace(one, columns=columns_for(self.objective, one.columns)) for one in sets)
         return tuple(one for one in sets if one.path_of(split) is not None)
 
     def paths_of(self, split: str) -> list[str]:
@@ -620,7 +635,7 @@ class Qwen3VLConversationProvider(ConversationRows):
     def open_split(self, split: str, seed: int | None) -> ConversationSource | Mixture | StreamedDataset:
         """Open the conversations of a split. `seed` shuffles a stream; None keeps its order."""
         path, url_cache, schema_adapter = self.path_of(split), self.make_url_cache(), self.schema_adapter
-        columns = PairColumns.of(self.columns) if self.pairs else self.columns
+        columns = columns_for(self.objective, self.columns)
         if path is None:
             return open_mixture(self.mixture_sets(split), split, url_cache)
         if not self.streaming:

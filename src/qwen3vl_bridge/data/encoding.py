@@ -129,16 +129,17 @@ class EncodedSample:
     sample_id: str  # file and line
     pixel_values_videos: Tensor | None = None  # as `pixel_values`
     video_grid_thw: Tensor | None = None  # [videos, 3] int64
-    rejected: EncodedSample | None = None  # the rejected answer with its prompt, if samples are pairs
-    reference_logps: tuple[float, float] | None = None  # of the answers of a pair under a reference model, if known
+    others: tuple[EncodedSample, ...] = ()  # further documents of the same record, see `Conversation.others`
+    is_desirable: bool | None = None  # the label of the answer in KTO data
+    reference_logps: tuple[float, float] | None = None  # of both documents under a reference model, if known
 
     def __len__(self) -> int:
         return len(self.input_ids)
 
     @property
     def documents(self) -> tuple[EncodedSample, ...]:
-        """The sample; for a pair, the samples with the chosen and the rejected answer."""
-        return (self,) if self.rejected is None else (self, self.rejected)
+        """The documents of the record: this one, and `others`."""
+        return (self, *self.others)
 
     @property
     def num_patches(self) -> int:

@@ -99,7 +99,7 @@ class Inspection:
     empty_answers: tuple[str, ...]  # measured samples with an empty answer that is trained on
     row_fills: tuple[float, ...]  # fraction of real tokens in each row, without samples that are too long
     errors: tuple[tuple[str, str, str], ...]  # sample, message, and problem, in the order of the file
-    pairs: bool = False  # records are pairs: `samples` has both answers of each, and `lengths` their sum
+    records_shown: int | None = None  # if records have several documents: `samples` are documents of these records
 
     @property
     def trained_share(self) -> float:
@@ -181,7 +181,7 @@ def inspect_samples(
         seq_length=seq_length,
         pack=pack,
         samples=tuple(chain(*views)),
-        pairs=any(len(documents) > 1 for documents in views),
+        records_shown=len(views) if any(len(documents) > 1 for documents in views) else None,
         lengths=lengths_found,
         too_long=tuple(name for name, length, _ in found if length > seq_length),
         empty_answers=tuple(name for name, _, is_empty in found if is_empty),
@@ -321,12 +321,14 @@ def _caption(number: int, medium: VisionView) -> str:
 def _summary(inspection: Inspection) -> dict[str, str]:
     """Return the statistics of an inspection as text, by the label of each line."""
     lengths, fills, spread = inspection.lengths, inspection.row_fills, _length_summary(inspection.lengths)
-    shown, total, rows = len(inspection.samples) // (1 + inspection.pairs), inspection.num_samples, len(fills)
+    grouped = inspection.records_shown is not None
+    shown = inspection.records_shown if grouped else len(inspection.samples)
+    total, rows = inspection.num_samples, len(fills)
     kind = "packed" if inspection.pack else "padded, one sample each"
     long, empty = inspection.too_long, inspection.empty_answers
     is_complete = len(lengths) + len(inspection.errors) >= total
     found = {
-        "pairs" if inspection.pairs else "samples": f"{total:,}: {shown:,} shown, {len(lengths):,} measured",
+        "records" if grouped else "samples": f"{total:,}: {shown:,} shown, {len(lengths):,} measured",
         "tokens": "min {min:,}, median {median:,g}, mean {mean:,.1f}, max {max:,}".format(**spread)
         if spread
         else "none measured",

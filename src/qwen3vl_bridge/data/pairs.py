@@ -1,21 +1,23 @@
-"""Records with a chosen and a rejected answer, and log-probabilities of both under a reference model.
+"""Preference data: pairs of answers, labeled answers, and their log-probabilities under a reference model.
 
 A pair becomes two records of supervised data, one for each answer, which are read like any other. The formats are TRL's
 (`chosen` and `rejected`, with `prompt` or with the prompt at the beginning of both), ms-swift's (`rejected_response` or
 `rejected_messages` next to a conversation) and LLaMA-Factory's (`chosen` and `rejected` next to a question or turns).
+
+A labeled answer (KTO) is a record of supervised data with `label`, `kto_tag` or `desirable`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeGuard
+from typing import Any, ClassVar, TypeGuard
 
 from qwen3vl_bridge.core.atomic import replace_file
 from qwen3vl_bridge.core.files import parse_json, parse_record
-from qwen3vl_bridge.data.conversations import REJECTED_KEY, Columns, PairRecord, is_template
+from qwen3vl_bridge.data.conversations import DESIRABLE, REJECTED_KEY, Columns, GroupRecord, is_template
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.records import (
     KEYS_OF_KIND,
@@ -49,18 +51,13 @@ _EXPECTED = (
 class PairColumns(Columns):
     """Names of the columns of a data set of pairs. `answer` names the chosen answer, if it is not in `chosen`."""
 
-    @classmethod
-    def of(cls, columns: Columns) -> Self:
-        """Return the same names for a data set of pairs."""
-        return cls(**{field.name: getattr(columns, field.name) for field in fields(Columns)})
-
     @property
     def name(self) -> str:
         """Return a text that identifies the schema, which is part of the fingerprint of a data set."""
         return f"{super().name} of pairs".strip()
 
     def convert_record(self, record: Any, place: str) -> Any:
-        """Return the conversations with both answers as a `PairRecord`; raise DataError if the record has no pair."""
+        """Return the conversations with both answers as a `GroupRecord`; raise DataError if the record has no pair."""
         if not isinstance(record, dict):
             return record
         chosen, rejected = self._split(drop_nulls(record), place)
@@ -70,7 +67,7 @@ class PairColumns(Columns):
         if "history" in chosen:  # its answers belong to the prompt
             for one in converted:
                 one["messages"] = [*map(_without_loss, one["messages"][:-1]), one["messages"][-1]]
-        return PairRecord(*converted)
+        return GroupRecord(converted[0], [("rejected", converted[1])])
 
     def columns_to_read(self, names: Sequence[str], place: str) -> list[str]:
         """Return the columns to read from a table with the columns `names`; raise DataError if there are no pairs."""
@@ -137,6 +134,58 @@ class PairColumns(Columns):
         if self.question is not None:
             return "answer"
         return next((answer for question, answer in PROMPT_KEYS.items() if question in record), None)
+
+
+@dataclass(kw_only=True)
+class LabeledColumns(Columns):
+    """Names of the columns of KTO data: conversations with a label that says whether the last answer is desirable."""
+
+    adds_mismatched_answers: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        """Return a text that identifies the schema, which is part of the fingerprint of a data set."""
+        return f"{super().name} of labeled answers".strip()
+
+    def convert_record(self, record: Any, place: str) -> Any:
+        """Return the conversation and its label as a `GroupRecord`; only the last answer is trained on.
+
+        Raises:
+            DataError: the record has no label, or does not end with an answer.
+        """
+        if not isinstance(record, dict):
+            return record
+        given = drop_nulls(record)
+        keys = self._label_keys(given, place)
+        label = str(given.pop(keys[0])).lower()
+        if label not in _LABELS:
+            expected = "true for a desirable or false for an undesirable answer"
+            raise DataError(place, f"found {short_repr(record[keys[0]])} under {keys[0]!r}, expected {expected}")
+        own = super().convert_record(given, place)
+        *prompt, answer = own["messages"]
+        if _role(answer) != "assistant":
+            raise DataError(place, f"found a last message of the role {_role(answer)!r}, expected an answer")
+        return GroupRecord(own | {"messages": [*map(_without_loss, prompt), answer]}, is_desirable=_LABELS[label])
+
+    def columns_to_read(self, names: Sequence[str], place: str) -> list[str]:
+        """Return the columns to read from a table with the columns `names`; raise DataError if there is no label."""
+        read = {*self._label_keys(names, place), *super().columns_to_read(names, place)}
+        return [name for name in names if name in read]
+
+    def _label_keys(self, names: Iterable[str], place: str) -> list[str]:
+        names = list(names)
+        keys = [key for key in DESIRABLE if key in names and key not in self.ignore]
+        if len(keys) != 1:
+            found = " and ".join(map(repr, keys)) or ", ".join(map(str, names))
+            raise DataError(
+                place,
+                f"found {found}, expected one of {', '.join(map(repr, DESIRABLE))}, which says whether the answer is "
+                "desirable. For supervised training, set objective.kind=sft; for pairs of answers, objective.kind=dpo",
+            )
+        return keys
+
+
+_LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
 def _parse_turns(turns: Any, place: str) -> list[Any]:

@@ -267,8 +267,8 @@ class SampleFilter:
         Args:
             limit: maximum tokens of a sample.
             most_patches: maximum patches of the images and videos of a sample; None for no limit.
-            multiple: each answer of a pair is padded to a multiple of this number of tokens. The size of a pair
-                includes this padding.
+            multiple: if a sample has several documents, each is padded to a multiple of this number of tokens. The
+                size of the sample includes this padding.
             on_long: what to do with a longer sample, or one with too many patches. "truncate" never truncates images.
             on_bad: what to do with a conversation that cannot be read or encoded. Dropped and truncated samples are
                 logged.
@@ -277,6 +277,7 @@ class SampleFilter:
         check_choice("on_bad", on_bad, OnBad)
         self.encoder, self.limit, self.most_patches = encoder, limit, most_patches
         self.on_long, self.on_bad, self.multiple = on_long, on_bad, multiple
+        self.document_tokens = 1
         self.num_dropped = self.num_truncated = 0
         self._counter = Sizes().count_drop
 
@@ -286,12 +287,19 @@ class SampleFilter:
         shared._counter = counter
         return shared
 
+    def with_document_tokens(self, tokens: int) -> SampleFilter:
+        """Return a copy for which a document takes at least `tokens` in a row, to limit the documents of a row."""
+        limited = copy.copy(self)
+        limited.document_tokens = tokens
+        return limited
+
     def fingerprint(self) -> dict[str, int | str | None]:
         """Return the settings that decide which conversations become samples, and how they are encoded."""
         return {
             "seq_length": self.limit,
             "encoding": self.encoder.fingerprint,
             "most_patches": self.most_patches,
+            "document_tokens": self.document_tokens,
             "on_long": self.on_long,
             "on_bad": self.on_bad,
         }
@@ -329,11 +337,13 @@ class SampleFilter:
         return MeasuredConversation(conversation, size)
 
     def _total(self, sizes: Iterable[Size]) -> Size:
-        """Return the size of a sample: of its only document, or of a pair of documents, with their padding."""
+        """Return the size of a sample: of its only document, or of several documents with their padding."""
         first, *others = sizes
-        if not others:
+        if not others and self.document_tokens == 1:
             return first
-        return Size(*map(sum, zip(*(size.padded(self.multiple) for size in (first, *others)), strict=True)))
+        padded = [size.padded(self.multiple) for size in (first, *others)]
+        padded = [size._replace(tokens=max(size.tokens, self.document_tokens)) for size in padded]
+        return Size(*map(sum, zip(*padded, strict=True)))
 
     def encode(self, read: Callable[[], MeasuredConversation], kind: DropReason = "dropped") -> EncodedSample | None:
         """Return the tokens and pixels of a sample; None if it turns out to be bad only now, and is dropped.
@@ -349,7 +359,7 @@ class SampleFilter:
             documents = [self.encoder(document, self.limit) for document in conversation.documents]
         except DataError as error:
             return self.handle_error(error, kind)
-        sample = documents[0] if len(documents) == 1 else replace(documents[0], rejected=documents[1])
+        sample = replace(documents[0], others=tuple(documents[1:]), is_desirable=conversation.is_desirable)
         tokens, patches, _ = self._total(Size(len(one), one.num_patches, 0) for one in documents)
         if (tokens, patches) != (size.tokens, size.patches):
             found = f"found {tokens} tokens and {patches} patches"

@@ -10,6 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -196,6 +197,34 @@ class JsonList(_JsonFile):
         return f"{self.path.name}[{range(len(self))[index]}]"
 
 
+class MismatchedAnswers:
+    """A data set in which each conversation has a second document, with the last answer of the previous conversation.
+
+    KTO estimates from these documents how far a model is from its reference model.
+    """
+
+    def __init__(self, source: ConversationSource) -> None:
+        self.source, self.download_key = source, source.download_key
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Conversation:
+        """Read a conversation and the answer of the conversation before it; the first one gets the last answer."""
+        conversation, other = self.source[index], self.source[(index - 1) % len(self)]
+        messages = (*conversation.messages[:-1], other.messages[-1])
+        name = f"{conversation.sample_id} (answer of {other.sample_id})"
+        return replace(conversation, others=(replace(conversation, sample_id=name, messages=messages),))
+
+    def sample_id(self, index: int) -> str:
+        """Return the location of a conversation, for messages."""
+        return self.source.sample_id(index)
+
+    def fingerprint(self) -> str:
+        """Return a text that identifies the data."""
+        return self.source.fingerprint()
+
+
 def open_source(
     path: str | Path,
     media_root: str | Path | Sequence[str | Path] | None = None,
@@ -216,7 +245,11 @@ def open_source(
         columns: column names that differ from the default names; None if there are none.
     """
     schema = find_schema(schema_adapter, columns or DEFAULT_COLUMNS)
-    media = MediaAccess.from_settings(media_root, url_cache)
+    source = _open_path(path, MediaAccess.from_settings(media_root, url_cache), schema)
+    return MismatchedAnswers(source) if columns is not None and columns.adds_mismatched_answers else source
+
+
+def _open_path(path: str | Path, media: MediaAccess, schema: Schema) -> ConversationSource:
     # Imported here, because pyarrow and its like are slow to import, and JSON does not need them.
     if str(path).startswith(HUB):
         from qwen3vl_bridge.data.hub import HubDataset

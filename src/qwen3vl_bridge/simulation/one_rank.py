@@ -38,7 +38,7 @@ from qwen3vl_bridge.terminal import show
 from qwen3vl_bridge.training import checkpoint_manager, weight_loading
 from qwen3vl_bridge.training.callbacks import build_callbacks
 from qwen3vl_bridge.training.guard import StepGuard
-from qwen3vl_bridge.training.preference import preference_settings
+from qwen3vl_bridge.training.objectives import objective_of
 from qwen3vl_bridge.training.run_log import RunLog
 from qwen3vl_bridge.training.step import forward_step
 from qwen3vl_bridge.upstream import simulated_gpu, torch_memory
@@ -126,8 +126,10 @@ def simulate_rank(cfg: ConfigContainer, *, rank: int, world: int, log: Path) -> 
         raise ValueError(f"train.micro_batch_size is {cfg.train.micro_batch_size}, expected 1 (a packed row)")
     if cfg.model.dist_train.use_dist_train:
         raise ValueError("model.dist_train.use_dist_train is True, expected False: vision ranks cannot be simulated")
-    if preference_settings(cfg):
-        raise ValueError("objective.kind is 'dpo', expected 'sft': the simulated row has no pairs of answers")
+    if (objective := objective_of(cfg)) is not None:
+        raise ValueError(
+            f"objective.kind is {objective.kind!r}, expected 'sft': the simulated row is a single document"
+        )
     if cfg.model.variable_seq_lengths and getattr(cfg.model.vision_config, "deepstack_visual_indexes", ()):
         raise ValueError(
             "model.variable_seq_lengths is True, expected False: pipeline stages tell each other how many DeepStack "

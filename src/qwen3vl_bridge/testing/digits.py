@@ -39,22 +39,27 @@ def pair(image: str, answer: str, wrong: str) -> dict[str, list]:
     return {"prompt": [question], "chosen": [right], "rejected": conversation(image, wrong)["messages"][1:]}
 
 
+def question_with_documents(image: str, answer: str, wrong: str) -> dict[str, object]:
+    """Return a question about an image with the right and a wrong digit, as a record for a reranker."""
+    return {"query": {"image": image, "text": QUESTION}, "positive": answer, "negatives": [wrong]}
+
+
 def _to_image(scan: np.ndarray) -> Image.Image:
     """Draw an 8 x 8 scan with values 0 to 16 as dark ink on white."""
     gray = Image.fromarray((255 - scan * 255 / 16).astype(np.uint8), mode="L")
     return gray.resize((SIDE, SIDE), Image.Resampling.BICUBIC)
 
 
-def make_dataset(folder: str | Path, *, seed: int = 0, held_out: float = 0.2, pairs: bool = False) -> Dataset:
+def make_dataset(folder: str | Path, *, seed: int = 0, held_out: float = 0.2, objectives: bool = False) -> Dataset:
     """Write the digits as PNG files and two JSON-lines files of conversations.
 
     Args:
         folder: Where to write. It is created if necessary.
         seed: Seed of the split and of the order.
         held_out: Share of the images of each digit that goes to `test.jsonl`.
-        pairs: Also write the questions with their answer and a wrong one, another digit, to `train.jsonl` and
-            `valid.jsonl` in the folder `pairs`, with `folder` as their media root. The latter has the questions of
-            `test.jsonl`.
+        objectives: Also write the questions with their answer and a wrong one, another digit, to `train.jsonl` and
+            `valid.jsonl` in the folders `pairs` (for DPO) and `retrieval` (for a reranker). Their media root is
+            `folder`. The files `valid.jsonl` have the questions of `test.jsonl`.
 
     Returns:
         The paths of `train.jsonl` and `test.jsonl`.
@@ -72,11 +77,12 @@ def make_dataset(folder: str | Path, *, seed: int = 0, held_out: float = 0.2, pa
     for path, half in zip(paths, halves, strict=True):
         lines = (json.dumps(conversation(names[i], str(digits.target[i]))) for i in half)
         path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    if pairs:
-        (folder / "pairs").mkdir(exist_ok=True)
+    if objectives:
         wrong = (digits.target + np.random.default_rng(seed).integers(1, 10, len(names))) % 10
-        for split, half in zip(("train", "valid"), halves, strict=True):
-            records = (pair(names[i], str(digits.target[i]), str(wrong[i])) for i in half)
-            lines = "".join(json.dumps(record) + "\n" for record in records)
-            (folder / "pairs" / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+        for kind, record in (("pairs", pair), ("retrieval", question_with_documents)):
+            (folder / kind).mkdir(exist_ok=True)
+            for split, half in zip(("train", "valid"), halves, strict=True):
+                records = (record(names[i], str(digits.target[i]), str(wrong[i])) for i in half)
+                lines = "".join(json.dumps(one) + "\n" for one in records)
+                (folder / kind / f"{split}.jsonl").write_text(lines, encoding="utf-8")
     return paths

@@ -62,6 +62,7 @@ def make_tokenizer(vocab_size: int) -> Qwen2Tokenizer:
     """
     specials = [AddedToken(token, special=True, normalized=False) for token in CONTROL_TOKENS]
     specials += [AddedToken(token, special=False, normalized=False) for token in MARKUP_TOKENS]
+    specials += [AddedToken("yes", special=False, normalized=False, single_word=True)]  # a reranker's answer
     trained = Qwen2Tokenizer().backend_tokenizer
     trainer = BpeTrainer(
         vocab_size=vocab_size - len(specials), initial_alphabet=ByteLevel.alphabet(), show_progress=False

@@ -17,7 +17,8 @@ from qwen3vl_bridge.data.dataset_provider import ConversationRows, Qwen3VLConver
 from qwen3vl_bridge.data.loading import kill_workers_at_exit
 from qwen3vl_bridge.training import run_validation
 from qwen3vl_bridge.training.checkpoint_manager import MANAGER, check_script
-from qwen3vl_bridge.training.preference import ObjectiveConfig
+from qwen3vl_bridge.training.objectives import ObjectiveConfig
+from qwen3vl_bridge.training.retrieval import freeze_unused_output
 from qwen3vl_bridge.training.weight_loading import register_initial_weights
 from qwen3vl_bridge.weights.rows import Component, component_of
 
@@ -208,20 +209,27 @@ class Qwen3VLConfigContainer(ConfigContainer):
             self.checkpoint.custom_manager_class = MANAGER
         run_checks(run_validation.AFTER_VALIDATE, self)
         register_initial_weights(self, MANAGER)
+        if self.objective.kind == "embedding":
+            self.model.register_pre_wrap_hook(freeze_unused_output)
         self._complete_dataset()
 
     def apply_objective(self) -> None:
         """Set the kind of records that the objective needs in the data set. `validate` calls this method.
 
         Raises:
-            ValueError: the data set is one of pairs, and the objective is another one.
+            ValueError: the data set is set up for another objective.
         """
         if not isinstance(self.dataset, Qwen3VLConversationProvider):
             return
-        if self.dataset.pairs and not self.objective.trains_pairs:
-            raise ValueError("dataset.pairs is True, but objective.kind is 'sft': set objective.kind=dpo")
-        self.dataset.pairs = self.objective.trains_pairs
+        if self.dataset.objective not in ("sft", self.objective.kind):
+            raise ValueError(
+                f"dataset.objective is {self.dataset.objective!r}, but objective.kind is {self.objective.kind!r}: set "
+                "only objective.kind"
+            )
+        self.dataset.objective = self.objective.kind
         self.dataset.reference_logps = self.objective.reference_logps
+        if self.objective.kind == "embedding":
+            self.dataset.max_documents = self.objective.max_documents
 
     def log_non_default_values(self) -> None:
         """Print the settings that differ from their defaults, unless Megatron's log messages are hidden.

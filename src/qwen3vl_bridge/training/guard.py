@@ -26,7 +26,8 @@ from qwen3vl_bridge.core.device_transfer import HostCopy
 from qwen3vl_bridge.core.layout import SequenceLayout, token_index
 from qwen3vl_bridge.dist_train.joint_run import lacks_joint_gradients
 from qwen3vl_bridge.training import run_validation
-from qwen3vl_bridge.training.preference import METRICS, preference_settings
+from qwen3vl_bridge.training.objectives import objective_of
+from qwen3vl_bridge.training.retrieval import RetrievalLoss
 from qwen3vl_bridge.training.run_log import COMPONENT_NORMS, MEASURED, STEP_LOSS, read_metrics
 from qwen3vl_bridge.upstream.gradient_norm import gradients_for_norm
 from qwen3vl_bridge.weights.rows import Component, component_of
@@ -81,7 +82,9 @@ class StepGuard(Callback):
         setattr(context.state, _RECORDED, self._microbatches)
         self._norms: dict[str, float] = {}
         self._loss = (0.0, 0.0)
-        self._metrics = dict.fromkeys(METRICS if preference_settings(cfg) else (), 0.0)  # sums over pairs
+        objective = objective_of(cfg)
+        # Sum and number of the values of each metric.
+        self._metrics = dict.fromkeys(objective.metrics if objective else (), (0.0, 0.0))
         self._sums_of_step: HostCopy | None = None
         self._device = next(context.model[0].parameters()).device
         self._prepare, optimizer.prepare_grads = optimizer.prepare_grads, self._prepare_and_sum
@@ -94,8 +97,7 @@ class StepGuard(Callback):
         context.user_state[COMPONENT_NORMS], context.user_state[STEP_LOSS] = dict(self._norms), self._loss
         measured = context.user_state.setdefault(MEASURED, {})
         measured |= {f"grad_norm_{part}": norm for part, norm in self._norms.items()}
-        if self._loss[1]:
-            measured |= {name: value / self._loss[1] for name, value in self._metrics.items()}
+        measured |= {name: value / number for name, (value, number) in self._metrics.items() if number}
 
     def on_train_end(self, context: CallbackContext) -> None:
         """Remove the wrappers of the optimizer's methods."""
@@ -106,7 +108,7 @@ class StepGuard(Callback):
         """Prepare gradients and start to sum losses and norms over all ranks. Replaces `prepare_grads`."""
         overflow = self._prepare()  # True only with loss scaling; megatron-core skips the step by itself
         squares = self._grad_norms.local_squares()
-        sums = torch.zeros(2 + len(self._metrics), dtype=torch.float64, device=self._device)
+        sums = torch.zeros(2 + 2 * len(self._metrics), dtype=torch.float64, device=self._device)
         if self._microbatches and not self._groups.tp.rank():  # tensor-parallel ranks have the same losses
             sums = torch.stack([microbatch.sums for microbatch in self._microbatches]).double().sum(0)
         seen = torch.full((1,), len(self._microbatches), dtype=torch.float64, device=self._device)
@@ -159,7 +161,7 @@ class StepGuard(Callback):
         by_part = list(itertools.islice(sums, len(Component)))
         loss, tokens, *metrics, microbatches = sums
         self._sums_of_step, self._loss = None, (loss, tokens)
-        self._metrics = dict(zip(self._metrics, metrics, strict=True))
+        self._metrics = dict(zip(self._metrics, itertools.batched(metrics, 2), strict=True))
         self._norms = {component.value: math.sqrt(square) for component, square in zip(Component, by_part, strict=True)}
         return microbatches
 
@@ -325,14 +327,19 @@ def record_losses(count: Callable, state: GlobalState, batch: TokenBatch, mask: 
             )
         return count
 
+    objective = objective_of(state.cfg)
+
     def count_and_record(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         counted = count(losses)
         report = counted[2]
         sums = report.get("total loss", report["lm loss"])  # distillation reports a "total loss"
-        if preference_settings(state.cfg):
-            sums = torch.cat((sums, *(report[name][:1] for name in METRICS)))
-        # Store a copy: on CUDA megatron-core's combined schedule frees the losses after the backward pass.
-        microbatches.append(Microbatch(losses.detach().clone(), mask, sums, batch.layout, batch.sample_ids))
+        if objective is not None:
+            sums = torch.cat((sums, *(report[name] for name in objective.metrics)))
+        if isinstance(count, RetrievalLoss):  # its argument is not the losses of tokens
+            of_tokens = count.token_losses
+        else:  # a copy: on CUDA megatron-core's combined schedule frees the losses after the backward pass
+            of_tokens = losses.detach().clone()
+        microbatches.append(Microbatch(of_tokens, mask, sums, batch.layout, batch.sample_ids))
         return counted
 
     return count_and_record

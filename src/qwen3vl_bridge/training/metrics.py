@@ -23,7 +23,7 @@ from qwen3vl_bridge.models.common.moe import metrics_index, metrics_size
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 from qwen3vl_bridge.peft.lora import Qwen3VLAdapters
 from qwen3vl_bridge.planning.hardware import GPUS
-from qwen3vl_bridge.training.preference import preference_settings
+from qwen3vl_bridge.training.objectives import objective_of
 from qwen3vl_bridge.training.run_log import COMPONENT_NORMS, finished_step, publish_metrics
 from qwen3vl_bridge.training.run_validation import microbatches_per_rank
 from qwen3vl_bridge.upstream.flops_counters import add_operations
@@ -237,8 +237,8 @@ def step_costs(cfg: ConfigContainer) -> TowerCosts | None:
     own: dict[str, Any] = {part: getattr(trained, part) and not getattr(peft, f"freeze_{part}") for part in parts}
     own["rank"] = lambda layer: adapters.dim if adapters.adapts(layer) else 0
     costs = model_costs(cfg.model.dimensions(), replace(trained, **own))
-    objective = preference_settings(cfg)
-    if objective is None or objective.reference_logps is not None:
+    objective = objective_of(cfg)
+    if objective is None or not objective.needs_reference or objective.reference_logps is not None:
         return costs
     return costs.plus(model_costs(cfg.model.dimensions()))  # the forward pass of the reference model
 

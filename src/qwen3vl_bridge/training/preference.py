@@ -1,10 +1,11 @@
-"""The loss of pairs of a chosen and a rejected answer (DPO), computed from the losses of the tokens of a row.
+"""The loss of preference data (DPO, KTO), computed from the losses of the tokens of a row.
 
-Both answers of a pair are segments of the same row, so that no microbatch depends on another one. The log-probability
-of an answer is a sum over tokens, which context-parallel ranks share: each rank sums its tokens, and the sums are added
-over the ranks. All of these ranks then compute the same loss, and each gets the gradient of its own tokens. The loss is
-summed over pairs; megatron-core divides gradients by the pairs of the global batch, as it does with tokens
-(`calculate_per_token_loss`).
+A record has two documents, which are segments of the same row, so that no microbatch depends on another one: for DPO
+the chosen and the rejected answer, for KTO the answer and the answer of another record. The log-probability of an
+answer is a sum over tokens, which context-parallel ranks share: each rank sums its tokens, and the sums are added over
+the ranks. All of these ranks then compute the same loss, and each gets the gradient of its own tokens. The loss is
+summed over records; megatron-core divides gradients by the number of records in the global batch, as it does with
+tokens (`calculate_per_token_loss`).
 
 Under LoRA, the reference model is the model without its adapters. A second forward pass, without gradients, computes
 its losses. A pipeline stage sends the hidden states of both models as one tensor.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Self
 
 from qwen3vl_bridge.core.batch import ModelInputs, TokenBatch
 from qwen3vl_bridge.core.collectives import sum_own_parts
@@ -28,79 +29,30 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-# Means over pairs, with the names of TRL.
-METRICS = (
-    "rewards/chosen",
-    "rewards/rejected",
-    "rewards/accuracies",
-    "rewards/margins",
-    "logps/chosen",
-    "logps/rejected",
-)
-
-
-@dataclass(kw_only=True)
-class ObjectiveConfig:
-    """What a run trains its model to do. Settings other than `kind` are for "dpo", and are named as in TRL.
-
-    Attributes:
-        kind: "sft" trains on the answers of conversations; "dpo" (direct preference optimization) prefers the chosen to
-            the rejected answers of pairs.
-        loss_type: the loss of a pair: "sigmoid", "robust" (against wrong labels) or "ipo".
-        beta: how much the model is kept near the reference model; for "ipo" the regularization parameter tau.
-        label_smoothing: probability that chosen and rejected answers are swapped in the data, from 0 to below 0.5. Not
-            for "ipo".
-        rpo_alpha: weight of the mean loss of the chosen answer's tokens, which is added to the loss of a pair; None for
-            no such term.
-        reference_logps: folder with log-probabilities of the answers under the reference model, written by
-            `qwen3vl data score`. None: the reference is the model without its adapters.
-        reference_model: weights of the reference model that computed `reference_logps`; None for the initial weights of
-            the run, `checkpoint.pretrained_checkpoint`.
-    """
-
-    kind: Literal["sft", "dpo"] = "sft"
-    loss_type: Literal["sigmoid", "robust", "ipo"] = "sigmoid"
-    beta: float = 0.1
-    label_smoothing: float = 0.0
-    rpo_alpha: float | None = None
-    reference_logps: str | None = None
-    reference_model: str | None = None
-
-    @property
-    def trains_pairs(self) -> bool:
-        """Return whether the run trains on pairs of a chosen and a rejected answer."""
-        return self.kind == "dpo"
-
-
-def preference_settings(cfg: Any) -> ObjectiveConfig | None:
-    """Return the settings of a run's objective if it trains on pairs, otherwise None."""
-    objective = getattr(cfg, "objective", None)  # Megatron-Bridge's own configuration has none
-    return objective if objective is not None and objective.trains_pairs else None
+if TYPE_CHECKING:
+    from qwen3vl_bridge.training.objectives import ObjectiveConfig
 
 
 @dataclass(frozen=True)
-class Pairs(Transferable):
-    """The pairs of a microbatch, as one context-parallel rank needs them to compute the loss. P is their number."""
+class DocumentLosses(Transferable):
+    """What a context-parallel rank needs to sum the losses of its tokens by document. R is the number of records."""
 
     segments: Tensor  # [tokens] int64, the segment of each token of this rank
     loss_mask: Tensor  # [tokens] float32, 1 where the label of a token belongs to an answer
-    counts: Tensor  # [P, 2] float64, tokens of the chosen and the rejected answer, over all ranks
-    is_counted: Tensor  # [P] float64, 0 for a pair without a chosen or a rejected answer, such as an unreadable record
+    counts: Tensor  # [R, 2] float64, tokens of both answers of a record, over all ranks
+    is_counted: Tensor  # [R] float64, 0 for a record without both answers, such as an unreadable one
     num_segments: int
-    reference: Tensor | None  # [P, 2] float64, log-probabilities under the reference model, if the batch has them
+    is_desirable: Tensor | None  # [R] float64, labels of KTO data
+    reference: Tensor | None  # [R, 2] float64, log-probabilities under the reference model, if the batch has them
 
     @classmethod
     def from_batch(cls, batch: TokenBatch, groups: ProcessGroupCollection) -> Self:
-        """Return the pairs of a batch on the host. Raise ValueError for a batch of other samples."""
-        if not batch.pairs:
-            raise ValueError(
-                "objective.kind is 'dpo', but the batch has no pairs of answers: read the data with "
-                "Qwen3VLConversationProvider(pairs=True), or set objective.kind=sft"
-            )
-        layout, mask = batch.layout, batch.loss_mask.flatten()
+        """Return the documents of a batch, on the host."""
+        layout, mask, records = batch.layout, batch.loss_mask.flatten(), batch.groups
+        assert records is not None and set(records.sizes) <= {2}
         segments = layout.segment_ids()
         counts = torch.zeros(len(layout.lengths), dtype=torch.float64).index_add_(0, segments, mask.double())
-        counts = counts[: 2 * batch.pairs].view(-1, 2)
+        counts = counts[: records.num_documents].view(-1, 2)
         index = token_index(layout, groups.cp.size(), groups.cp.rank()).T.flatten()
         return cls(
             segments=segments[index],
@@ -108,11 +60,12 @@ class Pairs(Transferable):
             counts=counts,
             is_counted=(counts > 0).all(1).double(),
             num_segments=len(layout.lengths),
-            reference=batch.reference_logps,
+            is_desirable=records.is_desirable,
+            reference=records.reference_logps,
         )
 
     def logps(self, losses: Tensor, groups: ProcessGroupCollection) -> Tensor:
-        """Return the log-probability of each answer [P, 2] in float64, from the losses of this rank's tokens [b, s].
+        """Return the log-probability of each answer [R, 2] in float64, from the losses of this rank's tokens [b, s].
 
         Sums are in float64, so that they hardly depend on how tokens are divided over ranks.
         """
@@ -121,58 +74,94 @@ class Pairs(Transferable):
         return sum_own_parts(sums, groups.cp)[: 2 * len(self.counts)].view(-1, 2)
 
 
-def pair_losses(settings: ObjectiveConfig, policy: Tensor, reference: Tensor, counts: Tensor) -> Tensor:
-    """Return the loss of each pair [P] for log-probabilities and numbers of tokens of its answers [P, 2].
+def dpo_losses(settings: ObjectiveConfig, policy: Tensor, reference: Tensor, counts: Tensor) -> Tensor:
+    """Return the loss of each pair [R] for log-probabilities and numbers of tokens of its answers [R, 2].
 
     The formulas are those of TRL (`trl/trainer/dpo_trainer.py`): "sigmoid" of arXiv 2305.18290, with the label
     smoothing of cDPO; "robust" of arXiv 2403.00409; "ipo" of arXiv 2310.12036, of means over tokens. `rpo_alpha` adds
     the mean loss of the tokens of the chosen answer (arXiv 2404.19733).
     """
     scores, smoothing = policy - reference, settings.label_smoothing
-    if settings.loss_type == "ipo":
+    if settings.formula == "ipo":
         scores = scores / counts.clamp(min=1)
         losses = (scores[:, 0] - scores[:, 1] - 1 / (2 * settings.beta)) ** 2
     else:
         margins = settings.beta * (scores[:, 0] - scores[:, 1])
         right, wrong = -(1 - smoothing) * logsigmoid(margins), -smoothing * logsigmoid(-margins)
-        losses = (right - wrong) / (1 - 2 * smoothing) if settings.loss_type == "robust" else right + wrong
+        losses = (right - wrong) / (1 - 2 * smoothing) if settings.formula == "robust" else right + wrong
     if settings.rpo_alpha is not None:
         losses = losses - settings.rpo_alpha * policy[:, 0] / counts[:, 0].clamp(min=1)
     return losses
 
 
-def pair_metrics(settings: ObjectiveConfig, policy: Tensor, reference: Tensor) -> Tensor:
-    """Return the values of `METRICS` of each pair, [len(METRICS), P], from log-probabilities [P, 2]."""
+def dpo_metrics(settings: ObjectiveConfig, policy: Tensor, reference: Tensor) -> Tensor:
+    """Return the values of `ObjectiveConfig.metrics` of each pair, [6, R], from log-probabilities [R, 2]."""
     chosen, rejected = (settings.beta * (policy - reference)).unbind(1)
     return torch.stack((chosen, rejected, (chosen > rejected).double(), chosen - rejected, *policy.unbind(1)))
 
 
-def make_loss(
-    settings: ObjectiveConfig, pairs: Pairs, reference_losses: Tensor | None, groups: ProcessGroupCollection
-) -> Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]:
-    """Return the loss function of a microbatch of pairs.
+def kto_losses(
+    settings: ObjectiveConfig, policy: Tensor, reference: Tensor, is_desirable: Tensor, is_counted: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of each record [R], and the estimated divergence of the model from the reference model.
 
-    It maps the losses [b, s] of this rank's tokens to (sum of the pairs' losses, number of pairs, values to report).
-    Context-parallel ranks compute the same sum; only the first of them counts and reports the pairs.
+    The formulas are those of TRL (`trl/experimental/kto`, "kto" of arXiv 2402.01306 and "apo_zero_unpaired" of arXiv
+    2408.06266). The divergence is the mean over the records of the row, at least 0, and has no gradient.
 
     Args:
         settings: the objective.
-        pairs: the pairs, on the device.
-        reference_losses: the losses [b, s] of the reference model; None if `pairs` has its log-probabilities.
+        policy, reference: [R, 2], log-probabilities of a record's answer and of another record's answer to its prompt.
+        is_desirable: [R], 1 for desirable answers.
+        is_counted: [R], 0 for records that are left out.
+    """
+    own, mismatched = (policy - reference).unbind(1)
+    divergence = (mismatched.detach() * is_counted).sum() / is_counted.sum().clamp(min=1)
+    divergence = divergence.clamp(min=0)
+    is_good = is_desirable > 0
+    if settings.formula == "apo_zero_unpaired":
+        probability = (settings.beta * own).sigmoid()
+        losses = torch.where(is_good, 1 - probability, probability)
+    else:
+        losses = 1 - (settings.beta * torch.where(is_good, own - divergence, divergence - own)).sigmoid()
+    return losses * torch.where(is_good, settings.desirable_weight, settings.undesirable_weight), divergence
+
+
+def preference_loss(
+    settings: ObjectiveConfig,
+    documents: DocumentLosses,
+    reference_losses: Tensor | None,
+    groups: ProcessGroupCollection,
+) -> Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]:
+    """Return the loss function of a microbatch, see `run_objective`.
+
+    Args:
+        settings: the objective.
+        documents: the documents of the batch, on the device.
+        reference_losses: the losses [b, s] of the reference model; None if `documents` has its log-probabilities.
         groups: the process groups.
     """
 
     def loss(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        policy = pairs.logps(losses, groups)
-        reference = pairs.reference if reference_losses is None else pairs.logps(reference_losses, groups)
+        policy, counted = documents.logps(losses, groups), documents.is_counted
+        reference = documents.reference if reference_losses is None else documents.logps(reference_losses, groups)
         assert reference is not None  # `run_validation` requires one of both
-        total = (pair_losses(settings, policy, reference, pairs.counts) * pairs.is_counted).sum()
-        with torch.no_grad():
-            is_first = float(groups.cp.rank() == 0)
-            number = pairs.is_counted.sum() * is_first
-            sums = (pair_metrics(settings, policy, reference) * pairs.is_counted).sum(1) * is_first
-            report = {name: torch.stack((value, number)).float() for name, value in zip(METRICS, sums, strict=True)}
-            report = {"lm loss": torch.stack((total.detach() * is_first, number)).float()} | report
+        weights = [counted] * len(settings.metrics)  # which records each metric is a mean of
+        if settings.kind == "dpo":
+            values = dpo_losses(settings, policy, reference, documents.counts)
+            metrics = dpo_metrics(settings, policy.detach(), reference)
+        else:
+            good = documents.is_desirable
+            assert good is not None
+            values, divergence = kto_losses(settings, policy, reference, good, counted)
+            rewards, logps = settings.beta * (policy - reference).detach()[:, 0], policy.detach()[:, 0]
+            metrics = torch.stack((rewards, rewards, logps, logps, divergence.expand_as(rewards)))
+            weights = [counted * good, counted * (1 - good)] * 2 + [counted]
+        total = (values * counted).sum()
+        is_first = float(groups.cp.rank() == 0)
+        number = counted.sum() * is_first
+        report = {"lm loss": torch.stack((total.detach() * is_first, number)).float()}
+        for name, value, weight in zip(settings.metrics, metrics, weights, strict=True):
+            report[name] = torch.stack(((value * weight).sum(), weight.sum())).float() * is_first
         return total.float(), number.int(), report
 
     return loss

@@ -24,7 +24,7 @@ from qwen3vl_bridge.data.mixture import Mixture
 from qwen3vl_bridge.data.pairs import reference_model_digest, reference_rules
 from qwen3vl_bridge.data.samples import Samples
 from qwen3vl_bridge.models.common.model import VisionLanguageModel
-from qwen3vl_bridge.training.preference import Pairs
+from qwen3vl_bridge.training.preference import DocumentLosses
 from qwen3vl_bridge.training.step import to_device
 
 import torch
@@ -154,7 +154,7 @@ def _forward_step(groups: Any, batches: Iterator[TokenBatch], model: VisionLangu
     """Run a microbatch; the second result returns the log-probabilities [pairs, 2] of its answers."""
     batch = next(batches)
     local = batch.local(**model.config.local_arguments(groups) | model.stage_arguments())
-    pairs = to_device(Pairs.from_batch(batch, groups), model)
+    pairs = to_device(DocumentLosses.from_batch(batch, groups), model)
 
     def scores(losses: Tensor, non_loss_data: bool) -> Tensor:
         # A pair that could not be read has no answers; its sums would be zero.

@@ -20,8 +20,7 @@ from qwen3vl_bridge.core.atomic import replace_file
 from qwen3vl_bridge.core.collectives import gather_objects, is_rank_zero, raise_on_all_ranks
 from qwen3vl_bridge.core.files import parse_record
 from qwen3vl_bridge.data.loading import Epoch
-from qwen3vl_bridge.training.preference import METRICS as PAIR_METRICS
-from qwen3vl_bridge.training.preference import preference_settings
+from qwen3vl_bridge.training.objectives import objective_of
 from qwen3vl_bridge.training.run_lock import lock_folder
 
 import torch
@@ -119,7 +118,8 @@ class RunLog(Callback):
         entry["lr"] = self._lr
         norms = context.user_state[COMPONENT_NORMS].values()  # a skipped step has norms too
         entry["grad_norm"] = math.hypot(*norms) if context.grad_norm is None else float(context.grad_norm)
-        unit = "tokens" if preference_settings(context.state.cfg) is None else "pairs"
+        objective = objective_of(context.state.cfg)
+        unit = "tokens" if objective is None else objective.unit
         entry |= {f"trained_{unit}": int(tokens), "seconds": time.perf_counter() - self._started}
         if context.skipped_iter:
             entry["skipped"] = 1
@@ -134,7 +134,9 @@ class RunLog(Callback):
         step = context.state.train_state.step
         if self._validated != step and losses:
             self._validated = step
-            of_objective = {f"valid_{name}": losses[name] for name in PAIR_METRICS if name in losses}
+            objective = objective_of(context.state.cfg)
+            names = objective.metrics if objective else ()
+            of_objective = {f"valid_{name}": losses[name] for name in names if name in losses}
             entry = self._add(context, {"step": step, "valid_loss": losses["lm loss"]} | of_objective)
             self._shown.write("  ".join(f"{name} {value:.4g}" for name, value in entry.items()))
 

@@ -2,7 +2,7 @@
 
 Without `calculate_per_token_loss`, losses are divided by the number of tokens in the microbatch (`mean_of_microbatch`).
 With it, megatron-core divides gradients by the number of tokens in the global batch, after the backward pass. Other
-objectives than supervised training have their own loss functions (`preference.py`).
+objectives than supervised training have their own loss functions (`objectives.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from qwen3vl_bridge.models.common.schedule import ModelSchedulePlan
 from qwen3vl_bridge.training.guard import record_losses
 from qwen3vl_bridge.training.megatron_batches import from_collator
 from qwen3vl_bridge.training.metrics import BatchCounts, count_flops, count_microbatch
-from qwen3vl_bridge.training.preference import Pairs, make_loss, preference_settings, run_with_reference
+from qwen3vl_bridge.training.objectives import objective_of, run_objective
 from qwen3vl_bridge.training.run_validation import check_balance
 
 import torch
@@ -64,16 +64,12 @@ def forward_step(
     stage = get_attr_wrapped_model(model, "stage_arguments")()
     inputs = to_device(batch.local(**config.local_arguments(groups) | stage), model)
     mask, checks = inputs.loss_mask, state.cfg.rerun_state_machine
-    if (objective := preference_settings(state.cfg)) is not None:
-        pairs, reference = to_device(Pairs.from_batch(batch, groups), model), None
-        if pairs.reference is None:
-            output, reference = run_with_reference(model, inputs)
-        else:
-            output = model(inputs=inputs)
-        count = make_loss(objective, pairs, reference, groups)
+    if (objective := objective_of(state.cfg)) is not None:
+        output, count, mask = run_objective(objective, batch, inputs, model, to_device)
         return output, record_losses(count, state, batch, mask) if model.training else count
-    if batch.pairs:
-        raise ValueError("the batch has pairs of answers, but objective.kind is 'sft': set objective.kind=dpo")
+    if batch.groups is not None:
+        kind = batch.groups.objective
+        raise ValueError(f"the batch has records for {kind!r}, but objective.kind is 'sft': set objective.kind={kind}")
     count = create_masked_next_token_loss_function(mask, checks.check_for_nan_in_loss, checks.check_for_spiky_loss)
     student = get_attr_wrapped_model(
         model, "language_model", return_model_obj=True

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.core.batch import TokenBatch
+from qwen3vl_bridge.core.batch import DocumentGroups, TokenBatch
 from qwen3vl_bridge.core.layout import SequenceLayout
-from qwen3vl_bridge.training.preference import METRICS, ObjectiveConfig
+from qwen3vl_bridge.training.objectives import ObjectiveConfig
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from tests.helpers.batches import Sample, make_batch, make_samples
 from tests.helpers.noise import rounded
 from tests.parity.references import MICROBATCHES, torch_linear_attention
 
+DESIRABLE = (True, False, False, True)  # labels of the records of a microbatch, for KTO
 CONTENTS = ("mixed", "text only", "image and video", "one image")
 
 
@@ -40,8 +41,11 @@ def reference_logps(microbatch: int, pairs: int) -> Tensor:
     return -40 - 20 * torch.rand(pairs, 2, dtype=torch.float64, generator=rng)
 
 
-def batches(config: Any, multiple: int, *, with_reference: bool, tokens: int | None = None) -> Iterator[TokenBatch]:
-    """Yield the microbatches as packed rows."""
+def batches(
+    config: Any, multiple: int, *, with_reference: bool, tokens: int | None = None, kind: str = "dpo"
+) -> Iterator[TokenBatch]:
+    """Yield the microbatches as packed rows, for DPO, or for KTO with labels `DESIRABLE`."""
+    desirable = DESIRABLE if kind == "kto" else None
     for number, samples in enumerate(microbatches_of_pairs(config)):
         lengths = [-(-len(sample.ids) // multiple) * multiple for sample in samples]
         layout = SequenceLayout.packed_row(
@@ -49,7 +53,11 @@ def batches(config: Any, multiple: int, *, with_reference: bool, tokens: int | N
         )
         batch, pairs = make_batch(samples, config, layout=layout), len(samples) // 2
         known = reference_logps(number, pairs) if with_reference else None
-        yield dataclasses.replace(batch, pairs=pairs, reference_logps=known)
+        groups = DocumentGroups(
+            "dpo" if desirable is None else "kto", (2,) * pairs, reference_logps=known,
+            is_desirable=None if desirable is None else torch.tensor(desirable[:pairs], dtype=torch.float64),
+        )  # fmt: skip
+        yield dataclasses.replace(batch, groups=groups)
 
 
 def logp(model: torch.nn.Module, sample: Sample) -> Tensor:
@@ -86,6 +94,8 @@ def loss_of_batch(
         settings: the objective.
         reference: returns the log-probabilities of answers; None for those of `reference_logps`.
     """
+    if settings.kind == "kto":
+        return _kto_loss_of_batch(model, settings)
     losses, metrics = [], []
     for number, samples in enumerate(microbatches_of_pairs(model.config)):
         known = reference_logps(number, len(samples) // 2)
@@ -98,8 +108,31 @@ def loss_of_batch(
             losses.append(loss_of_pair(settings, *policy, before, counts))
             chosen, rejected = (settings.beta * (policy.detach() - before)).tolist()
             values = (chosen, rejected, float(chosen > rejected), chosen - rejected, *policy.tolist())
-            metrics.append(dict(zip(METRICS, values, strict=True)))
-    means = {name: math.fsum(one[name] for one in metrics) / len(metrics) for name in METRICS}
+            metrics.append(dict(zip(settings.metrics, values, strict=True)))
+    means = {name: math.fsum(one[name] for one in metrics) / len(metrics) for name in settings.metrics}
+    return dict(loss=torch.stack(losses).mean(), pairs=len(losses), metrics=means)
+
+
+def _kto_loss_of_batch(model: torch.nn.Module, settings: ObjectiveConfig) -> dict[str, Any]:
+    """Return the same as `loss_of_batch` for KTO, written again from the papers."""
+    losses, found = [], {name: list[float]() for name in settings.metrics}
+    for number, samples in enumerate(microbatches_of_pairs(model.config)):
+        known = reference_logps(number, len(samples) // 2)
+        records = []
+        for pair, given, good in zip(zip(samples[::2], samples[1::2], strict=True), known, DESIRABLE, strict=False):
+            if all(sample.loss_mask.sum() for sample in pair):
+                records.append((*(logp(model, sample) for sample in pair), given, good))
+        divergence = max(0.0, math.fsum((other - given[1]).item() for _, other, given, _ in records) / len(records))
+        found["kl"] += [divergence] * len(records)
+        for own, _, given, good in records:
+            reward, sign = own - given[0], 1 if good else -1
+            shift = 0.0 if settings.loss_type == "apo_zero_unpaired" else divergence
+            value = 1 / (1 + (-sign * settings.beta * (reward - shift)).exp())
+            losses.append((settings.desirable_weight if good else settings.undesirable_weight) * (1 - value))
+            name = "chosen" if good else "rejected"
+            found[f"rewards/{name}"].append(settings.beta * reward.item())
+            found[f"logps/{name}"].append(own.item())
+    means = {name: math.fsum(values) / len(values) for name, values in found.items()}
     return dict(loss=torch.stack(losses).mean(), pairs=len(losses), metrics=means)
 
 

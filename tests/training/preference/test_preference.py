@@ -8,7 +8,7 @@ from typing import Any
 from qwen3vl_bridge.core.collectives import max_over_ranks, sum_over_ranks
 from qwen3vl_bridge.peft.lora import Qwen3VLLoRA
 from qwen3vl_bridge.peft.running_model_export import save_hf_adapter
-from qwen3vl_bridge.training.preference import METRICS, ObjectiveConfig
+from qwen3vl_bridge.training.objectives import ObjectiveConfig
 
 import pytest
 import torch
@@ -31,6 +31,8 @@ SETTINGS = {
     "smoothed": ObjectiveConfig(kind="dpo", beta=0.05, label_smoothing=0.2, rpo_alpha=0.7),
     "robust": ObjectiveConfig(kind="dpo", beta=0.05, loss_type="robust", label_smoothing=0.1),
     "ipo": ObjectiveConfig(kind="dpo", beta=0.4, loss_type="ipo", rpo_alpha=0.5),
+    "kto": ObjectiveConfig(kind="kto", beta=0.05, desirable_weight=1.5, undesirable_weight=0.75),
+    "apo": ObjectiveConfig(kind="kto", beta=0.05, loss_type="apo_zero_unpaired"),
 }
 # Relative, of loss and metrics, and of each gradient to its largest entry. Measured 4.8e-8, 9.6e-8 and 2.8e-6 over all
 # settings and layouts; with Qwen3.5's linear attention, whose noise is larger, 3.6e-7, 4.7e-7 and 5.1e-5.
@@ -43,11 +45,14 @@ def run_step(split: Split, objective: ObjectiveConfig, *, with_reference: bool =
     run.cfg.objective = replace(objective, reference_logps="given" if with_reference else None)
     multiple = 2 * model.context_parallel_size * model.tensor_model_parallel_size
     rank, size = run.groups.dp.rank(), run.groups.dp.size()
-    stream = list(batches(split.hf_config, multiple, with_reference=with_reference, tokens=split.tokens))[rank::size]
+    stream = batches(split.hf_config, multiple, with_reference=with_reference, tokens=split.tokens, kind=objective.kind)
+    stream = list(stream)[rank::size]
     split.begin(iter(stream), "packed")
     reports: list[dict[str, torch.Tensor]] = []
     loss, pairs = forward_backward(run, run.stream, len(stream), reports=reports).tolist()
-    sums = {name: sum((report[name].double() for report in reports), torch.zeros(2).double()) for name in METRICS}
+    sums = {}
+    for name in objective.metrics:
+        sums[name] = sum((report[name].double() for report in reports), torch.zeros(2, dtype=torch.float64))
     for name, value in sums.items():
         total = sum_over_ranks(value if run.groups.tp.rank() == 0 else torch.zeros_like(value)).tolist()
         sums[name] = total[0] / total[1]
@@ -138,7 +143,9 @@ def lora_steps(split: Split, objective: ObjectiveConfig) -> dict[str, Any]:
     found: dict[str, Any] = {"losses": [], "norms": [], "metrics": []}
     for _ in range(2):
         losses, _, norm = step_with_callbacks(run)
-        found["metrics"].append(max_over_ranks([float(losses[name]) if losses else -math.inf for name in METRICS]))
+        found["metrics"].append(
+            max_over_ranks([float(losses[name]) if losses else -math.inf for name in objective.metrics])
+        )
         found["losses"] += max_over_ranks([float(losses["lm loss"]) if losses else -math.inf])
         found["norms"].append(float(norm))
     return found

@@ -12,7 +12,7 @@ from qwen3vl_bridge.cli.data import main as data
 from qwen3vl_bridge.data import DataError
 from qwen3vl_bridge.testing.digits import make_dataset
 from qwen3vl_bridge.training import process_groups
-from qwen3vl_bridge.training.preference import METRICS
+from qwen3vl_bridge.training.objectives import ObjectiveConfig
 from qwen3vl_bridge.training.reference_scores import weights_digest
 
 import pytest
@@ -32,7 +32,7 @@ FAST = dict(optimizer__lr=5e-3, optimizer__min_lr=5e-3, scheduler__lr_warmup_ite
 def pairs(inputs, tmp_path_factory):
     """Return the folder of a few pairs about digits."""
     folder = tmp_path_factory.mktemp("pairs")
-    make_dataset(folder, pairs=True)
+    make_dataset(folder, objectives=True)
     for split, keep in (("train", 24), ("valid", 8)):
         path = folder / "pairs" / f"{split}.jsonl"
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:keep]))
@@ -58,7 +58,9 @@ def test_dpo_run_logs_metrics_of_trl(unbroken):
     log, save = unbroken
     steps, valid = [e for e in log if "loss" in e], [e for e in log if "valid_loss" in e]
     assert [e["step"] for e in steps] == [1, 2, 3, 4] and [e["step"] for e in valid] == [2, 4]
-    assert all(e.keys() >= {*METRICS, "trained_pairs"} and "trained_tokens" not in e for e in steps)
+    assert all(
+        e.keys() >= {*ObjectiveConfig(kind="dpo").metrics, "trained_pairs"} and "trained_tokens" not in e for e in steps
+    )
     assert steps[0]["loss"] == pytest.approx(0.693147, abs=1e-5) and steps[0]["rewards/margins"] == 0
     for e in steps:
         assert e["rewards/margins"] == pytest.approx(e["rewards/chosen"] - e["rewards/rejected"], abs=1e-4)
@@ -156,7 +158,11 @@ def test_run_raises_if_data_are_of_another_objective(inputs, pairs):
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"objective__kind": "sft"}, "objective.beta is set, but objective.kind is 'sft'"),
-    ({"objective__kind": "kto"}, "objective.kind is 'kto', expected one of"),
+    ({"objective__kind": "ppo"}, "objective.kind is 'ppo', expected one of"),
+    ({"objective__kind": "reranker"}, "objective.beta is set, but objective.kind is 'reranker', which ignores it"),
+    ({"objective__loss_type": "kto"}, "objective.loss_type is 'kto', expected 'sigmoid' or 'robust' or 'ipo'"),
+    ({"objective__temperature": 0.5}, "objective.temperature is set, but objective.kind is 'dpo'"),
+    ({"dataset__objective": "kto"}, "dataset.objective is 'kto', but objective.kind is 'dpo'"),
     ({"objective__beta": 0.0}, "expected a number above 0"),
     ({"objective__label_smoothing": 0.5}, "below 0.5"),
     ({"objective__loss_type": "ipo", "objective__label_smoothing": 0.1}, "label_smoothing is 0.1, expected 0"),
@@ -165,7 +171,7 @@ def test_run_raises_if_data_are_of_another_objective(inputs, pairs):
     ({"peft": Qwen3VLLoRA(dim=4, freeze_vision_model=False)}, "weights of vision_model are trained too"),
     ({"model__calculate_per_token_loss": False}, "model.calculate_per_token_loss is False with objective.kind 'dpo'"),
     ({"ddp__use_megatron_fsdp": True}, "ddp.use_megatron_fsdp is True with objective.kind 'dpo'"),
-    ({"dataset__pack": False}, "dataset.pack is False for pairs"),
+    ({"dataset__pack": False}, "dataset.pack is False for objective.kind=dpo"),
 ])  # fmt: skip
 def test_validation_raises_for_objective_that_cannot_be_trained(inputs, pairs, changes, message):
     cfg = config(inputs, pairs, None)
@@ -191,8 +197,49 @@ def test_dpo_run_under_megatron_fsdp_on_two_ranks_matches_one_process(inputs, pa
     cfg.peft = None
     expected, found = train(cfg), results_of_ranks(fsdp_log, 2, inputs, pairs, settings)
     for one, other in zip(found, expected, strict=True):
-        for name in ("loss", "grad_norm", "trained_pairs", *METRICS):
+        for name in ("loss", "grad_norm", "trained_pairs", *ObjectiveConfig(kind="dpo").metrics):
             assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-4), name
+
+
+@pytest.fixture(scope="module")
+def labeled(pairs, tmp_path_factory):
+    """Return a folder with every chosen and rejected answer as a labeled answer."""
+    folder = tmp_path_factory.mktemp("labeled")
+    for split in ("train", "valid"):
+        records = [json.loads(line) for line in (pairs / f"{split}.jsonl").read_text().splitlines()]
+        answers = [(one["prompt"], one[kind], kind == "chosen") for one in records for kind in ("chosen", "rejected")]
+        lines = [json.dumps({"prompt": p, "completion": a, "label": label}) + "\n" for p, a, label in answers]
+        (folder / f"{split}.jsonl").write_text("".join(lines))
+    return folder
+
+
+def test_kto_run_logs_metrics_and_resumes_bit_exactly(inputs, pairs, labeled, tmp_path):
+    settings = dict(objective__kind="kto", dataset__path=str(labeled), dataset__media_root=str(pairs.parent))
+
+    def cfg(save):
+        found = config(inputs, pairs, save, **settings)
+        found.dataset.path, found.dataset.media_root = str(labeled), str(pairs.parent)
+        return found
+
+    log = train(cfg(tmp_path / "a"))
+    steps, valid = [e for e in log if "loss" in e], [e for e in log if "valid_loss" in e]
+    assert all(e.keys() >= {"rewards/chosen", "rewards/rejected", "kl", "trained_answers"} for e in steps)
+    assert steps[0]["loss"] == pytest.approx(0.5) and steps[0]["kl"] == 0 and steps[-1]["loss"] != steps[0]["loss"]
+    assert valid[-1]["valid_rewards/chosen"] != valid[-1]["valid_rewards/rejected"]
+    halves = train(cfg(tmp_path / "b"), stop_after=2) + train(cfg(tmp_path / "b"))
+    assert losses(halves) == losses(log)
+
+
+def test_kto_run_with_scores_equals_run_without_adapters_bit_exactly(inputs, pairs, labeled, tmp_path):
+    for split in ("train", "valid"):
+        options = ["--objective", "kto", "--split", split, "--media-root", str(pairs.parent)]
+        assert score(inputs, labeled, tmp_path / "scores", *options) == 0
+    logs = []
+    for scores in (None, str(tmp_path / "scores")):
+        cfg = config(inputs, pairs, None, objective__kind="kto", objective__reference_logps=scores)
+        cfg.dataset.path = str(labeled)
+        logs.append(losses(train(cfg)))
+    assert logs[0] == logs[1]
 
 
 @pytest.mark.parametrize("name", [name for name, one in recipes().items() if "_dpo_" in name and one.gpus])
@@ -224,7 +271,7 @@ def test_inspect_shows_both_answers_of_pairs(inputs, pairs, capsys):
     assert data(["inspect", *options, "--objective", "dpo", "--samples", "1", "--json", "--no-progress"]) == 0
     found = json.loads(capsys.readouterr().out)
     names = [one["sample_id"] for one in found["samples"]]
-    assert found["pairs"] and names == ["train.jsonl:1", "train.jsonl:1 (rejected)"]
+    assert found["records_shown"] == 1 and names == ["train.jsonl:1", "train.jsonl:1 (rejected)"]
     trained = ["".join(p["text"] for p in one["pieces"] if p["trained"]) for one in found["samples"]]
     record = json.loads((pairs / "train.jsonl").read_text().splitlines()[0])
     expected = [record[name][0]["content"][0]["text"] for name in ("chosen", "rejected")]

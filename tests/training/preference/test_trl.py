@@ -8,7 +8,8 @@ from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
-from qwen3vl_bridge.training.preference import METRICS, ObjectiveConfig, pair_losses, pair_metrics
+from qwen3vl_bridge.training.objectives import ObjectiveConfig
+from qwen3vl_bridge.training.preference import dpo_losses, dpo_metrics
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ipo": (dict(beta=0.7, loss_type="ipo"), dict(beta=0.7, loss_types=["ipo"])),
     "sft": (dict(beta=0.3, rpo_alpha=0.6), dict(beta=0.3, loss_types=["sigmoid", "sft"], loss_weights=[1.0, 0.6])),
 }  # fmt: skip
-# Loss and `METRICS`.
+# Loss and `ObjectiveConfig.metrics`.
 RECORDED = {
     "sigmoid": (0.819628175, 0.973392891, 1.04901428, 0.600000024, -0.0756213928, -8.87037105, -9.42258794),
     "robust": (0.844835306, 0.973392891, 1.04901428, 0.600000024, -0.0756213928, -8.87037105, -9.42258794),
@@ -46,8 +47,8 @@ def ours(**settings: Any) -> tuple[float, ...]:
     logps, mask, reference = token_logps()
     policy, before, counts = (x.view(2, -1).T for x in (logps.sum(1), reference, mask.sum(1).double()))
     objective = ObjectiveConfig(kind="dpo", **settings)
-    loss = pair_losses(objective, policy, before, counts).mean()
-    return tuple(torch.cat((loss[None], pair_metrics(objective, policy, before).mean(1))).tolist())
+    loss = dpo_losses(objective, policy, before, counts).mean()
+    return tuple(torch.cat((loss[None], dpo_metrics(objective, policy, before).mean(1))).tolist())
 
 
 def of_trl(**settings: Any) -> tuple[float, ...]:
@@ -70,11 +71,11 @@ def of_trl(**settings: Any) -> tuple[float, ...]:
         ref_chosen_logps=reference[:PAIRS], ref_rejected_logps=reference[PAIRS:],
     )  # fmt: skip
     loss = DPOTrainer._compute_loss(trainer, lambda **_: outputs, inputs, return_outputs=False)
-    return (float(loss), *(trainer._metrics["eval"][name][0] for name in METRICS))
+    return (float(loss), *(trainer._metrics["eval"][name][0] for name in ObjectiveConfig(kind="dpo").metrics))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_pair_losses_and_metrics_match_recorded_values_of_trl(case):
+def test_dpo_losses_and_metrics_match_recorded_values_of_trl(case):
     assert ours(**CASES[case][0]) == pytest.approx(RECORDED[case], rel=1e-7)
 
 
@@ -91,6 +92,6 @@ def test_label_smoothing_is_mean_of_losses_with_and_without_swapped_answers():
 
     def losses(swap: bool, smoothing: float = 0.0) -> Tensor:
         objective = ObjectiveConfig(kind="dpo", beta=0.3, label_smoothing=smoothing)
-        return pair_losses(objective, *((x.flip(1) if swap else x) for x in (policy, before, counts)))
+        return dpo_losses(objective, *((x.flip(1) if swap else x) for x in (policy, before, counts)))
 
     torch.testing.assert_close(losses(False, 0.2), 0.8 * losses(False) + 0.2 * losses(True))

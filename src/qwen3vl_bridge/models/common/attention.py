@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from qwen3vl_bridge.core.collectives import gather_over_context
+from qwen3vl_bridge.core.collectives import gather_in_group
 from qwen3vl_bridge.core.layout import CausalChunks, SequenceLayout, causal_chunks, locate_chunks
 from qwen3vl_bridge.models.common.sdpa_kernels import allowed_kernels
 
@@ -280,7 +280,7 @@ class SegmentAttention(MegatronModule):
         else:  # queries of a chunk are a segment; its keys end at the end of the chunk
             chunks = params.causal_chunks(self.cp_size, self.cp_group.rank())
             key_value = torch.cat((key, value), -1)
-            gathered = gather_over_context(key_value, self.cp_group).flatten(0, 1)  # [cp * t, heads, 2 * d]
+            gathered = gather_in_group(key_value, self.cp_group).flatten(0, 1)  # [cp * t, heads, 2 * d]
             # The gradient of this indexing sums at most two terms per token, so the order of summation does not matter.
             key, value = gathered.index_select(0, chunks.keys).chunk(2, -1)
             offsets, longest = chunks.offsets, chunks.longest
@@ -296,7 +296,7 @@ class SegmentAttention(MegatronModule):
         """
         if self.cp_size == 1:
             return key, value
-        gathered = gather_over_context(torch.cat((key, value), -1), self.cp_group)  # [cp, ..., heads, 2 * d]
+        gathered = gather_in_group(torch.cat((key, value), -1), self.cp_group)  # [cp, ..., heads, 2 * d]
         return gathered.movedim(0, -3).flatten(-3, -2).chunk(2, -1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:

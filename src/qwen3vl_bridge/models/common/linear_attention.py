@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from qwen3vl_bridge.config.divisibility import CHUNKWISE, resolve_linear_cp_mode
-from qwen3vl_bridge.core.collectives import gather_over_context, sum_in_group
+from qwen3vl_bridge.core.collectives import gather_in_group, sum_in_group
 from qwen3vl_bridge.models.common import delta_rule
 from qwen3vl_bridge.models.common.attention import HostPackedSeqParams
 from qwen3vl_bridge.models.common.chunkwise import chunks_of, continue_rule
@@ -150,7 +150,7 @@ class LinearAttention(KeepFloat32, SegmentedGatedDeltaNet):
         if not decodes:
             output = tensor_a2a_hp2cp(output, 0, -1, cp)
         elif cp.size() > 1:
-            output = gather_over_context(output, cp).movedim(0, -2).flatten(-2)
+            output = gather_in_group(output, cp).movedim(0, -2).flatten(-2)
         return self.out_proj(F.pad(output, (0, 0, 0, 0, 0, step - len(output))))
 
     def fused_projection(self) -> tuple[nn.Module, list[int]]:

@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from qwen3vl_bridge.core.collectives import gather_over_context
+from qwen3vl_bridge.core.collectives import gather_in_group
 from qwen3vl_bridge.core.layout import (
     QueryChunk,
     SequenceLayout,
@@ -285,7 +285,7 @@ def sparse_core_attention(base: type[nn.Module]) -> type[nn.Module]:
             """Return keys and values [T, heads, d] in the order of the batch, from [t, heads, d] of each rank."""
             if self.gather_group is None:
                 return key, value
-            gathered = gather_over_context(torch.cat((key, value), -1), self.gather_group).flatten(0, 1)
+            gathered = gather_in_group(torch.cat((key, value), -1), self.gather_group).flatten(0, 1)
             return gathered.index_select(0, inverse_token_index(layout, self.cp_ranks)).chunk(2, -1)
 
     SparseCoreAttention.__name__ = SparseCoreAttention.__qualname__ = f"Sparse{base.__name__}"
