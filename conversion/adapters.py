@@ -3,7 +3,7 @@
     python conversion/adapters.py export --megatron-path RUN --hf-path ADAPTER
     python conversion/adapters.py merge --megatron-path RUN --hf-path MERGED
 
-This is `qwen3vl adapters`, from a clone.
+This script is `qwen3vl adapters`, run from a clone of the repository.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""Convert Qwen3-VL between Hugging Face safetensors and Megatron checkpoints. No GPU, no model in memory.
+"""Convert a model between Hugging Face safetensors and Megatron checkpoints. Needs no GPU, nor memory for the model.
 
-This is `qwen3vl convert`, from a clone.
+This script is `qwen3vl convert`, run from a clone of the repository.
 
     python conversion/convert.py import --hf-model Qwen/Qwen3-VL-2B-Instruct --megatron-path checkpoints/qwen3vl-2b
     python conversion/convert.py export --megatron-path checkpoints/qwen3vl-2b --hf-path exported

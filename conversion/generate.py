@@ -1,6 +1,8 @@
-"""Ask a checkpoint a question through the Megatron model, without exporting it: `qwen3vl generate`, from a clone.
+"""Ask a checkpoint a question through the Megatron model, without exporting it.
 
-python conversion/generate.py --hf-model HF_FOLDER --megatron-path MEGATRON --image cat.png "What is this?"
+This script is `qwen3vl generate`, run from a clone of the repository.
+
+    python conversion/generate.py --hf-model HF_FOLDER --megatron-path MEGATRON --image cat.png "What is this?"
 """
 
 import sys

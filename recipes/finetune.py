@@ -1,4 +1,4 @@
-r"""Fine-tune a model with a recipe: `qwen3vl train`, from a clone.
+r"""Fine-tune a model with a recipe. This script is `qwen3vl train`, run from a clone of the repository.
 
 For example, on one node:
 

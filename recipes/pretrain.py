@@ -1,4 +1,4 @@
-r"""Pretrain a model with a recipe: `qwen3vl train --from-scratch`, from a clone.
+r"""Pretrain a model with a recipe. This script is `qwen3vl train --from-scratch`, run from a clone of the repository.
 
 For example, on each of eight nodes (docs/recipes.md has a script for Slurm):
 

@@ -1,4 +1,4 @@
-"""The kinds of training that recipes of all sizes share, and functions that change a configuration."""
+"""Functions that return the configuration of a kind of training, or that change a configuration."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def sft(
 ) -> Qwen3VLConfigContainer:
     """Full fine-tuning, rows of 8K tokens.
 
-    Conversations are packed into rows, and all components of the model are trained.
+    Return the configuration. Conversations are packed into rows, and all components of the model are trained.
 
     Args:
         size: size of the model, a key of the family's presets.
@@ -112,7 +112,7 @@ def environment(*, experts: bool) -> dict[str, Any]:
     """Return the environment variables of a recipe. Megatron-Bridge sets those that the user has not set.
 
     Expandable segments reduce fragmentation on nearly full GPUs, and need NCCL_GRAPH_REGISTER=0. Megatron-Bridge's
-    recipes set both too.
+    recipes set both. `experts` is True for a model with experts.
     """
     # With this variable, Transformer Engine computes the experts of a layer in one kernel on Hopper.
     grouped = {"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"} if experts else {}
@@ -122,27 +122,42 @@ def environment(*, experts: bool) -> dict[str, Any]:
 
 
 def sft_fsdp(size: str, **settings: Any) -> Qwen3VLConfigContainer:
-    """Full fine-tuning with Megatron-FSDP, rows of 8K tokens."""
+    """Full fine-tuning with Megatron-FSDP, rows of 8K tokens.
+
+    Return the configuration. `settings` are arguments of `sft`.
+    """
     return fsdp(sft(size, **settings))
 
 
 def sft_32k(size: str, **settings: Any) -> Qwen3VLConfigContainer:
-    """Full fine-tuning, rows of 32K tokens."""
+    """Full fine-tuning, rows of 32K tokens.
+
+    Return the configuration. `settings` are arguments of `sft`.
+    """
     return sft(size, **{"seq_length": 32 * K, "global_batch_size": 16} | settings)
 
 
 def sft_128k(size: str, **settings: Any) -> Qwen3VLConfigContainer:
-    """Full fine-tuning, rows of 128K tokens."""
+    """Full fine-tuning, rows of 128K tokens.
+
+    Return the configuration. `settings` are arguments of `sft`.
+    """
     return sft(size, **{"seq_length": 128 * K, "global_batch_size": 8} | settings)
 
 
 def sft_256k(size: str, **settings: Any) -> Qwen3VLConfigContainer:
-    """Full fine-tuning, rows of 256K tokens."""
+    """Full fine-tuning, rows of 256K tokens.
+
+    Return the configuration. `settings` are arguments of `sft`.
+    """
     return sft(size, **{"seq_length": 256 * K, "global_batch_size": 4} | settings)
 
 
 def sft_1m(size: str, **settings: Any) -> Qwen3VLConfigContainer:
-    """Full fine-tuning, rows of 1M tokens, with YaRN."""
+    """Full fine-tuning, rows of 1M tokens, with YaRN.
+
+    Return the configuration. `settings` are arguments of `sft`.
+    """
     cfg = sft(size, **{"seq_length": 1024 * K, "global_batch_size": 4} | settings)
     # The rotary embedding was trained on 256K positions.
     cfg.model.position_embedding_type, cfg.model.yarn_rotary_scaling_factor = "yarn", 4.0
@@ -154,8 +169,13 @@ def sft_1m(size: str, **settings: Any) -> Qwen3VLConfigContainer:
 def peft(size: str, *, dora: bool = False, **settings: Any) -> Qwen3VLConfigContainer:
     """LoRA, rows of 8K tokens.
 
-    Adapters are added to the language model's linear layers except routed experts. Checkpoints contain only adapters.
-    `settings` are arguments of `sft`.
+    Return the configuration. Adapters are added to the language model's linear layers except routed experts.
+    Checkpoints contain only adapters.
+
+    Args:
+        size: size of the model.
+        dora: use DoRA instead of LoRA.
+        **settings: arguments of `sft`.
     """
     from qwen3vl_bridge import Qwen3VLDoRA, Qwen3VLLoRA
 
@@ -172,7 +192,7 @@ def peft(size: str, *, dora: bool = False, **settings: Any) -> Qwen3VLConfigCont
 def peft_dora(size: str, **settings: Any) -> Qwen3VLConfigContainer:
     """DoRA, rows of 8K tokens.
 
-    DoRA supports neither tensor nor pipeline parallelism.
+    Return the configuration. DoRA supports neither tensor nor pipeline parallelism. `settings` are arguments of `sft`.
     """
     return peft(size, dora=True, **settings)
 
@@ -180,8 +200,8 @@ def peft_dora(size: str, **settings: Any) -> Qwen3VLConfigContainer:
 def dpo(size: str, *, kind: str = "dpo", **settings: Any) -> Qwen3VLConfigContainer:
     """DPO with LoRA, rows of 8K tokens.
 
-    The data are pairs of a chosen and a rejected answer. The reference is the model without its adapters. `settings`
-    are arguments of `sft`.
+    Return the configuration. The data are pairs of a chosen and a rejected answer. The reference is the model without
+    its adapters. `settings` are arguments of `sft`.
     """
     cfg = peft(size, **settings)
     cfg.objective.kind = kind
@@ -225,7 +245,7 @@ def reranker(size: str, **settings: Any) -> Qwen3VLConfigContainer:
 def pretrain(size: str, *, global_batch_size: int = 512, **settings: Any) -> Qwen3VLConfigContainer:
     """Pretraining, rows of 8K tokens.
 
-    Rows are assigned to ranks by cost. `settings` are arguments of `sft`.
+    Return the configuration. Rows are assigned to ranks by cost. `settings` are arguments of `sft`.
     """
     cfg = sft(size, global_batch_size=global_batch_size, **settings)
     cfg.train.train_iters, cfg.scheduler.lr_warmup_iters = 100_000, 1000
@@ -238,13 +258,17 @@ def pretrain(size: str, *, global_batch_size: int = 512, **settings: Any) -> Qwe
 def pretrain_fp8_cs(size: str, **settings: Any) -> Qwen3VLConfigContainer:
     """Pretraining in fp8, rows of 8K tokens.
 
-    Each tensor has its own scale (current scaling). The first and the last layer stay in bfloat16.
+    Return the configuration. Each tensor has its own scale (current scaling). The first and the last layer stay in
+    bfloat16. `settings` are arguments of `pretrain`.
     """
     return use_fp8(pretrain(size, **settings), "bf16_with_fp8_current_scaling_mixed")
 
 
 def pretrain_fp8_mx(size: str, **settings: Any) -> Qwen3VLConfigContainer:
-    """Pretraining in mxfp8, rows of 8K tokens."""
+    """Pretraining in mxfp8, rows of 8K tokens.
+
+    Return the configuration. `settings` are arguments of `pretrain`.
+    """
     return use_fp8(pretrain(size, **settings), "bf16_with_mxfp8_mixed")
 
 
@@ -361,7 +385,8 @@ def set_parallel_sizes(
 ) -> Qwen3VLConfigContainer:
     """Set the parallel sizes. The remaining ranks are data-parallel. Experts are not sharded by tensor parallelism.
 
-    If the number of layers is not a multiple of `pp`, the embedding and the output layer each count as a layer.
+    If the number of layers is not a multiple of `pp`, the embedding and the output layer each count as a layer when
+    layers are divided over pipeline stages.
     """
     model = cfg.model
     uneven = model.num_layers % pp > 0

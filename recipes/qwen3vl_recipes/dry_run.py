@@ -30,7 +30,7 @@ _SIZES = ("tensor_model", "pipeline_model", "context", "expert_model")
 
 
 def finalize_copy(cfg: ConfigContainer, world_size: int) -> ConfigContainer:
-    """Return a copy of a configuration that is completed and checked, as in a run before it builds the model.
+    """Return a copy of a configuration, completed and checked as in a run before it builds the model.
 
     No process group is created. Data and initial weights need not exist.
 
@@ -39,7 +39,8 @@ def finalize_copy(cfg: ConfigContainer, world_size: int) -> ConfigContainer:
         world_size: number of ranks.
 
     Raises:
-        ValueError, AssertionError: settings contradict each other or the number of ranks.
+        ValueError, AssertionError: settings contradict each other or the number of ranks, or torch.distributed is
+            initialized with another number of processes.
     """
     from qwen3vl_bridge.training.callbacks import build_callbacks
     from qwen3vl_bridge.upstream.transformer_engine_version import with_transformer_engine
@@ -50,6 +51,8 @@ def finalize_copy(cfg: ConfigContainer, world_size: int) -> ConfigContainer:
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() != world_size:
         raise ValueError(
             f"torch.distributed already runs with {torch.distributed.get_world_size()} processes, expected {world_size}"
+            " (world_size): call torch.distributed.destroy_process_group() first, or set world_size to the number of "
+            "processes"
         )
     cfg = copy.deepcopy(cfg)
     if all(getattr(cfg.dataset, name, "") is None for name in ("path", "train_path", "mixture")):
@@ -68,7 +71,7 @@ def finalize_copy(cfg: ConfigContainer, world_size: int) -> ConfigContainer:
 
 @contextmanager
 def _first_of(size: int) -> Iterator[None]:
-    """Set the environment variables of torchrun for rank 0 of `size` processes inside the `with` block."""
+    """Set WORLD_SIZE and RANK as torchrun does for rank 0 of `size` processes, inside the `with` block."""
     before = dict(os.environ)
     os.environ |= {"WORLD_SIZE": str(size), "RANK": "0"}
     try:
@@ -79,10 +82,11 @@ def _first_of(size: int) -> Iterator[None]:
 
 
 def estimate_memory(cfg: ConfigContainer, world_size: int) -> MemoryEstimate:
-    """Estimate the memory of each rank on GPUs with Transformer Engine.
+    """Return the estimated memory of each rank on GPUs with Transformer Engine.
 
     Raises:
-        ValueError: the planner does not support a setting.
+        ValueError: the planner does not support a setting, or `finalize_copy` rejects it.
+        AssertionError: `finalize_copy` rejects a setting.
     """
     from qwen3vl_bridge.planning.from_config import estimate_run
 
@@ -142,7 +146,7 @@ def examine_run(
         from_scratch: True if the run begins with random weights.
         gpus: number of processes.
         gpu: kind of GPU; None for a CPU, for which memory is not estimated.
-        proposes: propose parallel layouts even if the run fits with its own.
+        proposes: propose other parallel layouts even if the run fits into the memory of the GPUs.
     """
     from megatron.bridge.utils.yaml_utils import dump_dataclass_to_yaml
 
@@ -214,7 +218,10 @@ def _check_layout(cfg: ConfigContainer, complete: ConfigContainer | None, gpus: 
 
 
 def _check_folders(cfg: ConfigContainer, errors: list[str]) -> None:
-    """Raise ValueError if the weights do not exist, or the folder of the run cannot be written to or is in use."""
+    """Raise ValueError if the weights do not exist, or the folder of the run cannot be written to or is in use.
+
+    Weights that a message in `errors` names are not checked again.
+    """
     from qwen3vl_bridge.core.atomic import disk_of
     from qwen3vl_bridge.training.run_lock import check_not_locked
 
@@ -375,7 +382,11 @@ def _describe_objective(cfg: ConfigContainer) -> dict[str, str]:
 
 
 def _describe_data(cfg: ConfigContainer, complete: ConfigContainer) -> dict[str, str]:
-    """Return summary lines about samples, rows and epochs by title. Measure the samples of the first window."""
+    """Return summary lines about samples, rows and epochs, by title. Measure the samples of the first window.
+
+    Raises:
+        ValueError: the data cannot be read, or no sample can be trained on.
+    """
     from qwen3vl_bridge.checkpoint.formats.huggingface import find_model
     from qwen3vl_bridge.core.files import CheckpointError
     from qwen3vl_bridge.data.dataset_provider import Qwen3VLConversationProvider
@@ -413,7 +424,10 @@ def _describe_data(cfg: ConfigContainer, complete: ConfigContainer) -> dict[str,
 
 
 def _describe_linear_attention(cfg: ConfigContainer, gpus: int) -> dict[str, str]:
-    """Return a line on what context-parallel ranks of a hybrid model exchange in each layer with linear attention."""
+    """Return a summary line about the bytes that a rank sends in a layer with linear attention, by title.
+
+    Empty without such layers or without context parallelism.
+    """
     from qwen3vl_bridge.config.divisibility import CHUNKWISE, HEADWISE
     from qwen3vl_bridge.planning.from_config import read_layouts
     from qwen3vl_bridge.planning.linear_traffic import bytes_sent

@@ -28,7 +28,7 @@ _DATA = ("dataset.path", "dataset.train_path", "dataset.valid_path", "dataset.te
 
 
 def check_command_line(args: Namespace) -> None:
-    """Run all `early_checks`. If the command trains, they also download the model.
+    """Run all `early_checks`. Unless the command is a dry run or a simulation, they also download the model.
 
     Raises:
         ValueError, OSError: a check fails.
@@ -40,8 +40,8 @@ def check_command_line(args: Namespace) -> None:
 def early_checks(args: Namespace) -> Iterator[partial[object]]:
     """Yield the checks of a command line, as functions that raise ValueError or OSError. The checks are independent.
 
-    A recipe from outside this package may have other settings and may set paths itself, so that only the paths in the
-    command line are checked.
+    For a recipe from outside this package, check only the paths and the model in the command line: the recipe may have
+    other settings, and may set paths itself.
     """
     given, ours, runs = _read_settings(args), ":" not in args.recipe, not (args.dry_run or args.simulate_gpu)
     if ours:
@@ -86,7 +86,10 @@ def _warn_about_variables(given: Collection[str]) -> None:
 
 
 def _check_required(args: Namespace, given: Collection[str], *, runs: bool) -> None:
-    """Raise ValueError if a run has no folder or no data, or if a recipe cannot be simulated."""
+    """Raise ValueError if a run has no folder or no data, or if a recipe cannot be simulated.
+
+    `given` are the names of all settings in the command line. `runs` is False for a dry run and a simulation.
+    """
     if runs and args.save is None and "checkpoint.save" not in given:
         raise ValueError("checkpoint.save is None, expected a folder used only by this run: give --save")
     if args.simulate_gpu and "_dist_train_" in args.recipe and "model.dist_train.use_dist_train" not in given:
@@ -127,7 +130,7 @@ def _check_files(folder: Path) -> None:
 
 
 def check_model(args: Namespace, *, downloads: bool, has_first_weights: bool) -> None:
-    """Find the model of --hf-model, and check that the recipe and the run in --save are for such a model.
+    """Find the model of --hf-model; raise ValueError if the recipe, or the run in --save, is for another kind of model.
 
     Args:
         args: the command line. `hf_model` is replaced by the folder of a downloaded model.

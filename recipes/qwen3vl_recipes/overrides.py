@@ -154,7 +154,10 @@ def _merge(settings: DictConfig, words: Sequence[str], files: Sequence[str | Pat
 
 
 def _set_in_frozen_section(cfg: ConfigContainer, name: str, value: Any) -> None:
-    """Set a field of a frozen dataclass by replacing the dataclass by a changed copy. Ignore other settings."""
+    """Set a field of a frozen dataclass, by replacing the dataclass by a changed copy.
+
+    Do nothing if the section of the setting `name` is no frozen dataclass.
+    """
     *path, last = name.split(".")
     owners: list[Any] = [cfg]
     for key in path:
@@ -195,7 +198,10 @@ def _is_declared(hint: Any, value: Any) -> bool:
 
 
 def _check_type(name: str, old: Any, new: Any, hint: Any) -> None:
-    """Raise ValueError if a value has the wrong type, such as text for a number. The run would fail only much later."""
+    """Raise ValueError if the value `new` of a setting has the wrong type, such as text for a number.
+
+    `old` is the recipe's value, and `hint` the type that the setting's class declares.
+    """
     if new is None:
         return
     if old is None:

@@ -1,7 +1,7 @@
 """Recipes of Qwen3.5-VL, small models first, as in `qwen3_vl.py`.
 
-Where TP * CP is above sixteen, the number of key heads of linear attention, its states are exchanged
-(`model.linear_cp_mode`).
+Linear attention has sixteen key heads. Where TP * CP is above sixteen, ranks exchange its states instead of dividing
+its heads (`model.linear_cp_mode`).
 """
 
 from functools import partial

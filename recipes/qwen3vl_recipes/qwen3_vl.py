@@ -1,4 +1,7 @@
-"""Recipes of Qwen3-VL, small models first: number of GPUs, kind of training, size, and differences from the kind."""
+"""Recipes of Qwen3-VL, small models first. Each gives the number of GPUs, the kind of training, and the size.
+
+Further arguments are differences from the kind.
+"""
 
 from qwen3vl_recipes.base import (
     dist_train,

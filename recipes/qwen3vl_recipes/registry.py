@@ -1,4 +1,4 @@
-"""Recipes and the GPUs that they are made for, found by name."""
+"""Find recipes by name, with the GPUs that they are made for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MODULES = ("qwen3_vl", "qwen35_vl", "qwen38_flash_next", "digits")
 
 @dataclass(frozen=True)
 class Recipe:
-    """A function that returns a configuration, and the GPUs that it is made for.
+    """A function that returns a configuration, with the GPUs that the configuration is made for.
 
     Attributes:
         build: function without parameters.

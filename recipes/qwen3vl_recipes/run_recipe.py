@@ -42,7 +42,10 @@ def main() -> None:
 
 
 def offer_recipes(runner: ModuleType) -> None:
-    """Replace the recipes, the step and the training functions that the script's `recipe_runner` looks up."""
+    """Make the script use this package's recipes, forward step, and training functions with callbacks.
+
+    `runner` is the script's module `recipe_runner`, which looks them up.
+    """
     import qwen3vl_bridge
 
     bridge_recipes = importlib.import_module("megatron.bridge.recipes")
@@ -54,7 +57,10 @@ def offer_recipes(runner: ModuleType) -> None:
 
 
 def _accept_peft_scheme(name: str, dora: Recipe) -> Callable[..., Any]:
-    """Return a recipe that accepts the argument `peft_scheme`, which the script passes, and calls the DoRA recipe."""
+    """Return a recipe that accepts the argument `peft_scheme`, which the script passes, and calls the DoRA recipe.
+
+    It raises ValueError for a scheme other than "dora".
+    """
 
     def recipe(*, peft_scheme: str = "dora") -> Any:
         if peft_scheme != "dora":
@@ -65,7 +71,10 @@ def _accept_peft_scheme(name: str, dora: Recipe) -> Callable[..., Any]:
 
 
 def _train(found: Callable | tuple[str, str], config: Any, forward_step_func: Callable) -> None:
-    """Call a training function of Megatron-Bridge with the callbacks of the configuration."""
+    """Call a training function of Megatron-Bridge with the callbacks of the configuration.
+
+    `found` is the function, or its (module, name).
+    """
     from qwen3vl_bridge.training.callbacks import training_callbacks
 
     train = found if callable(found) else getattr(importlib.import_module(found[0]), found[1])

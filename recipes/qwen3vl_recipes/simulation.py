@@ -61,7 +61,10 @@ def enter(gpu: str, arguments: Sequence[str]) -> None:
 
 
 def run(cfg: ConfigContainer, *, rank: int, gpus: int, gpu: str, as_json: bool, verbose: bool) -> int:
-    """Simulate a rank, and print its memory and kernel launches. Return 1 if it fails or leaves too little memory."""
+    """Simulate a rank, and print its memory and kernel launches.
+
+    Return the exit status: 1 if the run would fail or leave too little memory free, otherwise 0.
+    """
     from qwen3vl_bridge.models.common import delta_rule
     from qwen3vl_bridge.planning.from_config import estimate_run
     from qwen3vl_bridge.simulation.one_rank import has_data, simulate_rank

@@ -76,7 +76,7 @@ def table() -> str:
 
 
 def cell(ranks: list[dict[str, str]]) -> str:
-    """Return the table cell with allocated and planned GiB, for ranks simulated with Transformer Engine's layers."""
+    """Return the table cell with simulated and planned GiB, of the ranks simulated with Transformer Engine's layers."""
     pairs = (f"{x['allocated GiB']} / {x['planned GiB']}" for x in ranks if x["layers"] == "transformer_engine")
     return ", ".join(dict.fromkeys(pairs)) or "-"
 

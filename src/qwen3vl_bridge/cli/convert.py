@@ -259,7 +259,7 @@ def _flags(parser: argparse.ArgumentParser, *names: str) -> None:
 
 
 def _megatron_options(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
-    """Add the options that describe a Megatron checkpoint to write."""
+    """Add the options that describe a Megatron checkpoint to write. With `required`, --ckpt-format must be given."""
     text = "format to write" if required else "format to write (default: %(default)s)"
     parser.add_argument("--ckpt-format", choices=FORMATS, required=required, default=FORMATS[0], help=text)
     parser.add_argument("--layer-spec", choices=(TRANSFORMER_ENGINE, LOCAL), default=TRANSFORMER_ENGINE, dest="naming",
@@ -288,9 +288,10 @@ def _writing_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    """Call the function of a command that writes, print its report, and return the exit status.
+    """Run a command that writes a checkpoint, print its report, and return the exit status.
 
-    The options are passed to the function as keyword arguments.
+    `options.function` names the function of `qwen3vl_bridge.checkpoint` to call. It gets the other options as keyword
+    arguments.
 
     Raises:
         OSError: the plan of a dry run cannot be printed.
@@ -370,7 +371,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    """Check a folder for an engine, print what is wrong, and return the exit status."""
+    """Check that an inference engine can load a folder, print the faults, and return the exit status."""
     from qwen3vl_bridge.inference.engine_check import check_for_engine
 
     report = check_for_engine(options.folder, options.engine, base_model=options.base_model)

@@ -1,4 +1,4 @@
-"""Options of commands that read conversations: which ones, and how they are encoded."""
+"""Command-line options that choose conversations, and that set how they are encoded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LIMITS = {
 
 
 def add_records(parser: argparse.ArgumentParser, split: bool = True) -> None:
-    """Add the options that choose the data set, and those for progress and JSON; --split only if `split` is set."""
+    """Add the options that choose the data set, --no-progress and --json; and --split, if `split` is set."""
     add = parser.add_argument
     data = parser.add_mutually_exclusive_group(required=True)
     data.add_argument("--data", metavar="PATH",
@@ -53,7 +53,7 @@ def add_records(parser: argparse.ArgumentParser, split: bool = True) -> None:
 
 
 def add_objective(parser: argparse.ArgumentParser) -> None:
-    """Add the option for the kind of records."""
+    """Add --objective, which determines the kind of records as the setting `objective.kind` does."""
     parser.add_argument(
         "--objective", choices=("sft", "dpo", "kto", "embedding", "reranker"), default="sft",
         help="as objective.kind: conversations (sft), pairs of answers (dpo), labeled answers (kto), or queries with "
@@ -90,10 +90,10 @@ def add_encoding(parser: argparse.ArgumentParser) -> None:
 
 
 def open_records(options: argparse.Namespace, url_cache: Any = None) -> Any:
-    """Open the data set or the mixture; `url_cache` replaces the folder of downloads.
+    """Open the data set or the mixture that the options name. `url_cache` replaces the folder of downloads.
 
     Raises:
-        DataError: it does not exist, or its settings are wrong.
+        DataError: the data do not exist or are damaged, or an option has a wrong value.
     """
     from qwen3vl_bridge.data.conversations import Columns
     from qwen3vl_bridge.data.data_paths import path_of_split
@@ -126,7 +126,7 @@ def open_records(options: argparse.Namespace, url_cache: Any = None) -> Any:
 
 
 def make_url_cache(options: argparse.Namespace) -> Any:
-    """Return the `UrlCache` of the folder of downloads."""
+    """Return the `UrlCache` for --url-cache, by default for the user's cache folder."""
     from qwen3vl_bridge.data.media import UrlCache
 
     return UrlCache(None if options.url_cache is None else Path(options.url_cache))
@@ -142,7 +142,7 @@ def check_output(options: argparse.Namespace, kind: str) -> None:
 
 
 def make_encoder(options: argparse.Namespace) -> tuple[Any, Path]:
-    """Return the encoder, and the folder of `--hf-model`.
+    """Return (encoder, folder of the model) for the options.
 
     The model is requested from the hub once: transformers would request each of its files again.
     """
@@ -168,7 +168,7 @@ def vision_limits(options: argparse.Namespace) -> Any:
 
 
 def _warn_of_environment(options: argparse.Namespace) -> None:
-    """Warn about environment variables that other trainers read, unless an option sets the same."""
+    """Warn about environment variables that other trainers read, unless the matching option is given."""
 
     def spelt(setting: str, value: str) -> str | None:
         name = setting.rpartition(".")[2]
@@ -180,7 +180,10 @@ def _warn_of_environment(options: argparse.Namespace) -> None:
 
 @contextmanager
 def naming_options(options: str) -> Iterator[None]:
-    """Turn a ValueError inside the `with` block into a DataError that names the command-line options `options`."""
+    """Convert a ValueError inside the `with` block to a DataError with `options` in front of its message.
+
+    `options` is a text that names the command-line options to correct.
+    """
     try:
         yield
     except DataError:
@@ -190,7 +193,10 @@ def naming_options(options: str) -> Iterator[None]:
 
 
 def progress_bar(options: argparse.Namespace, numbers: Sequence[int], kind: str = "samples") -> Any:
-    """Return the numbers as an iterable that shows progress on a terminal."""
+    """Return an iterable over `numbers` that shows a progress bar on a terminal, unless --no-progress is given.
+
+    `kind` is the label of the bar.
+    """
     from tqdm import tqdm
 
     # None lets tqdm decide: a bar on a terminal, nothing elsewhere.

@@ -246,7 +246,7 @@ def _replaced() -> list[dict[str, str]]:
 def _describe_replaced(replaced: list[dict[str, str]]) -> str:
     """Return the replaced functions as text, grouped by the condition under which they are replaced.
 
-    Without CUDA, `torch` is replaced in hundreds of Megatron's modules.
+    All Megatron modules with a replaced `torch` or `dist` share one line: without CUDA, there are hundreds of them.
     """
     lines = dict[str, list[str]]()
     for one in replaced:

@@ -106,7 +106,7 @@ def _evaluate(options: argparse.Namespace) -> int:
 def _answers(
     options: argparse.Namespace, source: Any, parallel: dict[str, Any]
 ) -> dict[str, list[ScoredAnswer]] | None:
-    """Return the scored answers of each data set by its name; None on ranks after the first."""
+    """Return the scored answers on rank 0, by name of the data set, and None on the other ranks."""
     folder = find_weights(options)
     options.hf_model = str(folder)  # requested from the hub once
     settings = generation_settings(options)
@@ -140,9 +140,9 @@ def _answers(
 
 
 def _mean_scores(found: Mapping[str, Sequence[ScoredAnswer]]) -> dict[str, Any]:
-    """Return the mean score and number of all answers, and for several data sets those of each.
+    """Return the mean score and the number of all answers; for several data sets, also for each under the key "sets".
 
-    For models with multi-token prediction, the dict also has the fraction of drafts that are accepted.
+    For models with multi-token prediction, the dicts also have the fraction of drafts that are accepted.
     """
     from qwen3vl_bridge.inference.evaluation import acceptance_rate, mean_score
 

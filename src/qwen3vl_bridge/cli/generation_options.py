@@ -1,4 +1,4 @@
-"""Options of commands that generate: how tokens are chosen, and over which ranks the model is divided."""
+"""Command-line options for generation: how tokens are chosen, and the parallel sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SIZES = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options to the parser of a command."""
+    """Add the options for choosing tokens, and the parallel sizes, to the parser of a command."""
     add = parser.add_argument
     add("--do-sample", action="store_true", help="draw tokens at random instead of taking the most likely ones")
     add("--temperature", type=float, default=1.0, metavar="T", help="divides the logits (default: %(default)s)")
@@ -32,14 +32,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
-    """Add the options by which the model is divided over ranks."""
+    """Add --tp, --pp, --cp and --ep, the parallel sizes of the model."""
     for option, (kind, _) in _SIZES.items():
         meaning = f"{kind}-parallel size (default: %(default)s)"
         parser.add_argument(f"--{option}", type=at_least(1), default=1, metavar="N", help=meaning)
 
 
 def hide_logs() -> None:
-    """Hide the messages of libraries, and those of this package that are for training."""
+    """Hide the messages of libraries, and messages of this package below warnings."""
     from qwen3vl_bridge.upstream.library_logs import quiet
 
     quiet()
@@ -47,9 +47,9 @@ def hide_logs() -> None:
 
 
 def find_weights(options: argparse.Namespace) -> Path:
-    """Check `--hf-model` and `--megatron-path`, and return the folder of the former.
+    """Check `--hf-model` and `--megatron-path`, and return the folder of `--hf-model`.
 
-    This comes before the slow imports. For a folder without a model, transformers would request each missing file from
+    Call this before the slow imports. For a folder without a model, transformers would request each missing file from
     the hub, and Megatron-Bridge would report a network error.
 
     Raises:
@@ -70,14 +70,14 @@ def find_weights(options: argparse.Namespace) -> Path:
 
 
 def generation_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of `generate` by which tokens are chosen. Raise ValueError for a wrong setting."""
+    """Return the arguments of `generate` that choose tokens, such as `top_k`; raise ValueError for a wrong value."""
     from qwen3vl_bridge.inference.sampling import Sampling
 
     return vars(Sampling(options.do_sample, options.temperature, options.top_k, options.top_p, options.seed))
 
 
 def parallel_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of the provider that differ from those of a model on one rank.
+    """Return the provider's fields for the parallel sizes above 1 and for sequence parallelism, by name.
 
     Raises:
         ValueError: the sizes do not fit the number of processes.

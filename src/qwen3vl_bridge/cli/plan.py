@@ -143,7 +143,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _load_config(model: str) -> Mapping[str, Any]:
-    """Return the `config.json` of a folder, a preset, or a model on the hub."""
+    """Return the `config.json` of a preset, a local folder, or a model on the hub."""
     if not (Path(model) / "config.json").is_file():
         try:
             return preset(model)

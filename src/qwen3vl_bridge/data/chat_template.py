@@ -1,14 +1,15 @@
 """Render conversations with a checkpoint's chat template, locate the answers, and raise for text that would be lost.
 
-The text to train on is located by rendering, not by searching or by knowledge of released templates. A conversation is
-rendered once more with markers in place of an answer and its reasoning; the text around the markers is the text around
-the answer. (A prefix of a conversation may render differently by itself: some templates write reasoning only after the
-last user message.) The text before an answer must end like the prompt to generate it.
+Answers are located by rendering, not by searching or by knowledge of released templates. A conversation is rendered
+once more with markers in place of an answer and its reasoning; the text around the markers is the text around the
+answer. (A prefix of a conversation may render differently by itself: some templates write reasoning only after the last
+user message.) The text before an answer must end with the prompt that `add_generation_prompt` appends.
 
-Prompts ask for thinking if an answer that is trained on has reasoning. Some templates then write another system prompt.
+If an answer that is trained on has reasoning, a conversation is rendered with `enable_thinking`. Some templates then
+write a different system prompt.
 
-A template does not report what it ignores: reasoning, tools, a system prompt after the first message. It also does not
-report text that it drops, for example when it splits an answer at its think tags.
+A template silently ignores fields: reasoning, tools, a system prompt after the first message. It may also silently drop
+text, for example when it splits an answer at its think tags. This module raises DataError for both.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ _FIELDS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None, str]
 
 
 def texts_of(content: str | list[dict[str, Any]]) -> list[str]:
-    """Return the text of each part of a message's content; an empty string for each image and video."""
+    """Return the texts of a message's content: the string itself, or the text of each part ("" for image or video)."""
     return [content] if isinstance(content, str) else [part.get("text", "") for part in content]
 
 
@@ -167,10 +168,10 @@ class ChatTemplate:
                 )
 
     def is_plain(self, conversation: Conversation, numbers: Sequence[int]) -> bool:
-        """Return whether tokenizing the rendered text at once gives the same tokens as tokenizing answers separately.
+        """Return True if tokenizing the rendered text at once gives the same tokens as tokenizing answers separately.
 
-        `numbers` are the message indices of the answers. The tokens may differ if an answer begins with white space or
-        contains "</think>".
+        `numbers` are the message indices of the answers. Return False if this is not certain, for example if an answer
+        begins with white space or contains "</think>".
         """
         # A tokenizer joins the newline at the end of a prompt only with white space after it.
         if self._trains_empty_thinking(conversation) or not self._prompt(conversation, True).endswith("\n"):
@@ -204,7 +205,10 @@ class ChatTemplate:
         return self._prompts[key]
 
     def _has_reasoning(self, message: dict[str, Any]) -> bool:
-        """Return whether a message has reasoning: in `reasoning_content`, or before a "</think>" in its text."""
+        """Return whether a message has reasoning: in `reasoning_content`, or before a "</think>" in its text.
+
+        Text before a "</think>" is reasoning only if the template splits answers there.
+        """
         separate = message.get("reasoning_content")
         if isinstance(separate, str):
             return bool(separate.strip())
@@ -212,7 +216,10 @@ class ChatTemplate:
         return bool(closed and inside.rpartition("<think>")[2].strip()) and self._splits_reasoning
 
     def _trains_empty_thinking(self, conversation: Conversation) -> bool:
-        """Return whether empty thinking blocks are trained on. If so, every prompt has `enable_thinking` set."""
+        """Return whether empty thinking blocks of a conversation are trained on.
+
+        If so, the conversation is rendered with `enable_thinking`.
+        """
         return bool(conversation.template_kwargs.get("enable_thinking", self._empty == "train"))
 
     def _asks_for_thinking(self, conversation: Conversation, numbers: Sequence[int]) -> bool:
@@ -226,13 +233,17 @@ class ChatTemplate:
         return reasons or self._trains_empty_thinking(conversation)
 
     def render(self, conversation: Conversation, numbers: Sequence[int]) -> str:
-        """Return the rendered text of a conversation. `numbers` are the indices of the messages that are trained on."""
+        """Return the rendered text of a conversation. `numbers` are the indices of the messages that are trained on.
+
+        Raises:
+            DataError: the template fails, or the conversation turns off thinking but trains on reasoning.
+        """
         return self._render(conversation, conversation.messages, self._asks_for_thinking(conversation, numbers))
 
     def render_with_answers(self, conversation: Conversation, numbers: Sequence[int]) -> tuple[str, list[Span]]:
-        """Return the rendered text, and the character span of each message in `numbers`.
+        """Return the rendered text of a conversation, and the character span of each answer in it.
 
-        A span includes the reasoning and the end token of its message.
+        `numbers` are the message indices of the answers. A span includes the reasoning and the end token of an answer.
 
         Raises:
             DataError: an answer cannot be located, or the template drops a part of it.
@@ -319,7 +330,7 @@ def _check_answer_is_complete(
     """Raise DataError if the rendered `answer` lacks text or reasoning of its assistant message.
 
     `prompt` is the rendered text before `answer`. With `drops_reasoning`, missing reasoning is accepted: templates omit
-    it before the last user message.
+    it before the last user message. The error message begins with `where` and ends with `remedy`.
     """
     texts, reasoning = texts_of(message["content"]), message.get("reasoning_content")
     before, _, rest = "".join(text or _MEDIUM for text in texts).partition("<think>")
@@ -352,7 +363,10 @@ def _template_variables(conversation: Conversation, thinking: bool) -> dict[str,
 
 
 def _variables_in_template(template: str) -> frozenset[str]:
-    """Return the variables that a chat template reads, except those that transformers always provides."""
+    """Return the names of the variables that a chat template reads, without those that transformers always provides.
+
+    For a template with a syntax error, return an empty set.
+    """
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     try:
         names = meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", template)))

@@ -1,4 +1,4 @@
-"""Conversations, and the schemas that say how the records of a data set become conversations."""
+"""`Conversation`, and the schemas that convert records of a data set to conversations."""
 
 from __future__ import annotations
 
@@ -98,6 +98,7 @@ class GroupRecord(dict[str, Any]):
 def parse_conversation(record: Any, place: str, root: Path | MediaAccess) -> Conversation:
     """Validate a record {"messages": [...]} and return it as a conversation; raise DataError if it is invalid.
 
+    `place` is the location of the record, such as "train.jsonl:12", and becomes the `sample_id`.
     `root` is the folder that media paths are relative to and must not leave, or a `MediaAccess`.
     """
     if isinstance(record, GroupRecord):
@@ -265,7 +266,11 @@ def template_columns(template: str) -> Iterator[str]:
 
 
 def fill_template(template: str, record: Mapping[str, Any], place: str) -> str:
-    """Return a template filled with values of a record; raise DataError for a column that is missing or has no text."""
+    """Return a template with values of a record in place of the columns that it names.
+
+    Raises:
+        DataError: a column is missing or null, or has a value that the template cannot format.
+    """
     if missing := [column for column in template_columns(template) if record.get(column) is None]:
         found = ", ".join(map(str, record)) or "none"
         raise DataError(place, f"found the keys {found}, expected {missing[0]!r} with a value other than null")
@@ -469,7 +474,7 @@ class Columns:
         """Parse command-line values such as "image=img" and "ignore=thumbnail,preview".
 
         Raises:
-            ValueError: a value has another form, an unknown key, or a key that was given before.
+            ValueError: a word is not KEY=COLUMN, or its key is unknown or was given before.
         """
         given: dict[str, Any] = {}
         names = [field.name for field in fields(cls)]
@@ -529,7 +534,7 @@ class Columns:
         return {**self._set_fields(), **ignored, **({} if self.placeholders == "media" else {"placeholders": "text"})}
 
     def key_for_column(self, column: str) -> str:
-        """Return the key that a column is read as, such as "image"; its own name if no setting names the column."""
+        """Return the record key that a column is read as, such as "image"; by default, the name of the column."""
         return next((key for key, value in self._set_fields().items() if value == column), column)
 
     def convert_record(self, record: Any, place: str) -> Any:
@@ -587,7 +592,10 @@ class Columns:
         return [name for name in names if name in known or name in columns]
 
     def _check_conflicts(self, keys: Collection[str], place: str) -> None:
-        """Raise DataError for a rejected answer (preference data), or for turns next to `question` or `answer`."""
+        """Raise DataError if the keys of a record conflict with the settings.
+
+        Conflicts are a rejected answer (preference data), and messages next to columns.question or columns.answer.
+        """
         read = {*self.ignore, *self._column_keys(keys)}
         if worse := next((key for key in keys if REJECTED_KEY.fullmatch(str(key)) and key not in read), None):
             raise DataError(
@@ -619,7 +627,7 @@ class Columns:
                 )
 
     def _replaced_keys(self, names: Collection[str]) -> set[str]:
-        """Return the record keys that the settings replace, read under another key, or ignore."""
+        """Return the record keys that are not read under their own names, because settings replace or ignore them."""
         given = self._set_fields()
         other = _PAIRED - {"question", "answer"} if {"question", "answer"} & given.keys() else set()
         return {*given, *self._column_keys(names), *other, *self.ignore}
@@ -648,7 +656,7 @@ def find_schema(name: str | None, columns: Columns) -> Schema:
     """Return the schema named `name`, or `columns` if `name` is None.
 
     Raises:
-        ValueError: both are set, or there is no schema with this name.
+        ValueError: there is no schema with this name, `columns` is invalid, or both are set.
     """
     columns.check()
     if name is None:
@@ -665,7 +673,7 @@ def find_schema(name: str | None, columns: Columns) -> Schema:
 
 
 def add_schema_name(fingerprint: str, schema: Schema) -> str:
-    """Append the name of a schema to the fingerprint of a source, because it affects the tokens of a record."""
+    """Return the fingerprint of a source, followed by the name of its schema, which affects the tokens of a record."""
     return f"{fingerprint}, schema {schema.name}" if schema.name else fingerprint
 
 

@@ -1,4 +1,4 @@
-"""Conversations as a Megatron-Bridge dataset: one configuration for Megatron-Bridge's loop and for custom loops."""
+"""Dataset providers for conversations. One configuration serves Megatron-Bridge's training loop and custom loops."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class ConversationRows(DatasetProvider):
         return self.pad_to_multiple_of or 1
 
     def for_context_parallel(self, cp_size: int) -> Self:
-        """Return these settings, with `pad_to_multiple_of` set to what context parallelism requires if it is None.
+        """Return these settings; with packing, replace a `pad_to_multiple_of` of None by what `cp_size` ranks require.
 
         Raises:
             ValueError: `seq_length` or `pad_to_multiple_of` does not fit the number of context-parallel ranks.
@@ -191,7 +191,7 @@ class ConversationRows(DatasetProvider):
         vars(self)["_expected"] = (position, row)
 
     def record_position(self, data: Mapping[str, Any], assignment: tuple[int, int] = (1, 1)) -> None:
-        """Store the fingerprint `data` of the training rows, and how rows are assigned to ranks.
+        """Store the fingerprint `data` of the training rows, and their assignment to ranks, in `self.position`.
 
         `assignment` is (number of rows that are assigned together, number of ranks).
 
@@ -236,7 +236,10 @@ class ConversationRows(DatasetProvider):
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """Settings that a checkpoint determines. `costs` gives the FLOPs by which rows are assigned to ranks."""
+    """Encoder and settings from a Hugging Face checkpoint.
+
+    `costs` gives the FLOPs of a sample, by which rows are assigned to ranks.
+    """
 
     encoder: Encoder
     vision: VisionSettings
@@ -246,7 +249,7 @@ class CheckpointSettings:
 
 @cache
 def _load_checkpoint_settings(path: str, limits: VisionLimits, *encoding: Any) -> CheckpointSettings:
-    """Read the settings of a checkpoint once per process. `encoding` has the other arguments of `Encoder`."""
+    """Return the settings of a checkpoint, cached per process. `encoding`: arguments of `Encoder` after the first."""
     processor: Any = load_processor(path, limits)
     return CheckpointSettings(
         Encoder(processor, *encoding),
@@ -387,7 +390,7 @@ class Qwen3VLConversationProvider(ConversationRows):
         return super().sample_filter().with_document_tokens(-(-least // self.multiple) * self.multiple)
 
     def check_paths(self) -> None:
-        """Raise ValueError if a data path does not exist. Called before anything slow is built."""
+        """Raise ValueError if no path of training data is set, or a data path does not exist."""
         self._check_paths_are_set()
         names = (
             {"dataset.path (--data-path)": self.path}
@@ -422,12 +425,14 @@ class Qwen3VLConversationProvider(ConversationRows):
     def build_datasets(
         self, context: DatasetBuildContext
     ) -> tuple[RowDataset | None, RowDataset | None, RowDataset | None]:
-        """Return the rows of each split for Megatron-Bridge's loop, with the requested lengths.
+        """Return (training, validation, test) rows of the requested lengths, for Megatron-Bridge's loop.
+
+        A split is None if no rows are requested or it has no data.
 
         Raises:
             DataError: files are missing or unreadable, or a stream has fewer files than parts.
-            ValueError: rows or stream parts cannot be divided over the ranks. Or the rows differ from those that the
-                run was trained on, that were packed before training, or that other processes read.
+            ValueError: rows or stream parts cannot be divided over the ranks. Or the data differ between processes, or
+                from the data of the resumed run, or from the data that were packed before training.
         """
         groups = context.pg_collection
         rows, ranks = (self, 1) if groups is None else (self.for_context_parallel(groups.cp.size()), groups.dp.size())
@@ -467,19 +472,21 @@ class Qwen3VLConversationProvider(ConversationRows):
     def evaluation(
         self, split: str, *, dp_rank: int = 0, dp_size: int = 1, micro_batch_size: int = 1
     ) -> Iterator[TokenBatch]:
-        """Yield every row of a split once, in microbatches, in the order of the file.
+        """Yield the microbatches of one data-parallel rank in a single pass over a split, in the order of the file.
 
-        If the data set is streamed, every rank reads all of it.
+        Ranks take the rows in turn. If the data set is streamed, every rank reads all of it.
         """
         rows = self.rows(split, shuffle=False)
         return one_pass(rows, dp_rank=dp_rank, dp_size=dp_size, micro_batch_size=micro_batch_size)
 
     def count_epoch(self, cp_size: int = 1) -> Epoch:
-        """Count the rows of the first epoch. If they were not packed before training, measure every sample here.
+        """Return the numbers of samples, rows and tokens in the first epoch.
+
+        Unless rows were packed before training, this measures every sample.
 
         Raises:
             ValueError: the data set is streamed.
-            DataError: files are missing, or samples are bad or too long and may not be dropped.
+            DataError: files are missing, or samples are bad or too long and the settings do not drop them.
         """
         if self.streaming:
             raise ValueError("streaming is on: the number of rows is known only after reading them")
@@ -556,9 +563,9 @@ class Qwen3VLConversationProvider(ConversationRows):
                 self._check_first_window(source)
 
     def _read_records(self, split: str, source: Any, first: int | None) -> None:
-        """Read some records of a split; if some cannot be used, raise DataError, or warn if `on_bad` drops them.
+        """Read blocks of records of a split; if some cannot be used, raise DataError, or warn if `on_bad` drops them.
 
-        Blocks of records are spread over the first `first` records of the split; None for all records.
+        The blocks are spread over the first `first` records of the split, or over all records if `first` is None.
         """
         length = len(source)
         total = min(length, first or length)

@@ -62,7 +62,7 @@ class UrlCollector(UrlCache):
     collected: list[tuple[str, str]] = field(default_factory=list)
 
     def for_data(self, data: str) -> UrlCollector:
-        """Return this collector: records of earlier downloads do not matter here."""
+        """Return this collector, because it ignores the records of earlier downloads."""
         return self
 
     def __call__(self, address: str, place: str) -> Path:
@@ -105,7 +105,9 @@ def download(
     give_up: bool = False,
     progress: Callable[[Sequence[int]], Iterable[int]] = iter,
 ) -> DownloadReport:
-    """Download the URLs in conversations. This needs about 100 bytes of memory per URL, and more per failure.
+    """Download the URLs in conversations; return counts of files, and the failures.
+
+    About 100 bytes of memory are needed per URL, and more per failure.
 
     Args:
         sources: the data sets, opened with `book` as their `MediaAccess.url_cache`.
@@ -115,7 +117,7 @@ def download(
             appended to MANIFEST.unfinished, which also keeps the failures of earlier downloads that were stopped.
         workers: number of parallel downloads.
         retry: retry URLs that failed permanently in an earlier run.
-        give_up: treat URLs that did not respond, or that are not allowed, as permanently failed too.
+        give_up: record URLs that did not respond, or that are not allowed, as permanently failed.
         progress: wraps the iterator over all samples, for example `tqdm`.
     """
     cache, report = fetch.cache, DownloadReport()
@@ -126,7 +128,7 @@ def download(
     unconnected, reconnects = set[str](), True  # URLs to request once more; whether that is still to be done
 
     def attempt(address: str, place: str) -> FailedDownload | bool:
-        """Download one URL; return the failure, or True if the file is new and False if it existed."""
+        """Download one URL; return the failure, True for a new file, or False if the file existed."""
         if cache.path_of(address).is_file():
             return False
         problem, final = cache.failure_reason(address), True
@@ -199,7 +201,7 @@ def _to_json_line(failure: FailedDownload) -> bytes:
 def _in_parallel[Result](
     pool: ThreadPoolExecutor, work: Callable[..., Result], items: Iterable[tuple[str, str]], most: int
 ) -> Iterator[Result]:
-    """Yield the results of `work` for each item as they are completed, with at most `most` items running."""
+    """Call `work(*item)` for each item in a thread pool, at most `most` at a time; yield results as they complete."""
     running = set[Future[Result]]()
     for item in items:
         running.add(pool.submit(work, *item))
@@ -212,7 +214,10 @@ def _in_parallel[Result](
 def _collect_urls(
     source: ConversationSource, book: UrlCollector, unread: list[str], steps: Iterator[int]
 ) -> Iterator[tuple[str, str]]:
-    """Yield each URL of a source once, with its location. Advance `steps` once for each sample that is read."""
+    """Yield (URL, location) for each URL of a source, without duplicates.
+
+    Append the errors of unreadable samples to `unread`, and advance `steps` once for each sample.
+    """
     seen = set[bytes]()
     for number, _ in zip(range(len(source)), steps, strict=False):
         book.collected.clear()
@@ -229,17 +234,17 @@ def _collect_urls(
 
 
 class _RetryableError(Exception):
-    """Error for an attempt that failed where another may succeed.
+    """Error of an attempt to download a URL, after which another attempt may succeed.
 
-    Arguments: the problem as text; the server if it did not respond or sent status 5xx, otherwise None; and how many
-    failed URLs this failure counts as if the server has never responded.
+    The arguments are (problem, server, weight). `server` is None unless it did not respond, or sent a status of 5xx. If
+    the server has never responded, the failure counts as `weight` failed URLs.
     """
 
 
 class _NoConnection(DataUnavailable):
-    """Error for a URL whose host cannot be connected to.
+    """Error for a URL with a host that cannot be connected to.
 
-    The attempt failed, or was skipped because another URL of the host failed.
+    It is also raised without an attempt, if the connection failed for an earlier URL of the host.
     """
 
 
@@ -259,7 +264,7 @@ class Downloader:
     def __init__(self, cache: UrlCache, allowed_urls: Sequence[str]) -> None:
         """Set the cache to download into, and the URL prefixes that may be requested (see `check_url_prefix`).
 
-        Redirects must have an allowed prefix too.
+        A redirect is followed only to a URL with such a prefix. Raise ValueError for an invalid prefix.
         """
         for prefix in allowed_urls:
             check_url_prefix(prefix)
@@ -279,14 +284,14 @@ class Downloader:
         self._client = httpx.Client(timeout=timeout, headers=headers, limits=httpx.Limits(max_connections=None))
 
     def allow_reconnecting(self) -> None:
-        """Allow requests to servers that could not be connected to, as if they were new."""
+        """Allow new requests to servers that could not be connected to, and forget their failures."""
         for server in self._unconnected:
             self._failed.pop(server, None)
         self._responded -= self._unconnected
         self._unconnected.clear()
 
     def __call__(self, address: str, place: str) -> None:
-        """Download a URL that was found at `place`.
+        """Download a URL, which was found at the location `place` in the data, into the cache.
 
         Raises:
             DataError: the download failed permanently.
@@ -400,7 +405,10 @@ def _check_size(found: int, where: str) -> None:
 
 
 def check_url_prefix(prefix: str) -> None:
-    """Raise ValueError if a URL prefix is misleading, or is not a scheme, a host and optionally a path."""
+    """Raise ValueError unless a URL prefix is "http://" or "https://", optionally with a host and a path.
+
+    User names, queries, wildcards, white space and encoded ".." segments are not allowed.
+    """
     if _is_scheme(prefix):
         return
     url = parse_url(prefix)
@@ -419,7 +427,7 @@ def check_url_prefix(prefix: str) -> None:
 
 
 def check_allowed_url(address: str, prefixes: Sequence[str], place: str) -> httpx.URL:
-    """Parse the URL of a record or a redirect, and check that one of the allowed prefixes covers it.
+    """Return the parsed URL of a record or a redirect, if one of the allowed prefixes covers it.
 
     Scheme, host and port must be equal, and paths are compared by complete segments: "https://example.org/a" allows
     "https://example.org/a/1.png", but neither "https://example.org/ab" nor "https://example.org.evil.com/a".

@@ -1,8 +1,9 @@
 """Encode conversations as tokens, labels and pixels, with the processor and the chat template of a checkpoint.
 
 At generation a prompt is tokenized without its answer, so here an answer is tokenized separately from the text before
-it. Otherwise white space at its beginning would be joined with the newline at the end of the prompt, and not be trained
-on. Until the last step an image is one placeholder token, so that the headers of images suffice to measure a sample.
+it. Otherwise white space at the beginning of an answer would be joined with the newline at the end of the prompt, and
+not be trained on. Until the last step an image is one placeholder token, so that the headers of images suffice to
+measure a sample.
 """
 
 from __future__ import annotations
@@ -143,17 +144,17 @@ class EncodedSample:
 
     @property
     def num_patches(self) -> int:
-        """The number of patches of images and videos."""
+        """Return the number of patches of images and videos in this sample."""
         return sum(len(pixels) for pixels in (self.pixel_values, self.pixel_values_videos) if pixels is not None)
 
     @property
     def is_blank(self) -> bool:
-        """Return whether this sample is only the single token that replaces an unreadable sample."""
+        """Return whether this is the sample of a single token that replaces an unreadable sample."""
         return len(self) == 1  # no template renders a conversation as one token
 
 
 class _Headers(NamedTuple):
-    """What the headers of the files show: the number of tokens of each image, and the sampled frames of each video."""
+    """Sizes from the headers of files: the number of tokens of each image, and the sampled frames of each video."""
 
     image_tokens: tuple[int, ...]
     videos: tuple[SampledFrames, ...]
@@ -173,7 +174,7 @@ class _Tokens(NamedTuple):
         return int(self.counts.sum())
 
     def cut(self, limit: int) -> _Tokens:
-        """Return the first tokens, at most `limit`; leave out an image or video that would not be complete."""
+        """Return the first tokens, at most `limit` after expansion; end before an incomplete image or video."""
         keep = int((self.counts.cumsum(0) <= limit).sum())
         keep = min([keep, *(first for first, last in (*self.images, *self.videos) if first < keep <= last)])
         images, videos = (tuple(one for one in spans if one[1] < keep) for spans in (self.images, self.videos))
@@ -194,7 +195,9 @@ class Encoder:
         """Store a processor from `load_processor`; raise ValueError for a setting that the template ignores or rejects.
 
         Args:
-            answers: train on "all" assistant messages, or only on the "last", unless messages have their own setting.
+            processor: a processor with a chat template.
+            answers: train on "all" assistant messages, or only on the "last". A message with the key "loss" or "weight"
+                decides for itself.
             empty_thinking: whether the empty thinking block that the template renders before an answer without
                 reasoning is part of the "prompt", or is trained on ("train").
             reasoning_effort: variable of the template, as in Qwen3.8; None for the default of the template.
@@ -210,7 +213,7 @@ class Encoder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return a text that identifies the encoding: it changes if samples may get other tokens.
+        """Return a text that identifies the encoding. It differs if a conversation may get different tokens or pixels.
 
         It covers the chat template, the tokenizer, the resolution limits, and the answers that are trained on.
         """
@@ -226,9 +229,9 @@ class Encoder:
         return repr((*sizes, clips.fps, clips.min_frames, clips.max_frames, self._only, *asked, digest))
 
     def size(self, conversation: Conversation, limit: int | None = None) -> Size:
-        """Return the numbers of tokens and patches of a sample. Only the headers of its images are read.
+        """Return the size of a conversation's sample in tokens and patches. Only the headers of its images are read.
 
-        With `limit`, the sample is truncated to that number of tokens, but never within an image.
+        With `limit`, return the size after truncation to at most `limit` tokens, which never cuts an image.
 
         Raises:
             DataError: the conversation cannot be encoded, or has no answer before the limit.
@@ -386,7 +389,10 @@ class Encoder:
         return cut
 
     def _tokenize(self, conversation: Conversation, text: str, answers: Sequence[Span], headers: _Headers) -> _Tokens:
-        """Tokenize a text in which each image and each video has one placeholder token."""
+        """Return the tokens of a rendered text, in which each image and each video has one placeholder token.
+
+        `answers` are the character spans to train on. Raise DataError if placeholders and media differ in number.
+        """
         place, processor, tokenizer = conversation.sample_id, self.processor, self.processor.tokenizer
         try:
             text.encode()
@@ -436,7 +442,7 @@ def _insert_video_frames(
 ) -> tuple[str, list[Span], list[Span]]:
     """Replace each video placeholder in a text by one placeholder per frame.
 
-    Return the new text, and in it the spans of the answers (`spans` in the old text) and of the videos.
+    Return (new text, spans of the answers in it, spans of the videos in it). `spans` are the answers in the old text.
     """
     bare = processor.video_token
     frame = f"{processor.vision_start_token}{bare}{processor.vision_end_token}"
@@ -484,8 +490,9 @@ def _check_prompt_tokens(
 def tokenize(tokenizer: Any, text: str, *, begins: bool = True, offsets: bool = False) -> Encoding:
     """Tokenize a text with the `tokenizers` backend of a fast tokenizer, which is faster than the transformers class.
 
-    The backend gets the settings that transformers would give it. `begins` says whether the text begins a conversation,
-    for tokenizers that mark the beginning with a token. Encoding without offsets is faster.
+    The backend gets the settings that transformers would give it. Set `begins` if the text begins a conversation: some
+    tokenizers mark the beginning with a token. With `offsets`, which takes longer, the result has the character span of
+    each token.
     """
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()

@@ -15,7 +15,7 @@ _PARTICULARS = re.compile(r"'[^'./]*+[./][^']*+'|(?<![^\s'])[^\s'/]*+/\S*+|\d[\d
 
 
 class DataError(ValueError):
-    """Data that cannot be trained on.
+    """Error for data that cannot be trained on.
 
     The message names the file, the record and the field, the value found and the expected value.
     """
@@ -29,13 +29,13 @@ class DataError(ValueError):
         super().__init__(place if problem is None else f"{place}: {problem}")
 
     def with_advice(self, advice: str) -> DataError:
-        """Return the same error with `advice` appended to its message."""
+        """Return a copy of the error with `advice` appended to its message."""
         advised = type(self)(f"{self}{advice}")
         advised.problem = self.problem
         return advised
 
     def without_traceback(self) -> DataError:
-        """Return the error without the worker traceback that torch puts before its message."""
+        """Return a copy of the error without the worker traceback that torch puts before its message."""
         return type(self)(str(self).rpartition(f"{type(self).__name__}: ")[2].strip())
 
 
@@ -54,7 +54,10 @@ class DataUnavailable(DataError):
 
 
 def describe_lost_worker(error: BaseException, setting: str = "dataset.num_workers") -> str | None:
-    """Return a message with advice if `error` says that a data-loading process died; otherwise None."""
+    """Return a message with advice if `error` reports that a data-loading process died; otherwise None.
+
+    `setting` is the setting for the number of these processes, which the advice names.
+    """
     if (lost := lost_worker(error)) is None:
         return None
     process, signal = lost
@@ -71,7 +74,7 @@ def describe_lost_worker(error: BaseException, setting: str = "dataset.num_worke
 
 
 def group_errors(errors: Iterable[tuple[str, str, str]], most: int) -> Iterator[str]:
-    """Yield lines of text that group errors by kind: one message, then the names of the other records, for each kind.
+    """Yield lines of text that group errors by kind: for each kind the first message, then the names of other records.
 
     Args:
         errors: the name, message and problem of each record (see `DataError.problem`).

@@ -51,7 +51,8 @@ class HubName:
     def parse(cls, path: str) -> Self:
         """Parse "hf://owner/name@revision:configuration#split". Only the owner and the name are required.
 
-        Hugging Face's own "hf://datasets/owner/name@revision/files" means the same, and "/" in a revision is "%2F".
+        Also parse Hugging Face's own form "hf://datasets/owner/name@revision/files". Write "/" in a revision as "%2F".
+        Raise DataError for any other text.
         """
         name = path.removeprefix(HUB)
         match = _NAME.fullmatch(name.removeprefix("datasets/"))
@@ -89,9 +90,11 @@ class HubDataset:
         """Read the rows of a `datasets.Dataset` with at least one row as conversations.
 
         Args:
+            dataset: the `datasets.Dataset`.
             name: name of the data set in messages.
             media_root: folder of images and videos; None to allow no paths.
-            download_key: name of the data in the download record; None for the fingerprint that `datasets` computes.
+            schema: converts a row to a record in our format.
+            download_key: key of the data set's download record; None for the fingerprint that `datasets` computes.
         """
         if not len(dataset):
             raise DataError(name, "found no rows, expected one conversation a row")
@@ -140,9 +143,9 @@ class HubDataset:
         return f"{self.name}[{range(len(self))[index]}]"
 
     def fingerprint(self) -> str:
-        """Return a text that identifies the data, and which of their URLs could not be downloaded.
+        """Return a text that identifies the data, and the URLs in it that could not be downloaded.
 
-        For a data set on the hub, it contains its name, rows and bytes, else the fingerprint that `datasets` computes.
+        The text has the name, rows and bytes of a data set on the hub, or the fingerprint that `datasets` computes.
         """
         return self.media.add_missing_urls(add_schema_name(self._fingerprint, self._schema))
 
@@ -237,15 +240,15 @@ class StreamedDataset:
 
     @classmethod
     def from_hub(cls, name: str, media_root: MediaRoot = None, **how: Any) -> StreamedDataset:
-        """Stream a data set from the hub by a name such as "hf://owner/name". `how` has the arguments of the class."""
+        """Stream a data set from the hub by a name such as "hf://owner/name". `how`: further arguments of the class."""
         dataset, called = load_hub_dataset(name, streaming=True)
         return cls(dataset, called, media_root, **how)
 
     def divide(self, parts: int) -> Self:
-        """Return the data set, prepared for division into `parts` parts, with equally many files each if possible.
+        """Return a copy from which `part` can select `parts` parts, with equally many files each if possible.
 
         Raises:
-            DataError: there are fewer files than parts.
+            DataError: there are fewer files (or row groups of Parquet files) than parts.
         """
         dataset = self._dataset
         if dataset.num_shards % parts and hasattr(dataset, "reshard"):  # not in early versions
@@ -289,7 +292,7 @@ class StreamedDataset:
         return {**self.__dict__, "_readings": {}, "_kept": {}}
 
     def sample_numbers(self, epoch: int, start: int, count: int) -> Sequence[int]:
-        """Return the sample numbers at positions `start` to `start + count - 1`; fewer, or none, if the epoch ends.
+        """Return the sample numbers at positions `start` to `start + count - 1` of an epoch; fewer if the epoch ends.
 
         Read the stream as far as necessary; raise DataUnavailable if it is interrupted.
         """
@@ -307,7 +310,7 @@ class StreamedDataset:
         return f"{self.name}[{place} of {', '.join(where)}]" if where else f"{self.name}[{place}]"
 
     def fingerprint(self) -> str:
-        """Return a text that identifies the data, their order, and which of their URLs could not be downloaded.
+        """Return a text that identifies the data, their order, and the URLs in them that could not be downloaded.
 
         Nothing is read from the stream.
         """

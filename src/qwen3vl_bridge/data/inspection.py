@@ -47,7 +47,7 @@ _MOST_BINS = 24  # of a histogram
 
 @dataclass(frozen=True)
 class Piece:
-    """The fewest consecutive tokens that form complete characters, usually one; or a run of equal vision tokens."""
+    """The fewest consecutive tokens that decode to full characters (usually one), or a run of equal vision tokens."""
 
     ids: tuple[int, ...]
     text: str
@@ -57,7 +57,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class VisionView:
-    """One image or video as the processor returned it: its size, its tokens, and optionally its pixels."""
+    """One image or video as the processor returned it: its size, number of tokens, and optionally pixels."""
 
     kind: str  # "image" or "video"
     grid: tuple[int, int, int]  # patches in time, height and width
@@ -125,9 +125,10 @@ def inspect_samples(
     images: bool = False,  # keep images to show
     progress: Callable[[Sequence[int]], Iterable[int]] = iter,  # wraps numbers of samples
 ) -> Inspection:
-    """Encode some samples to show, and measure the lengths of more; raise DataError if `start` is too large.
+    """Encode `show` samples for a report, and measure the lengths of `lengths` samples, spread over the data set.
 
-    `samples.sample_filter` must not have a length limit, because long samples are counted here.
+    The encoded samples begin at index `start`, or are chosen at random if `seed` is set. Raise DataError if `start` is
+    too large. `samples.sample_filter` must not have a length limit, because long samples are counted here.
     """
     assert samples.total is not None  # streams are not inspected
     total, errors = samples.total, dict[int, tuple[str, str]]()
@@ -299,7 +300,7 @@ def as_text(inspection: Inspection, *, brackets: bool = False) -> Text:
 
 
 def _piece_text(piece: Piece) -> str:
-    """Return the text of a piece with escapes; for a run of vision tokens, the token and its count."""
+    """Return the text of a piece with control characters escaped; for a run of vision tokens, token and count."""
     text = visible(piece.text)
     return f"{text} x {len(piece.ids)}" if piece.vision and len(piece.ids) > 1 else text
 

@@ -1,8 +1,8 @@
 """Load the rows of a split: plan, read, encode and assign them to ranks, and yield microbatches for a training loop.
 
 All ranks number the rows in the same way. Of every dp_size * micro_batch_size consecutive rows, each rank takes
-micro_batch_size. So a position is one number for all ranks, and a run may resume with another number of ranks. A
-streamed data set may be resumed with another number of ranks if it is read in as many parts (`StreamedRows`).
+micro_batch_size. So a position is one number for all ranks, and a run may resume with another number of ranks. With a
+streamed data set, this requires the same number of stream parts as before (`StreamedRows`).
 """
 
 from __future__ import annotations
@@ -124,11 +124,13 @@ class RowDataset(Dataset[EncodedRow]):
         """Plan the rows of `samples`. Data-parallel ranks take the rows in turn.
 
         Args:
+            samples: the samples, in the order of their source.
+            settings: how samples are ordered, packed and assigned to ranks.
             length: the result of `len`.
             begin: window to start at; None for the first.
             ranks: number of data-parallel ranks.
-            repeat: repeat the first `repeat` rows without end; those after the end of the first epoch have no loss.
-                None to continue with the next rows.
+            repeat: number of rows to repeat without end, for evaluations. Of these, rows after the first epoch have no
+                loss. None to continue with new rows instead.
         """
         self.samples, self.settings, self._len, self.ranks, self.repeat = samples, settings, length, ranks, repeat
         if settings.packed is not None:
@@ -305,7 +307,7 @@ class StreamedRows(RowDataset):
         return row._replace(dropped=(), newly_dropped=new)
 
     def starting_at(self, begin: Window) -> StreamedRows:
-        """Return the same rows from the start: a saved window belongs to one part, so every part is read again."""
+        """Return the same rows, planned from the start: a window belongs to one part, so every part is read again."""
         return StreamedRows(self, self._parts, self._counter)
 
     def fingerprint(self) -> dict[str, int | str | None]:
@@ -382,8 +384,8 @@ class BatchStream(Iterator[TokenBatch]):
         """Continue from the `state_dict` of another stream.
 
         Raises:
-            ValueError: the state is for other data or rows, or within rows that were assigned to another number of
-                ranks.
+            ValueError: the state is for other data or rows, or its position is inside a group of rows that was assigned
+                to ranks differently.
         """
         check_position(self._rows.fingerprint(), state["data"])
         check_assignment(state["row"], tuple(state["assigned"]), self._rows.assignment())
@@ -400,9 +402,9 @@ class BatchStream(Iterator[TokenBatch]):
 def one_pass(
     rows: RowDataset, *, dp_rank: int = 0, dp_size: int = 1, micro_batch_size: int = 1
 ) -> Iterator[TokenBatch]:
-    """Yield every row of the first epoch once, in microbatches for one rank.
+    """Yield the microbatches of one rank in a single pass over the first epoch.
 
-    Every rank gets the same number of microbatches (see `iterate_one_pass`).
+    Ranks take the rows in turn, and every rank gets the same number of microbatches (see `iterate_one_pass`).
     """
     check_dp_rank(dp_rank, dp_size, micro_batch_size)
     numbers = iter(range(rows.plan.end_of_epoch()))
@@ -414,9 +416,10 @@ def one_pass(
 def iterate_one_pass[Row](
     rows: Iterator[Row], lay_out: Callable[[list[Row]], TokenBatch], dp_rank: int, dp_size: int, micro_batch_size: int
 ) -> Iterator[TokenBatch]:
-    """Yield the microbatches of one rank. Ranks take `rows` in turn, and `lay_out` builds a batch from its rows.
+    """Yield the microbatches of one rank in a single pass over `rows`, which ranks take in turn.
 
-    If the rows do not divide evenly over the ranks, the last row is repeated with a loss mask of zeros.
+    `lay_out` builds a batch from `micro_batch_size` rows. If the rows do not divide evenly over the ranks, the last row
+    is repeated with a loss mask of zeros.
 
     Raises:
         DataError: there are no rows.

@@ -50,7 +50,7 @@ Video = Media | FrameList
 
 @dataclass(frozen=True)
 class MediaAccess:
-    """The folders and downloaded files that records may refer to."""
+    """The folders and files in which images and videos of records are looked up."""
 
     # Folders that paths are relative to and must not leave: a path is looked up in each, in order, and symbolic links
     # may point from one into another. Empty if paths are not allowed.
@@ -67,11 +67,11 @@ class MediaAccess:
         return cls(_as_roots(root), url_cache or UrlCache())
 
     def for_data(self, data: str) -> MediaAccess:
-        """Return a copy that follows the download record of one data set. `data` is the data set's `download_key`."""
+        """Return a copy that uses the download record of one data set. `data` is the data set's `download_key`."""
         return replace(self, url_cache=self.url_cache.for_data(data))
 
     def add_missing_urls(self, fingerprint: str) -> str:
-        """Append a hash of the URLs that could not be downloaded, if any, to the fingerprint of a data set."""
+        """Return the fingerprint of a data set. If URLs could not be downloaded, append a hash of these URLs."""
         record = self.url_cache.record
         return record.add_missing_urls(fingerprint) if record else fingerprint
 
@@ -88,9 +88,9 @@ def _as_roots(given: Any) -> tuple[Path, ...]:
 
 
 def make_media_access(given: MediaRoot, default: Path | None) -> MediaAccess:
-    """Return a `MediaAccess` for a setting `media_root`; raise DataError if a folder does not exist.
+    """Return a `MediaAccess` for the setting `media_root`; raise DataError if a folder does not exist.
 
-    `default` is the root if `given` has none.
+    `given` is the value of the setting. If it has no folders, `default` is the only root.
     """
     access = given if isinstance(given, MediaAccess) else MediaAccess.from_settings(given)
     roots = access.roots or _as_roots(default)
@@ -184,7 +184,10 @@ class DownloadRecord:
 
     @classmethod
     def read(cls, root: Path, data: str) -> Self:
-        """Read the record of one data set (`data` is its `download_key`) from a folder; raise DataError if damaged."""
+        """Read the record of one data set from a folder. `data` is the data set's `download_key`.
+
+        Return an empty record if there is none; raise DataError if it is damaged.
+        """
         path = cls._path(root, data)
         try:
             found = read_json(path)
@@ -199,7 +202,7 @@ class DownloadRecord:
             ) from error
 
     def write(self, root: Path, data: str) -> None:
-        """Write the record of one data set (`data` is its `download_key`) to a folder; replace an earlier record."""
+        """Write this record to a folder; replace an earlier record. `data` is the data set's `download_key`."""
         path = self._path(root, data)
         path.parent.mkdir(parents=True, exist_ok=True)
         failed = sorted(digest.hex() for digest in self.failed)
@@ -211,7 +214,7 @@ class DownloadRecord:
         return root / "records" / f"{hashlib.sha256(data.encode()).hexdigest()[:40]}.json"
 
     def add_missing_urls(self, fingerprint: str) -> str:
-        """Append a hash of the URLs that could not be downloaded, if any, to the fingerprint of a data set."""
+        """Return the fingerprint of a data set. If URLs could not be downloaded, append a hash of these URLs."""
         if not self.failed:
             return fingerprint
         digest = hashlib.sha256(b"".join(sorted(self.failed))).hexdigest()[:16]
@@ -235,7 +238,7 @@ class UrlCache:
         return self.folder or user_cache() / "media"
 
     def for_data(self, data: str) -> UrlCache:
-        """Return a copy that follows the download record of one data set. `data` is the data set's `download_key`."""
+        """Return a copy that uses the download record of one data set. `data` is the data set's `download_key`."""
         return replace(self, record=DownloadRecord.read(self.root, data))
 
     def __call__(self, address: str, place: str) -> Path:
@@ -329,7 +332,7 @@ _TO_8_BITS = {"L;2": 255 / 3, "L;4": 255 / 15, "RGB;16B": 1 / 256}
 
 
 def is_image_file(file: Path) -> bool:
-    """Return whether a file begins like an image, even if the image is too large to open."""
+    """Return whether Pillow recognizes a file as an image, even if the image is too large to open."""
     try:
         _open_image(file).close()
     except Image.DecompressionBombError:
@@ -340,7 +343,11 @@ def is_image_file(file: Path) -> bool:
 
 
 def image_size(image: Media, place: str) -> tuple[int, int]:
-    """Return the height and width of an upright image, if possible from its header; raise DataError if damaged."""
+    """Return the height and width of an image after its EXIF rotation, if possible from its header.
+
+    Raises:
+        DataError: the file does not decode, or has too many pixels.
+    """
     with _open_checked(image, place) as opened:
         width, height = opened.size
         try:

@@ -116,7 +116,7 @@ def _read_set(where: str, given: Any, default: Mapping[str, Any]) -> MixedSet:
 
 
 def _default_name(path: str) -> str:
-    """Return the last component of a path, but skip generic names such as "train" and "data"."""
+    """Return a name for a data set: the last component of its path, except generic names such as "train" and "data"."""
     if path.startswith(HUB):
         return path.removeprefix(HUB)
     place = Path(path)
@@ -184,17 +184,17 @@ class Mixture:
         return bisect_right(self._firsts, range(len(self))[index]) - 1
 
     def sample_id(self, index: int) -> str:
-        """Return the name of the data set, and the sample id of its source."""
+        """Return "NAME/ID": the name of the data set, and the sample id in this data set."""
         number = self.set_index(index)
         return f"{self.names[number]}/{self.sources[number].sample_id(range(len(self))[index] - self._firsts[number])}"
 
     def fingerprint(self) -> str:
-        """Return a text that identifies the data by fingerprints and samples per epoch, without names and paths."""
+        """Return a text that identifies the data: the fingerprint and samples per epoch of each data set."""
         sets = zip(self.sources, self._taken, strict=True)
         return " + ".join(f"{source.fingerprint()} ({taken} an epoch)" for source, taken in sets)
 
     def __getitem__(self, index: int) -> Conversation:
-        """Read one conversation. An error of its data set is raised with the name of that data set."""
+        """Read one conversation. Put the name of its data set in front of its sample id, or of a DataError."""
         number = self.set_index(index)
         try:
             found = self.sources[number][range(len(self))[index] - self._firsts[number]]
@@ -203,7 +203,7 @@ class Mixture:
         return replace(found, sample_id=f"{self.names[number]}/{found.sample_id}")
 
     def summary(self) -> str:
-        """Return a line of text with the samples of each data set in an epoch."""
+        """Return a line of text with the size of each data set, and its share of an epoch."""
         total = sum(self._taken)
         return "; ".join(
             f"{name}: {length:,} samples, {float(taken / length):.4g} times an epoch ({float(taken / total):.1%})"

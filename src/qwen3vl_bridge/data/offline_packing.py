@@ -50,10 +50,13 @@ def pack(
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
     say: Callable[[str], None] = lambda _: None,
 ) -> PackingReport:
-    """Measure all samples, pack them into rows, and write the rows to a folder, which appears only when complete.
+    """Measure all samples, pack them into rows, write the rows to a folder, and return statistics.
+
+    The folder appears only when it is complete.
 
     Args:
         rows: the samples and the settings of the rows, which must not be packed already.
+        folder: folder to write; new, or with packed rows if `overwrite` is set.
         workers: number of processes that measure; 0 for this process.
         overwrite: replace earlier packed rows.
         progress: wraps the iterator over the numbers of samples measured in each step.

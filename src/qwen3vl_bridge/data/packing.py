@@ -57,7 +57,7 @@ def count_by_set(sets: Iterable[int]) -> SetCounts:
 
 
 def merge_counts(merge: Callable[[tuple[int, ...]], int], *counts: SetCounts) -> SetCounts:
-    """Merge several counts per data set into one, with `sum`, `max` or another function."""
+    """Return one count per data set: the result of `merge`, such as `sum` or `max`, for the counts of the data set."""
     return tuple(map(merge, zip_longest(*counts, fillvalue=0)))
 
 
@@ -111,7 +111,7 @@ class MixedOrder(Order):
 
     Each data set is read pass after pass: each sample once per pass, each pass in a different order. An epoch continues
     where the previous epoch stopped. So after any number of epochs, all samples of a data set have been read equally
-    often, give or take one, also if an epoch takes 0.3 or 2.5 times the data set.
+    often, give or take one, even if an epoch reads 0.3 or 2.5 times the data set.
 
     Within an epoch, sample k of the n samples of a data set gets a time drawn from [k / n, (k + 1) / n), or the middle
     of that interval without a seed. Samples are sorted by time, so every part of the epoch has the same mixture.
@@ -149,7 +149,7 @@ class MixedOrder(Order):
         ]
 
     def are_first_reads(self, epoch: int, start: int, count: int) -> list[bool]:
-        """Return, for each of `count` samples from position `start` of an epoch, whether it was never read before."""
+        """Return, for each of `count` samples from position `start` of an epoch, whether this is its first read."""
         return [passed == 0 for _, passed, _ in self._positions(epoch, start, count)]
 
     def _positions(self, epoch: int, start: int, count: int) -> Iterator[tuple[int, int, int]]:
@@ -166,9 +166,10 @@ class MixedOrder(Order):
         return [floor(epoch * number) for number in self._taken]
 
     def _merged_order(self, epoch: int, before: Sequence[int]) -> torch.Tensor:
-        """Return the samples of an epoch sorted by time: [samples] int32, or int64 from 2**31 samples on.
+        """Return the order of an epoch as indices into its samples before sorting by time: [samples] int32 or int64.
 
-        `before` has the index in the epoch at which the samples of each data set begin, before sorting.
+        Before sorting, the data sets follow one another; `before` has the first index of each, and the total. int64 is
+        used from 2**31 samples on.
         """
         if epoch not in self._merged:
             counts = [end - begin for begin, end in pairwise(before)]
@@ -231,7 +232,7 @@ class _FreeSpace:
             insort(self._shelves[patches * len(self._shelves) // self._most], (tokens, row, patches))
 
     def take(self, tokens: int, patches: int) -> tuple[int, int, int] | None:
-        """Remove the fullest row with enough space; return its free tokens, number and free patches, or None."""
+        """Remove the fullest row with enough space; return (free tokens, row number, free patches), or None."""
         lowest, found = patches * len(self._shelves) // self._most, []
         for number in range(lowest, len(self._shelves)):
             shelf = self._shelves[number]
@@ -298,7 +299,12 @@ class RowPlan:
         self._latest: tuple[Window, list[Row], Window] | None = None  # last packed, its rows, the next
 
     def row(self, number: int) -> Row:
-        """Return the sample numbers of a row; raise IndexError before the plan begins, DataError for an empty epoch."""
+        """Return the sample numbers of a row.
+
+        Raises:
+            IndexError: the row is before the first row of the plan.
+            DataError: no sample of an epoch is valid, so that the epoch has no rows.
+        """
         window = self.window(number)
         return self._pack_window(window)[0][number - window.first_row]
 

@@ -1,7 +1,7 @@
-"""Read conversations as prompts: everything before the last answer, with that answer as the reference.
+"""Read conversations as prompts. A prompt is everything before the last answer, and this answer is the reference.
 
 Reasoning is not part of an answer, neither in the conversation (next to the answer or inside its content) nor in the
-output of a model. Questions are read at once, but their images only when a prompt is encoded.
+output of a model. `Prompts` reads the texts of all questions first, and images only when a prompt is encoded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Prompt:
-    """An encoded prompt."""
+    """An encoded prompt, and whether it opens a thinking block."""
 
     sample: EncodedSample  # images, videos and the [n] tokens up to the answer
     thinks: bool  # whether it opens a thinking block that the model must close before its answer
@@ -54,12 +54,12 @@ class Prompt:
 
 
 class Prompts:
-    """The prompts of a data set.
+    """The questions of a data set, read when the object is created, and their prompts, encoded on request.
 
     Args:
         source: the conversations.
         encoder: an encoder that trains on the last answer.
-        numbers: indices of conversations.
+        numbers: indices of the conversations to read.
 
     Raises:
         DataError: a conversation does not end with an assistant message, or cannot be encoded. The contents of its
@@ -74,9 +74,9 @@ class Prompts:
         return replace(self.source[index], losses={})  # which messages a run trains on does not matter here
 
     def _question(self, index: int) -> Question:
-        """Read the text of a conversation.
+        """Return the question of a conversation: the text of the message before the last answer, and accepted answers.
 
-        The accepted answers are the `references` of its record, or its last answer.
+        The accepted answers are the `references` of its record, or else the last answer.
         """
         conversation = self._read(index)
         place, last = conversation.sample_id, conversation.messages[-1]
@@ -89,7 +89,10 @@ class Prompts:
         return Question(index, place, text, tuple(accepted), self.encoder.size(conversation).tokens)
 
     def encode(self, question: Question) -> Prompt:
-        """Read the images of a question, and encode it as for training. Raise DataError if that fails."""
+        """Return the encoded prompt of a question, without its answer. Read its images and videos.
+
+        Raise DataError if they cannot be read or encoded.
+        """
         sample = self.encoder(self._read(question.index))
         # A label is trained on if the next token belongs to the answer.
         length = int(sample.loss_mask.argmax()) + 1

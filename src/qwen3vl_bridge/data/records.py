@@ -92,8 +92,8 @@ def is_empty_medium(value: Any) -> bool:
 def normalize_medium(value: Any, place: str) -> Any:
     """Convert a medium, or each frame of a video, to a path, a URL or bytes. Return other values unchanged.
 
-    A "file://" URL becomes a path with percent signs decoded (DataError for another host), base64 becomes a "data:"
-    URL.
+    A "file://" URL becomes a path with percent signs decoded, and base64 becomes a "data:" URL. Raise DataError for a
+    "file://" URL that names another host, or has a query or a fragment.
     """
     if isinstance(value, list):
         return [normalize_medium(frame, place) for frame in value]
@@ -117,7 +117,7 @@ def pop_media(record: dict[str, Any], place: str) -> dict[str, list[dict[str, An
     """Remove the keys "image", "images", "video" and "videos" from a record; return their media as parts, by kind.
 
     Raises:
-        DataError: both names of a kind are set, or frame rates do not fit the videos.
+        DataError: "image" and "images" (or "video" and "videos") are both set, or frame rates do not fit the videos.
     """
     media: dict[str, list[dict[str, Any]]] = {}
     for kind, keys in KEYS_OF_KIND.items():
@@ -181,7 +181,10 @@ def check_unread_keys(record: Mapping[str, Any], known: Collection[str], message
 
 
 def check_object_tags(record: Mapping[str, Any], messages: list[Any], place: str) -> None:
-    """Raise DataError if a text has <ref-object> or <bbox>, ms-swift's placeholders for the key "objects"."""
+    """Raise DataError if a record has the key "objects" and a text has its placeholders, <ref-object> or <bbox>.
+
+    The placeholders are ms-swift's, and are not filled here.
+    """
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
     parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
     texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
@@ -214,9 +217,9 @@ def _kind_of_key(key: str) -> str:
 
 
 def _first_media(value: Any, *, named: bool = False) -> list[Any]:
-    """Return the media in a value as bytes, URLs or paths. Read only four items of a list, unless `named` is set.
+    """Return the media in a value as bytes, URLs or paths. Read only the first four items of a list.
 
-    With `named`, prefer the path of a medium to its bytes.
+    With `named`, prefer the path of a medium to its bytes, and read all items.
     """
     if isinstance(value, list):
         return [leaf for item in (value if named else value[:4]) for leaf in _first_media(item, named=named)]
@@ -233,7 +236,7 @@ def _looks_like_media(value: Any) -> bool:
 
 
 class _Placeholder(NamedTuple):
-    """A placeholder in a message: for the next image or video, or for the one with its number or path."""
+    """A placeholder in a message: for the next image or video, or for the medium with a given number or path."""
 
     kind: str
     text: str  # as written in the record
@@ -251,9 +254,15 @@ def insert_media(
     placeholders: Placeholders = "media",
     in_front: bool = False,
 ) -> list[Any]:
-    """Return the messages with each placeholder replaced by its medium. `media` has the parts of each kind in order.
+    """Return the messages with each placeholder replaced by its medium.
 
-    With `in_front`, media of a kind without any placeholder are inserted before the first prompt.
+    Args:
+        messages: messages in our own format.
+        media: the parts of each kind, in order (`pop_media`).
+        place: location of the record, for messages of errors.
+        keys: keys of the record, for messages of errors.
+        placeholders: "text" if "<image>" and "<video>" in strings are literal text.
+        in_front: insert the media of a kind that has no placeholder before the first prompt.
 
     Raises:
         DataError: the number of placeholders differs from the number of media, or placeholders are ambiguous.

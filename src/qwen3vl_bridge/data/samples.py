@@ -1,4 +1,4 @@
-"""Samples of a source: decide which conversations become samples, measure them, and encode them when their row is due.
+"""Samples of a source: decide which conversations become samples, measure them, and encode them when a row is read.
 
 When rows are packed during training, every process that plans rows needs the size of every sample: all ranks and all
 their data-loading processes. The processes of a machine share their measurements in one temporary file per job. Its
@@ -78,15 +78,18 @@ class Sizes:
             del self._kept[next(iter(self._kept))]
 
     def lock(self, sample: int, *, wait: bool) -> AbstractContextManager[bool]:
-        """Lock a sample while it is measured, so that no other process measures it too.
+        """Return a context manager that locks a sample for its measurement. It yields whether this process got it.
 
-        The context manager yields whether this process holds the lock. With `wait`, wait for a process that holds it;
-        afterwards that process has measured the sample, or has died.
+        With `wait`, wait for a process that has the lock: afterwards it has measured the sample, or has died. The sizes
+        of this class are not shared, so it yields True without a lock.
         """
         return nullcontext(True)
 
     def count_drop(self, kind: DropReason) -> int:
-        """Count a dropped or truncated sample; return the number so far over all processes that share the sizes."""
+        """Count a sample that is left out for the reason `kind`; return the number for this reason so far.
+
+        If processes share the sizes, the number is over all of them.
+        """
         self._noted[kind] += 1
         return self._noted[kind]
 
@@ -94,7 +97,8 @@ class Sizes:
 def open_shared_sizes(total: int, rules: Mapping[str, Any]) -> Sizes:
     """Return a cache of sample sizes that all processes of this job on this machine share, in a temporary file.
 
-    If the file cannot be opened, this process measures every sample. Sample sizes may depend only on `rules`.
+    Processes with equal `rules` share a cache, so `rules` must have everything that sizes depend on. If the file cannot
+    be opened, this process measures every sample.
     """
     digest = hashlib.sha256(repr(sorted(rules.items())).encode()).hexdigest()[:16]
     path = Path(tempfile.gettempdir(), f"{_PREFIX}{os.getuid()}_{_job()}_{digest}")
@@ -111,7 +115,7 @@ def make_drop_counter(rules: Mapping[str, Any], groups: Any = None) -> Callable[
 
     Use it for data that are divided over data-parallel ranks. Tensor-, context- and pipeline-parallel ranks read the
     same data, so only the first of them counts; on the others the function returns 0. Processes with equal `rules`
-    count together. `groups` are Megatron's process groups, or None if there are none.
+    share their counts. `groups` are Megatron's process groups, or None if there are none.
     """
     first = groups is None or groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0
     return open_shared_sizes(0, rules).count_drop if first else _count_nothing
@@ -160,7 +164,7 @@ class SharedSizes(Sizes):
 
     @contextlib.contextmanager
     def lock(self, sample: int, *, wait: bool) -> Iterator[bool]:
-        """Lock a sample while it is measured, see `Sizes.lock`. The threads of a process share its locks."""
+        """Lock a sample in the file while it is measured, see `Sizes.lock`. Threads of a process share its locks."""
         file = _open_file(self._path)
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, sample)
@@ -174,7 +178,10 @@ class SharedSizes(Sizes):
             fcntl.lockf(file, fcntl.LOCK_UN, 1, sample)
 
     def count_drop(self, kind: DropReason) -> int:
-        """Count a dropped or truncated sample; return the number so far over all processes on this machine."""
+        """Count a sample that is left out for the reason `kind`; return the number for this reason so far.
+
+        The number is over all processes of the job on this machine.
+        """
         place = get_args(DropReason).index(kind)
         try:
             with self.lock(_NOTES, wait=True):
@@ -213,7 +220,7 @@ def _open_file(path: Path) -> int:
 
 
 def _remove_left_over(folder: Path) -> None:
-    """Remove the files of sizes that killed jobs of this user have left in a folder."""
+    """Remove the files of sample sizes that killed jobs of this user left in a folder."""
     for path in folder.glob(f"{_PREFIX}{os.getuid()}_*"):
         with contextlib.suppress(OSError):  # another process was faster, or is using it
             if path in _files or time.time() - path.stat().st_mtime < _OLD:
@@ -249,7 +256,8 @@ class MeasuredConversation(NamedTuple):
 class SampleFilter:
     """Measure and encode conversations, and count dropped and truncated samples. Picklable, for workers.
 
-    The attributes `num_dropped` and `num_truncated` are per process; logged counts may be shared (`with_counter`).
+    `num_dropped` and `num_truncated` are counts of this process. Counts in the log may include other processes
+    (`with_counter`).
     """
 
     def __init__(
@@ -265,6 +273,7 @@ class SampleFilter:
         """Set which conversations become samples, and what happens to the others.
 
         Args:
+            encoder: measures and encodes conversations.
             limit: maximum tokens of a sample.
             most_patches: maximum patches of the images and videos of a sample; None for no limit.
             multiple: if a sample has several documents, each is padded to a multiple of this number of tokens. The
@@ -305,11 +314,12 @@ class SampleFilter:
         }
 
     def measure(self, read: Callable[[], Conversation], place: str) -> MeasuredConversation | None:
-        """Return a conversation with its size, reading only the headers of its images; None if it is dropped.
+        """Return the conversation that `read` returns, with its size; None if it is dropped. `place` is its location.
+
+        Of images, only headers are read.
 
         Raises:
-            DataError: the conversation cannot be read or is too long, and the settings say that this is an error.
-                `place` names it.
+            DataError: the conversation cannot be read and `on_bad` is "error", or is too long and `on_long` is "error".
         """
         try:
             conversation = read()
@@ -346,10 +356,10 @@ class SampleFilter:
         return Size(*map(sum, zip(*padded, strict=True)))
 
     def encode(self, read: Callable[[], MeasuredConversation], kind: DropReason = "dropped") -> EncodedSample | None:
-        """Return the tokens and pixels of a sample; None if it turns out to be bad only now, and is dropped.
+        """Return the tokens and pixels of a sample; None if encoding finds an error and `on_bad` is "drop".
 
-        For example, measuring does not detect a truncated image file. `kind` is "unreadable" if a blank token takes the
-        sample's place in a row.
+        For example, measuring does not detect a truncated image file. `kind` is the reason that is counted. It is
+        "unreadable" if a blank token takes the sample's place in a row.
 
         Raises:
             DataError: the sample is bad and `on_bad` is "error", or its size differs from the measured size.
@@ -368,14 +378,20 @@ class SampleFilter:
         return sample
 
     def encode_or_blank(self, read: Callable[[], MeasuredConversation], place: str) -> EncodedSample:
-        """Return the tokens and pixels of a sample like `encode`; replace a bad one by a single token without loss."""
+        """Return the tokens and pixels of a sample; if `encode` drops it, return a single token without loss instead.
+
+        `place` is the `sample_id` of that token.
+        """
         if sample := self.encode(read, "unreadable"):
             return sample
         token = torch.tensor([pad_token_id(self.encoder.processor.tokenizer)])
         return EncodedSample(token, token, torch.zeros(1), None, None, place)
 
     def handle_error(self, error: DataError, kind: DropReason = "dropped") -> None:
-        """Raise the error of a sample, or count the sample as left out for the reason `kind` if `on_bad` is "drop"."""
+        """Count a bad sample as left out for the reason `kind` if `on_bad` is "drop"; otherwise raise its error.
+
+        SampleSizeChanged and DataUnavailable are always raised.
+        """
         if isinstance(error, (SampleSizeChanged, DataUnavailable)):
             raise error
         if self.on_bad == "error":
@@ -407,6 +423,7 @@ class Samples:
         """Read the samples of a source of conversations.
 
         Args:
+            file: the source.
             sample_filter: decides which conversations become samples.
             sizes: cache of measured sizes; None for a new one of this process alone.
             counter: counts dropped samples; None for `sizes.count_drop`.
@@ -431,7 +448,10 @@ class Samples:
         return size
 
     def measure(self, indices: Iterable[int]) -> None:
-        """Measure samples, except those that some process has measured or is measuring. Raises the errors of `size`."""
+        """Measure samples and store their sizes. Raises the errors of `size`.
+
+        Skip samples that this or another process has measured, or that another process is measuring.
+        """
         for index in indices:
             self._measured(index, wait=False)
 

@@ -1,4 +1,4 @@
-"""Read conversations from JSON files, and open the source for a path."""
+"""Read conversations from JSON files, and choose the reader (JSON, Parquet or `datasets`) for a path."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class Conversations(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """Return a text that identifies the data: it changes if an index may have another conversation."""
+        """Return a text that identifies the data: it differs if the conversation at any index may differ."""
         ...
 
 
 class ConversationSource(Conversations, Protocol):
     """A data set with a known number of conversations, unlike a stream.
 
-    `download_key` is the name by which the data set's download record is found.
+    `download_key` identifies the data set's download record.
     """
 
     download_key: str
@@ -73,7 +73,7 @@ class _JsonFile(ABC):
         """Find the offsets of the records. By default, `media_root` is the folder of the file.
 
         Raises:
-            DataError: the file or folder does not exist, or the file is empty or truncated.
+            DataError: the file or a media root does not exist, or the file is empty or truncated.
         """
         self.path, self._schema = Path(path), schema
         self._starts, self._ends = array("Q"), array("Q")
@@ -92,7 +92,7 @@ class _JsonFile(ABC):
         """Return the location of a conversation, for messages."""
 
     def fingerprint(self) -> str:
-        """Return a text that identifies the contents: hashes of the file, and of the URLs not downloaded."""
+        """Return a text that identifies the contents: hashes of the file, and of URLs that could not be downloaded."""
         return self.media.add_missing_urls(self.download_key)
 
     def __len__(self) -> int:
@@ -243,6 +243,10 @@ def open_source(
         url_cache: the folder of downloaded URLs; None for the default folder.
         schema_adapter: name of the schema of the records (`find_schema`), or None.
         columns: column names that differ from the default names; None if there are none.
+
+    Raises:
+        DataError: the path does not exist, has an unsupported format, or is damaged.
+        ValueError: `schema_adapter` or `columns` is invalid.
     """
     schema = find_schema(schema_adapter, columns or DEFAULT_COLUMNS)
     source = _open_path(path, MediaAccess.from_settings(media_root, url_cache), schema)

@@ -4,9 +4,9 @@ A table row becomes the record that a line of JSON would contain, and the schema
 read, except times and lists of numbers that no check needs. If a column that would not be read contains bytes, an error
 is raised before any row is read.
 
-Values may be JSON if the type of the column says so. `datasets` (5.2) writes a string to such a column as JSON, unless
-the string is JSON by itself: the answer "7" is stored as a number, and must be read as the original string. A string
-that is itself in quotation marks is returned without them, which cannot be detected.
+Columns of Arrow's JSON type are decoded. `datasets` (5.2) writes a string to such a column as JSON, unless the string
+is JSON by itself: the answer "7" is stored as a number, and must be read as the original string. A string that is
+itself in quotation marks is returned without them, which cannot be detected.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ class Parquet:
         return f"{self._files[file].name}[{row - self._first_rows[file]}]"
 
     def fingerprint(self) -> str:
-        """Return a text that identifies the data: number of rows, and hashes of the files and URLs not downloaded."""
+        """Return a text that identifies the data: number of rows, and hashes of files and of URLs not downloaded."""
         return self.media.add_missing_urls(self.download_key)
 
     def __getitem__(self, index: int) -> Conversation:
@@ -282,7 +282,7 @@ def _sample_blocks(files: Sequence[Path], chunks: Sequence[int], most: int) -> I
     wanted = min(total, most)
 
     def located(place: int) -> tuple[int, int, int]:
-        """Return the file index, offset and length of a block."""
+        """Return the file index, offset and length of the block that is yielded at position `place`."""
         block = place * total // wanted
         number = bisect_right(ends, block)
         file, start, length = chunks[3 * number : 3 * number + 3]

@@ -116,7 +116,10 @@ def sample_location(sample: Sample) -> str:
 
 
 def _parse_sample(sample: RawSample, sample_fps: float | None, columns: Columns) -> Conversation:
-    """Return the conversation of a sample. Its images and videos are bytes."""
+    """Return the conversation of a sample, with images and videos as bytes; raise DataError if it is invalid.
+
+    `sample_fps` is the frame rate of lists of frames without a rate.
+    """
     place = sample_location(sample)
     if RECORD_FILE not in sample.parts:
         found = ", ".join(sample.parts) or "none"
@@ -138,7 +141,7 @@ def _parse_sample(sample: RawSample, sample_fps: float | None, columns: Columns)
 
 
 def _set_default_fps(record: Any, sample_fps: float) -> None:
-    """Set the frame rate of each list of frames without one, in place. Invalid messages are left for later checks."""
+    """Set `sample_fps` for each list of frames that has no frame rate, in place. Skip invalid messages."""
     messages = record.get("messages") if isinstance(record, dict) else None
     for message in messages if isinstance(messages, list) else ():
         parts = message.get("content") if isinstance(message, dict) else None
@@ -202,8 +205,7 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         """Build energon's datasets for training.
 
         Raises:
-            DataError: there are fewer samples than workers. Energon would read a worker without samples in an endless
-                loop.
+            DataError: there are fewer samples than workers. A worker without samples would loop forever.
         """
         self._prepare(datasets, worker_config)
         ranks, workers = worker_config.world_size, max(1, worker_config.num_workers)
@@ -291,17 +293,18 @@ class Qwen3VLTaskEncoder(MeasuringTaskEncoder):
 
     @stateless
     def batch(self, samples: list[Any]) -> EnergonBatch:
-        """Return a packed row unchanged, or a batch with one padded row for each sample."""
+        """Return the packed row that `samples` contains, or a batch with one padded row for each sample."""
         if isinstance(samples[0], EnergonBatch):
             (row,) = samples
             return row
         return self._lay_out(samples, self.collator.collate_padded([sample.encoded for sample in samples]))
 
     def _lay_out(self, samples: Sequence[ReadySample], packed: TokenBatch) -> EnergonBatch:
-        """Return a batch with the number of samples that this process has dropped since its previous batch.
+        """Return a batch for energon, with the number of samples that this process dropped since its previous batch.
 
-        Energon reads a buffer ahead, and does not read samples again that were dropped before.
+        `samples` are the samples of `packed`.
         """
+        # Energon reads a buffer ahead, and does not read samples again that were dropped before.
         dropped = self.sample_filter.num_dropped
         new, self._counted = dropped - self._counted, dropped
         return EnergonBatch(
@@ -416,7 +419,7 @@ class Qwen3VLEnergonProvider(ConversationRows):
         return train, valid, None
 
     def _repeat_evaluation(self, num_rows: int, dp_rank: int, dp_size: int) -> Iterator[TokenBatch]:
-        """Yield the same batches for every evaluation.
+        """Yield the microbatches of endless evaluations, which are all equal. Each evaluation has `num_rows` rows.
 
         If the split is shorter than an evaluation, its last batch is repeated without a loss.
         """
@@ -438,10 +441,10 @@ class Qwen3VLEnergonProvider(ConversationRows):
         return EnergonStream(self, split, dp_rank, dp_size)
 
     def evaluation(self, split: str, *, dp_rank: int = 0, dp_size: int = 1) -> Iterator[TokenBatch]:
-        """Yield every sample of a split (also "test") once. Every rank gets the same number of microbatches.
+        """Yield the microbatches of one rank in a single pass over a split: "train", "valid" or "test".
 
-        Each rank reads all samples, but computes pixels only for its own rows. If the number of rows is not divisible,
-        the last row is repeated without a loss.
+        Each rank reads all samples, but computes pixels only for its own rows. Every rank gets the same number of
+        microbatches: if the rows do not divide evenly, the last row is repeated without a loss.
         """
         check_dp_rank(dp_rank, dp_size)
         if split not in _ENERGON_SPLITS:
