@@ -51,12 +51,15 @@ class Condition:
         return self.is_met(settings)
 
     def __and__(self, other: Callable[[Any], Any]) -> Condition:
-        """Return a condition that is met if both are met. Messages mention `other` only if it is a `Condition`."""
+        """Return a condition that is met if this condition and `other` are met.
+
+        Messages mention the settings of `other` only if it is a `Condition`.
+        """
         names = f"{self.names} {other.names}" if isinstance(other, Condition) else self.names
         return Condition(names, lambda settings: self(settings) and other(settings))
 
     def describe(self, settings: Any) -> str:
-        """Return the settings of the condition with their values for a message, such as " with a 1 and b 'c'"."""
+        """Return the names and values of the condition's settings for a message, such as " with a 1 and b 'c'"."""
         values = {name: _read(settings, name) for name in self.names.split()}
         words = [name if value is True else f"{name} {_format(value)}" for name, value in values.items()]
         return f" with {' and '.join(words)}"
@@ -101,7 +104,7 @@ class Values:
 
 
 def one_of(*values: Any) -> Values:
-    """Return `Values` that allow each of `values`, and lists that contain only such values."""
+    """Return `Values` that allow each of `values`, and lists of them."""
     *words, last = map(_format, values)
     return Values(
         lambda value, _: all(entry in values for entry in (value if isinstance(value, list) else [value])),
@@ -130,7 +133,10 @@ def same_as(other: str) -> Values:
 
 
 def multiple_of(divisor: str) -> Values:
-    """Return `Values` that allow multiples of a setting or of a product such as "a * b"; None counts as 1."""
+    """Return `Values` that allow multiples of the setting `divisor`, or of a product of settings such as "a * b".
+
+    A setting with the value None counts as 1.
+    """
 
     def sizes(settings: Any) -> dict[str, int]:
         values = {name: _read(settings, name) for name in divisor.split(" * ")}
@@ -195,7 +201,7 @@ def requires_default(
         names: the settings, separated by spaces.
         why: the reason, for the message.
         when: condition under which the checks apply; None: always.
-        section: prefix of each name.
+        section: prefix of each name, such as "dist_train."; "" for none.
         also: further accepted values.
         any_off: if the default is None, False, 0, "" or empty, accept all of these.
     """
@@ -205,8 +211,11 @@ def requires_default(
 def requires_default_while_off(names_by_switch: Mapping[str, str]) -> tuple[Requires, ...]:
     """Return checks that settings keep their defaults while the switch that enables them is off.
 
+    A switch is a setting, such as "cpu_offloading".
+
     Args:
-        names_by_switch: name of the switch, a setting -> names of settings in the same section, separated by spaces.
+        names_by_switch: name of a switch -> names of the settings that it enables, separated by spaces. They are in
+            the section of the switch.
     """
     return tuple(
         row
@@ -220,7 +229,8 @@ def requires_default_while_off(names_by_switch: Mapping[str, str]) -> tuple[Requ
 def declared_fields(settings: Any) -> dict[str, Field]:
     """Return the dataclass fields of a section of settings, by name.
 
-    ModelOpt's distillation changes the class of a student. Then return the fields of the original class.
+    ModelOpt's distillation gives the provider of a student another class. For it, return the fields of the original
+    class.
     """
     return getattr(own_class(settings), "__dataclass_fields__", {})
 
@@ -243,10 +253,11 @@ _FREEZE = ("freeze_language_model", "freeze_vision_model", "freeze_vision_projec
 
 
 def check_provider_names(provider: Any) -> None:
-    """Raise ValueError for an attribute of a provider that looks like a misspelled setting. Warn of other attributes.
+    """Raise ValueError if an attribute of a provider looks like a misspelled setting; warn of other unknown attributes.
 
-    An attribute looks misspelled if it resembles a field, has the name of another trainer's setting, or begins with
-    "freeze_".
+    An attribute is unknown if the dataclass does not declare it. It looks misspelled if its name resembles a field, is
+    another trainer's name of a field, or begins with "freeze_". Ignore attributes that are None or False, and
+    attributes that callers are known to set.
     """
     fields, kind = [*declared_fields(provider)], type(provider).__name__
     for name in undeclared_names(provider):

@@ -20,7 +20,8 @@ def resolve_linear_cp_mode(mode: str | None, key_heads: int, value_heads: int, t
     """Return how linear attention is computed under context parallelism: "headwise" or "chunkwise".
 
     Args:
-        mode: the setting `linear_cp_mode`. For None, "headwise" if tp * cp divides both numbers of heads.
+        mode: the setting `linear_cp_mode`. None: "headwise" if tp * cp divides both numbers of heads, else
+            "chunkwise". Without context parallelism, the result is always "headwise".
         key_heads, value_heads: numbers of heads of linear attention.
         tp, cp: sizes of tensor and context parallelism.
     """
@@ -31,13 +32,16 @@ def resolve_linear_cp_mode(mode: str | None, key_heads: int, value_heads: int, t
 
 
 def exchanges_states(dims: Dimensions, mode: str | None, tp: int, cp: int) -> bool:
-    """Return whether ranks exchange states of linear attention ("chunkwise"); arguments as above."""
+    """Return whether context-parallel ranks exchange states of linear attention (mode "chunkwise").
+
+    `mode`, `tp` and `cp` are as in `resolve_linear_cp_mode`.
+    """
     heads = dims["l_key"] // dims["l_key_dim"], dims["l_value_heads"]
     return resolve_linear_cp_mode(mode, *heads, tp, cp) == CHUNKWISE
 
 
 class IndivisibleSize(NamedTuple):
-    """A dimension of a model that cannot be divided evenly over its ranks."""
+    """A dimension of a model that cannot be divided evenly over the ranks that shard it."""
 
     setting: str  # the provider's setting, or a product of settings
     size: int  # value of the setting
@@ -112,7 +116,7 @@ def _indivisible_tables(heads: int, columns: int, ranks: int) -> Iterator[Indivi
 
 
 class MisalignedDim(NamedTuple):
-    """A dimension of a text model's linear layer that matrix products in 8 or 4 bits do not support."""
+    """A number of inputs or outputs of a linear layer that FP8 or FP4 GEMMs do not support on a rank."""
 
     layer: str  # such as "self_attention.in_proj"
     side: str  # "outputs" or "inputs"
@@ -127,7 +131,7 @@ _SHARD_OUTPUTS, _SHARD_INPUTS = ("linear_qkv", "in_proj", "linear_fc1"), ("linea
 def misaligned_dims(
     rows: Iterable[WeightRow], dims: Dimensions, *, tp: int, etp: int, multiple: int, exempt: Collection[str] = ()
 ) -> Iterator[MisalignedDim]:
-    """Yield the dimensions of the decoder's linear layers that are not a multiple of `multiple` on each rank.
+    """Yield the dimensions of the decoder's linear layers that are not a multiple of `multiple` on a rank.
 
     Source: Transformer Engine, `assert_dim_for_fp8_exec` and the quantizers' `is_quantizable`.
 
@@ -176,7 +180,8 @@ def check_row_length(seq_length: int, cp: int, sp: int, tokens: int = 1) -> None
 class Replicas:
     """Numbers of data-parallel replicas of the vision tower and the language model on separate ranks.
 
-    One number is a multiple of the other. Neighboring replicas of both modules work together, as in megatron-core.
+    One number is a multiple of the other. Each replica of the module with fewer replicas works with consecutive
+    replicas of the other module, as in megatron-core.
     """
 
     vision: int
@@ -215,5 +220,8 @@ class Replicas:
         return range(first, first + self.language_per_vision)
 
     def share_of(self, vision: int) -> int:
-        """Return the index of the share of a microbatch's images that vision replica `vision` encodes."""
+        """Return which of `vision_per_language` shares of a microbatch's images a vision replica encodes, as an index.
+
+        `vision` is the index of the replica.
+        """
         return vision % self.vision_per_language

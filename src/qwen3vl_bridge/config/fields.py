@@ -1,4 +1,4 @@
-"""The fields of a provider for the model, its kernels and its parallelism, and the functions that complete fields."""
+"""The fields of a provider for the model, its kernels and its parallelism, and functions that adjust these fields."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def has_transformer_engine() -> bool:
 
 
 def attribute_alias(path: str) -> property:
-    """Return a property that reads and writes another attribute of its object, such as "config.image_token_id".
+    """Return a property that is an alias of another attribute of the object, such as "config.image_token_id".
 
-    Such properties give callers the attribute names of Megatron-Bridge's own classes.
+    With aliases, our classes have attributes with the same names as Megatron-Bridge's own classes.
     """
     owner, _, name = path.rpartition(".")
     find_owner = attrgetter(owner) if owner else lambda instance: instance
@@ -55,8 +55,8 @@ def default_transformer_impl() -> str:
 def can_fuse_weight_gradients() -> bool:
     """Return True if every linear layer can accumulate its weight gradient in a fused kernel.
 
-    Transformer Engine's layers can. The output layer is megatron-core's with both layer specs. It raises an error if
-    fusion is requested without Apex's extension.
+    Transformer Engine's layers can. The output layer comes from megatron-core in both layer specs, and can do so only
+    with Apex's extension. Without the extension, it raises an error if fusion is requested.
     """
     return output_layer_fuses() and torch.cuda.is_available()
 
@@ -166,7 +166,10 @@ class VisionLanguageFields(GPTModelProvider):
 
     @property
     def rope_fields(self) -> dict[str, Any]:
-        """Return the fields of the rotary embedding by their names in transformers' `rope_parameters`."""
+        """Return the values of the rotary fields: name in transformers' `rope_parameters` -> value.
+
+        A `partial_rotary_factor` of 1 is omitted.
+        """
         fields = {name: getattr(self, field) for field, name in ROPE_FIELDS.items()}
         if fields["partial_rotary_factor"] == 1.0:
             del fields["partial_rotary_factor"]  # no released configuration states it
@@ -242,13 +245,16 @@ def vision_activation(name: str) -> Activation:
 
 
 def uses_unfused_attention(provider: VisionLanguageFields) -> bool:
-    """Return True if Transformer Engine would compute unfused attention (in float32), which stores all scores."""
+    """Return True if Transformer Engine computes attention in float32.
+
+    It then has no fused kernel, and stores all attention scores.
+    """
     float32 = provider.params_dtype == torch.float32 and not provider.enable_autocast
     return float32 and provider.transformer_impl != "local"
 
 
 def token_multiple(provider: VisionLanguageFields) -> int:
-    """Return the number of which FP8 or FP4 GEMMs need a multiple of tokens on each rank; 1 without FP8 and FP4."""
+    """Return the number that must divide the tokens of each rank for FP8 or FP4 GEMMs; 1 in other precisions."""
     if provider.fp8:
         return get_fp8_align_size(provider.fp8_recipe)
     return get_fp4_align_size(provider.fp4_recipe) if provider.fp4 else 1
@@ -265,7 +271,10 @@ def _turn_off(settings: Any, name: str, why: str, *, level: int = logging.INFO) 
 
 
 def complete_dist_train(provider: VisionLanguageFields) -> None:
-    """Set parallel sizes of separate vision ranks that are None to 1, because Megatron-Bridge divides by them."""
+    """Replace None by 1 in the parallel sizes of `dist_train`, because Megatron-Bridge divides by them.
+
+    Without `dist_train.use_dist_train`, do nothing.
+    """
     dist_train = provider.dist_train
     for name, value in vars(dist_train).items():
         if dist_train.use_dist_train and value is None and name.endswith("parallel_size"):
@@ -284,7 +293,10 @@ YARN_FIELDS = {
 
 
 def complete_rope(provider: VisionLanguageFields) -> None:
-    """Complete `rope_parameters` with Megatron-Bridge's fields of YaRN and other fields of the rotary embedding.
+    """Add the values of the provider's rotary fields, and of Megatron-Bridge's YaRN fields, to `rope_parameters`.
+
+    Afterwards `rope_parameters` is None if the rotary embedding is not scaled. YaRN fields are read only with
+    `position_embedding_type="yarn"`, which becomes "mrope".
 
     Raises:
         ValueError: `rope_parameters` is malformed or contradicts another field.
@@ -317,10 +329,10 @@ def complete_rope(provider: VisionLanguageFields) -> None:
 
 
 def complete_before_finalize(provider: VisionLanguageFields) -> None:
-    """Complete fields before megatron-core completes its own, and log the changes.
+    """Adjust fields before megatron-core's `finalize`, and log the changes.
 
-    Replace names by megatron-core's objects, turn off fused kernels that are not available, and turn on settings that
-    experts or context parallelism need.
+    Replace the names of the attention backend and the activation by the objects that megatron-core expects. Turn off
+    fused kernels that are not available, and turn on settings that experts or context parallelism need.
 
     Raises:
         ValueError: the attention backend or the activation is unknown.
@@ -386,7 +398,7 @@ def complete_before_finalize(provider: VisionLanguageFields) -> None:
 
 
 def complete_after_finalize(provider: VisionLanguageFields) -> None:
-    """Complete fields that depend on the parameter dtype, which megatron-core has set, and log the changes."""
+    """Adjust fields that depend on `params_dtype`, which megatron-core's `finalize` has set, and log the changes."""
     for precision in ("fp8", "fp4"):
         if getattr(provider, precision):
             logger.info(
@@ -482,8 +494,10 @@ _SAME_GROUPS = {"tp_ep_pp_with_egtp_remat": "tp_ep_pp", "dp_cp_gtp_remat": "dp_c
 def complete_groups(provider: VisionLanguageFields, groups: ProcessGroupCollection | None, *, training: bool) -> None:
     """Set the process groups that Megatron-Bridge leaves None for a module on separate ranks (`dist_train`).
 
+    Without `training` and `groups`, turn off `dist_train` instead, so that the complete model is built.
+
     Raises:
-        ValueError: there are separate vision ranks and no groups.
+        ValueError: a model with separate vision ranks is trained, and `groups` is None.
     """
     # Without groups and training, a checkpoint of separate modules is inspected: build a complete model.
     if groups is None and not training:

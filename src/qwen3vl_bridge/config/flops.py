@@ -47,16 +47,16 @@ class TowerCosts:
         return language + self.patch * patches + self.patch_pair * patch_pairs
 
     def plus(self, other: TowerCosts) -> TowerCosts:
-        """Return the costs of two passes of the same model."""
+        """Return the sum of the costs of two passes of the same model."""
         names = ("token", "token_pair", "patch", "patch_pair", "sparse_pair")
         return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
 
     def _attended_pairs(self, tokens: int, token_pairs: int) -> float:
-        """Return how many of `token_pairs` are attended if a token attends to at most `budget` tokens.
+        """Return the number of attended pairs among `token_pairs`, if a token attends to at most `budget` tokens.
 
-        In a sample of n tokens, n**2 counts all pairs. If n > `budget`, 2 n * `budget` - `budget`**2 of these pairs are
-        attended. Several samples count as samples of their mean length, weighted by tokens. If their lengths differ,
-        the result is higher than the sum over samples.
+        A sample of n tokens has n**2 pairs. If n > `budget`, 2 n * `budget` - `budget`**2 of these pairs are attended.
+        If there are several samples, all are assumed to have the mean length, weighted by tokens. If their lengths
+        differ, the result is higher than the sum over samples.
         """
         if token_pairs <= self.budget * tokens:
             return token_pairs
@@ -65,7 +65,7 @@ class TowerCosts:
 
 @dataclass(frozen=True)
 class Trained:
-    """States which weights are trained, which determines the FLOPs of a backward pass."""
+    """The weights that are trained. They determine the FLOPs of a backward pass."""
 
     # True if the component's own weights are trained. The vision projection consists of the patch mergers.
     language_model: bool = True
@@ -101,7 +101,10 @@ class _Chain:
         self.reached = self.reached or trained or rank > 0
 
     def attend(self, width: int, *, sparse: bool = False) -> None:
-        """Add the FLOPs per pair of tokens of attention's two matrix products. `width` is the sum of all head sizes."""
+        """Add the FLOPs of attention's two matrix products per pair of tokens; with `sparse`, per attended pair.
+
+        `width` is the sum of all head sizes.
+        """
         flops = 2 * width * (1 + 2 * self.reached)
         if sparse:
             self.sparse_pair += flops
@@ -166,8 +169,8 @@ def model_costs(dims: Dimensions, trained: Trained | None = None) -> TowerCosts:
 def _add_attention(text: _Chain, name: str, dims: Dimensions, trained: bool) -> None:
     """Add the FLOPs of full attention. Include the gates of queries and the indexer if the family has them.
 
-    The indexer is never trained. Its scores are products of index queries and the keys of blocks of tokens. The indexer
-    is counted for short samples too, although it is not run for them.
+    The indexer is never trained. Its scores are products of index queries and the keys of blocks of tokens. For short
+    samples the indexer is not run, but its FLOPs are counted.
     """
     text.add(f"{name}.linear_qkv", dims["hidden"], dims.sizes.get("gated_q", dims["q"]) + 2 * dims["kv"], trained)
     sparse = bool(dims.sizes.get("index_budget"))
@@ -179,7 +182,11 @@ def _add_attention(text: _Chain, name: str, dims: Dimensions, trained: bool) -> 
 
 
 def _add_gated_residual(text: _Chain, dims: Dimensions, trained: bool, *, injects: bool = True) -> None:
-    """Add the FLOPs of a gated residual if the family has them: a low-rank projection, and the weight of a block."""
+    """Add the FLOPs of a gated residual, if the family has gated residuals.
+
+    A gated residual has a low-rank projection and, with `injects`, a projection to the factors with which the output
+    of a block is added to the residual streams.
+    """
     if streams := dims.sizes.get("streams"):
         text.add("", dims["streams_hidden"], dims["lowrank"], trained)
         text.add("", dims["lowrank"], dims["streams_hidden"], trained)

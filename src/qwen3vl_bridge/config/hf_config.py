@@ -287,7 +287,7 @@ def check_model_type(config: Mapping[str, Any], dense: str, experts: int, what: 
         config: contents of the `config.json`.
         dense: the family's `model_type` for dense models. The type for models with experts is f"{dense}_moe".
         experts: number of experts, or number of layers with experts; 0 for a dense model.
-        what: what `experts` is the number of, for the message.
+        what: words that follow the number in the message: "experts" or "layers have experts".
     """
     kind = config.get("model_type")
     if kind in (dense, f"{dense}_moe") and bool(experts) != (kind != dense):
@@ -304,7 +304,12 @@ def model_dimensions(
 ) -> Dimensions:
     """Return the dimensions that all families have, from a `config.json`. Raise KeyError for a missing field.
 
-    `moe_layers` are the indices of text layers with experts.
+    Args:
+        family: name of the family.
+        config: contents of the file.
+        ffn: width of a dense MLP.
+        head_dim: dimension of an attention head of the text model.
+        moe_layers: indices of the text layers with experts.
     """
     text, vision = config["text_config"], config["vision_config"]
     layers, heads, experts = text["num_hidden_layers"], text["num_attention_heads"], experts_of(text)
@@ -426,7 +431,7 @@ def identity_of_config(
 def identity_of_run(model: Mapping[str, Any], config: Mapping[str, Any], dense: str) -> dict[str, Any]:
     """Return the fields that identify a model and that the `model` section of a `run_config.yaml` contains.
 
-    If the vocabulary size is larger than in `config`, it is left out, because it may include padding.
+    The vocabulary size is returned only if it is smaller than in `config`, because a larger size may include padding.
 
     Args:
         model: the `model` section.
@@ -458,5 +463,5 @@ def identity_of_run(model: Mapping[str, Any], config: Mapping[str, Any], dense: 
 
 
 def renamed(fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields that are not None, renamed by `names` (old name -> new name)."""
+    """Return the fields that are listed in `names` (old name -> new name) and not None, under their new names."""
     return {other: fields[name] for name, other in names.items() if fields.get(name) is not None}

@@ -92,7 +92,10 @@ def check_settings(config: Any) -> None:
 
 
 def layer_types_of(text: Mapping) -> tuple[str, ...]:
-    """Return the attention type of each layer. Without `layer_types`, every n-th layer has full attention."""
+    """Return the attention type of each layer: `layer_types`, if the text configuration contains it.
+
+    Otherwise, one in `full_attention_interval` layers has full attention, and the others have linear attention.
+    """
     if text.get("layer_types") is not None:
         return tuple(text["layer_types"])
     interval = text.get("full_attention_interval", 4)
@@ -144,7 +147,7 @@ def add_dimensions(
     shared_ffn: int | None,
     mtp: int | None,
 ) -> Dimensions:
-    """Return the dimensions of a hybrid model.
+    """Return a copy of `shared` to which the dimensions of a hybrid model have been added.
 
     Args:
         shared: the dimensions that all families have.

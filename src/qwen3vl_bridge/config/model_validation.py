@@ -1,4 +1,4 @@
-"""Checks of a provider: settings that would be ignored, fail later, or train something else than what was asked for.
+"""Checks of a provider. They raise for settings that would be ignored, fail later, or train something unexpected.
 
 The names in capitals are tables of checks. `finalize()` of a provider runs PARALLEL_SIZES, MOE or DENSE, the family's
 own `checks` and BEFORE_FINALIZE, then lets megatron-core complete the fields, and then runs AFTER_FINALIZE. ON_TRAIN
@@ -202,7 +202,7 @@ def _check_recomputed_modules(provider: VisionLanguageFields) -> None:
 def _check_offloaded_modules(provider: VisionLanguageFields) -> None:
     """Raise ValueError if `offload_modules` names modules without activations to offload.
 
-    Modules that the model lacks have none, and neither have norms that Transformer Engine fuses with a projection.
+    These are modules that the model lacks, and norms that Transformer Engine fuses with a projection.
     """
     present = {"core_attn", "attn_proj", "qkv_linear"}
     if provider.moe_layers:
@@ -218,7 +218,7 @@ def _check_recomputed_deepstack(provider: VisionLanguageFields) -> None:
     """Raise ValueError if a DeepStack layer is not the last layer of a recomputed chunk of layers.
 
     megatron-core recomputes chunks of layers. It returns the hidden states of a chunk's last layer, and silently loses
-    those of its other layers.
+    the hidden states of the chunk's other layers, which DeepStack needs.
     """
     if (provider.vision_recompute_granularity, provider.vision_recompute_method) != ("full", "uniform"):
         return
@@ -376,7 +376,11 @@ MOE: tuple[Check, ...] = (
 
 
 def _check_divisible(provider: VisionLanguageFields) -> None:
-    """Raise ValueError if a parallel size does not divide the model's dimension that is sharded by it."""
+    """Raise ValueError if a dimension of the model, or the length of a row, cannot be divided over the parallel ranks.
+
+    Also raise it if `expert_tensor_parallel_size` is set for a model without experts, unless it is the
+    tensor-parallel size.
+    """
     names = {
         "tp": _TP,
         "tp of vision": _VISION_TP if provider.dist_train.use_dist_train else _TP,
@@ -647,8 +651,8 @@ def check_world(provider: VisionLanguageFields, world: int) -> None:
     """Check the number of processes against the parallel sizes. The provider need not be finalized.
 
     Raises:
-        ValueError: the parallel sizes do not divide the number of processes. Or, with separate vision ranks, the
-            numbers of vision and language ranks do not add up to it.
+        ValueError: the product of the parallel sizes does not divide the number of processes. Or, with separate vision
+            ranks, the numbers of vision and language ranks do not add up to the number of processes.
     """
     if (dist_train := provider.dist_train).use_dist_train:
         run_checks(_DIST_TRAIN_SIZES, provider)

@@ -118,9 +118,10 @@ def _copy_permissions(target: Path, folder: Path, at_least: int = 0) -> None:
 
 
 def _clean_up(target: Path, folder: Path, replaced: Snapshot | None, notify: Callable[[str], None]) -> None:
-    """Remove the folder that the result has replaced. Failures are only reported, because the result is in place.
+    """Remove the folder that the result has replaced. Report failures with `notify`, because the result is in place.
 
-    `replaced` is the snapshot of the replaced folder; None if nothing was replaced.
+    `folder` is the path that the replaced folder was renamed to. `replaced` is its earlier snapshot; None if nothing
+    was replaced. If its contents have changed since then, rename the folder to a visible name instead.
     """
     in_place = f"{target} is complete and in place"
     with contextlib.suppress(OSError):
@@ -146,12 +147,12 @@ def _clean_up(target: Path, folder: Path, replaced: Snapshot | None, notify: Cal
 
 
 def _new_hidden(target: Path, kind: str) -> Path:
-    """Return an unused path for a hidden folder next to a target. Its name contains `kind`, "partial" or "replaced"."""
+    """Return an unused path for a hidden folder next to a target. `kind`, "partial" or "replaced", is in its name."""
     return target.absolute().parent / f".{target.name}.{kind}-{uuid.uuid4().hex[:_RANDOM_LETTERS]}"
 
 
 def _find_hidden(target: Path, kind: str, ending: str = "") -> list[Path]:
-    """Return the paths next to a target that exist and have a name of `_new_hidden` for `kind`, plus `ending`."""
+    """Return existing paths next to a target with a name from `_new_hidden(target, kind)`, followed by `ending`."""
     pattern = f"{glob.escape(f'.{target.name}.{kind}-')}{'[0-9a-f]' * _RANDOM_LETTERS}{ending}"
     return sorted(target.absolute().parent.glob(pattern))
 
@@ -272,9 +273,9 @@ def _sync(path: Path) -> None:
 
 
 def snapshot(folder: Path) -> Snapshot:
-    """Return size, modification time and inode of all files in a folder, to detect changes. Raise OSError on failure.
+    """Return the state of all files in a folder, to detect changes: relative path -> (size, modification time, inode).
 
-    Keys are relative paths.
+    Raise OSError on failure.
     """
     found = ((path, path.lstat()) for path in list_files(folder))
     return {path.relative_to(folder).as_posix(): (it.st_size, it.st_mtime_ns, it.st_ino) for path, it in found}

@@ -27,7 +27,7 @@ def scatter_sequence(hidden: Tensor, config: TransformerConfig, groups: ProcessG
 
 
 def gather_sequence(hidden: Tensor, config: TransformerConfig, groups: ProcessGroupCollection) -> Tensor:
-    """Return the hidden states [s, b, h] of all sequence-parallel ranks; inverts `scatter_sequence`."""
+    """Gather hidden states [s / tp, b, h] of sequence-parallel ranks to [s, b, h]; inverts `scatter_sequence`."""
     if not config.sequence_parallel:
         return hidden
     return tensor_parallel.gather_from_sequence_parallel_region(hidden, group=groups.tp)
@@ -41,9 +41,9 @@ def sum_in_group(counts: Tensor, group: torch.distributed.ProcessGroup) -> Tenso
 
 
 def sum_own_parts(parts: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-    """Return the elementwise sum of `parts` over the ranks of a group. The backward pass returns the sum's gradient.
+    """Return the elementwise sum of `parts` over the ranks of a group. Its gradient is passed on to `parts` unchanged.
 
-    If all ranks compute the same function of the sum, each rank gets the gradient of its own part.
+    If all ranks compute the same function of the sum, each rank gets the gradient of its own `parts`.
     """
     return tensor_parallel.reduce_from_tensor_model_parallel_region(parts.clone(), group=group)
 
@@ -109,7 +109,7 @@ def device_of_collectives() -> torch.device:
 
 
 def broadcast_number(value: Tensor, rank: int) -> Tensor:
-    """Send the scalar `value` of rank `rank` to all ranks. Return it as a new tensor on `device_of_collectives`."""
+    """Send the scalar `value` of global rank `rank` to all ranks. Return a new tensor on `device_of_collectives`."""
     value = value.to(device_of_collectives(), copy=True)
     _broadcast(value, rank)
     return value
@@ -121,7 +121,7 @@ def broadcast_in_group(values: Tensor, group: torch.distributed.ProcessGroup) ->
 
 
 def broadcast_from_rank(values: Tensor, rank: int, group: torch.distributed.ProcessGroup) -> Tensor:
-    """Send the `values` of a rank of a group to all its ranks, in place, and return them.
+    """Overwrite `values` on all ranks of a group with the values of rank `rank` of the group, and return them.
 
     All ranks must pass contiguous tensors with the same shape and dtype.
     """
@@ -136,7 +136,7 @@ def barrier() -> None:
 
 
 def broadcast_object[Value](value: Value, rank: int = 0) -> Value:
-    """Send a picklable object from one process (default: the first) to all processes, and return it."""
+    """Send a picklable object from process `rank` to all processes, and return it."""
     if _alone():
         return value
     objects = [value]
@@ -162,8 +162,8 @@ def is_rank_zero() -> bool:
 def raise_on_all_ranks() -> Iterator[None]:
     """Context manager that raises CheckpointError in all processes if its `with` block raises in one of them.
 
-    Use it for work that may fail on one process only, for example on a full disk, so that the others do not wait for
-    that process forever. Leaving the block is a collective call. If the block calls collectives, no process may fail
+    Use it for work that may fail in a single process, for example on a full disk: other processes would wait for the
+    failed one forever. Leaving the block is a collective call. If the block calls collectives, no process may fail
     between them.
     """
     problem: Exception | None = None
@@ -197,7 +197,10 @@ def sum_gradients_over_sequence(features: Tensor, config: TransformerConfig, gro
 
 
 def gather_in_group(local: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-    """Gather tensors [s, ...] of all ranks of a group to [ranks, s, ...]. The backward pass sums their gradients."""
+    """Gather tensors [s, ...] of all ranks of a group to [ranks, s, ...].
+
+    The backward pass sums the gradient of each rank's tensor over all ranks.
+    """
     return tensor_parallel.gather_from_sequence_parallel_region(local, group=group).view(group.size(), *local.shape)
 
 
@@ -223,7 +226,7 @@ def exchange_parts(parts: Tensor, group: torch.distributed.ProcessGroup) -> Tens
 
 
 def tokens_to_channels(tokens: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-    """Exchange tokens for channels: from this rank's n tokens with all channels [n, h] to all ranks' tokens.
+    """Convert this rank's n tokens with all channels, [n, h], to the tokens of all ranks with some of the channels.
 
     Returns:
         [ranks * n, h / ranks], ordered by the rank that tokens come from. Rank i gets the i-th part of the channels.
@@ -237,7 +240,7 @@ def channels_to_tokens(channels: Tensor, group: torch.distributed.ProcessGroup) 
 
 
 def chunks_to_lanes(chunks: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-    """Exchange chunks for lanes: from this rank's two chunks with all lanes to all ranks' chunks with some lanes.
+    """Convert this rank's two chunks with all lanes to the chunks of all ranks with some of the lanes.
 
     A lane is an index along which computation is independent, such as a channel or an attention head of a segment.
 
@@ -245,7 +248,8 @@ def chunks_to_lanes(chunks: Tensor, group: torch.distributed.ProcessGroup) -> Te
         chunks: [2, lanes, ...], chunks r and 2 * cp - 1 - r of rank r (see `token_index`).
 
     Returns:
-        [2 * cp, lanes of this rank, ...], in the order of chunks. Ranks have equal numbers of lanes, or differ by one.
+        [2 * cp, lanes of this rank, ...], in the order of chunks. The numbers of lanes of two ranks differ by at most
+        one.
     """
     ranks, sent = group.size(), _split_evenly(chunks.size(1), group)
     received = [sent[group.rank()]] * ranks
@@ -255,7 +259,7 @@ def chunks_to_lanes(chunks: Tensor, group: torch.distributed.ProcessGroup) -> Te
 
 
 def lanes_to_chunks(lanes: Tensor, count: int, group: torch.distributed.ProcessGroup) -> Tensor:
-    """Undo `chunks_to_lanes`: return this rank's two chunks with all lanes, [2, count, ...]."""
+    """Undo `chunks_to_lanes`: return this rank's two chunks with all `count` lanes, [2, count, ...]."""
     received = _split_evenly(count, group)
     first, second = lanes.chunk(2)
     held = torch.stack((first, second.flip(0)), 2).flatten(0, 1)  # [cp * lanes of this rank, 2, ...]
@@ -263,7 +267,7 @@ def lanes_to_chunks(lanes: Tensor, count: int, group: torch.distributed.ProcessG
 
 
 def _split_evenly(count: int, group: torch.distributed.ProcessGroup) -> list[int]:
-    """Return the number of items of each rank if `count` items are divided over a group."""
+    """Return the number of items of each rank if `count` items are divided over a group as evenly as possible."""
     each, rest = divmod(count, group.size())
     return [each + (rank < rest) for rank in range(group.size())]
 

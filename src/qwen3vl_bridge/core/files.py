@@ -1,4 +1,4 @@
-"""Read files that users and checkpoints name: their paths, and JSON, YAML and pickles from untrusted sources.
+"""Resolve paths that users and checkpoints give, and read JSON, YAML and pickle files from untrusted sources.
 
 Every reader has limits, so that a damaged or malicious file gives an error instead of using all memory or running code.
 """
@@ -58,7 +58,7 @@ def absolute(path: str | Path) -> Path:
 
 
 def resolve_within(folder: Path, relative: object, named_by: str) -> Path:
-    """Return the path of a checkpoint's file that an index or a metadata file names.
+    """Return the path of a checkpoint's file, given its relative path in an index or a metadata file.
 
     Symbolic links are not resolved: the files of a download cache are links to another folder.
 
@@ -289,7 +289,7 @@ def _yaml_loader() -> Any:
 
 
 class PickledRecord:
-    """An unpickled instance of an allowed class: only its class name and its state."""
+    """An unpickled instance of an allowed class, reduced to the name of the class and the state."""
 
     __slots__ = ("state",)
     kind = ""

@@ -138,7 +138,7 @@ def make_cu_seqlens(lengths: Sequence[int]) -> Tensor:
 def segment_ids(lengths: Tensor, total: int | None = None) -> Tensor:
     """Return [total] int64, the index of each token's segment, for consecutive segments with these lengths [n].
 
-    Pass `total`, the sum of the lengths, for tensors on a GPU: otherwise the host has to wait for it.
+    `total` is the sum of the lengths. If it is None and the lengths are on a GPU, the host waits for the sum.
     """
     return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths, output_size=total)
 
@@ -146,7 +146,7 @@ def segment_ids(lengths: Tensor, total: int | None = None) -> Tensor:
 def segment_offsets(lengths: Tensor, total: int | None = None) -> Tensor:
     """Return [total] int64, the index of each token within its segment, for consecutive segments with these lengths.
 
-    Pass `total`, the sum of the lengths, for tensors on a GPU: otherwise the host has to wait for it.
+    `total` is the sum of the lengths. If it is None and the lengths are on a GPU, the host waits for the sum.
     """
     ids = segment_ids(lengths, total)
     return torch.arange(len(ids), device=ids.device) - (lengths.cumsum(0) - lengths)[ids]
@@ -216,10 +216,11 @@ def segment_multiple(cp_size: int) -> int:
 
 @dataclass(frozen=True)
 class CausalChunks:
-    """Queries and keys for attention of one context-parallel rank on a packed row.
+    """The queries and keys of one context-parallel rank for causal attention in a packed row.
 
-    Each segment has two chunks, which are consecutive in the rank's hidden states. The keys of a chunk are all tokens
-    of its segment up to the chunk's end, so the queries are the last of the keys.
+    The rank holds two chunks of each segment, which are consecutive in its hidden states. The queries of a chunk are
+    its tokens. Its keys are all tokens of the segment up to the end of the chunk, so the last keys belong to the
+    queries.
     """
 
     # [T (2 cp + 1) / (2 cp)] int64, indices of the keys in the concatenated tokens of all ranks.
@@ -274,7 +275,7 @@ def query_chunks(
     local_length = row_length // sp_size
 
     def locate(query: int) -> tuple[int, int]:
-        """Return the start of a query's segment and the query's token."""
+        """Return two indices into the flat batch: the start of a query's segment, and the query's token."""
         row, column = divmod(query, local_length)
         position = row * row_length + sp_rank * local_length + column  # among tokens of the context-parallel rank
         segment = bisect_right(starts, position * cp_size) - 1
@@ -296,8 +297,8 @@ def locate_chunks(cu_seqlens: Tensor, num_chunks: int, chunk_size: int) -> tuple
 
     Args:
         cu_seqlens: [n + 1], offsets of n segments.
-        num_chunks: number of chunks, or more, so that it need not be read from the device: chunks in excess continue
-            the last segment.
+        num_chunks: number of chunks, or an upper bound, which need not be read from the device. Chunks in excess
+            continue the last segment.
         chunk_size: tokens in a chunk; the last chunk of a segment may have fewer.
     """
     ends = ((cu_seqlens.diff() + chunk_size - 1) // chunk_size).cumsum(0)

@@ -204,7 +204,7 @@ def _frame_interpolation(height: int, width: int, side: int, merge: int) -> tupl
 def _axis_interpolation(size: int, side: int) -> tuple[Tensor, Tensor]:
     """Return the indices of the position embeddings before and after each patch on an axis, and their weights.
 
-    Both are [2, size].
+    Both tensors have shape [2, size], for `size` patches and `side` position embeddings.
     """
     # Only `linspace` rounds as transformers does. Cached results must not depend on torch's default dtype and device.
     place = torch.linspace(0, side - 1, size, dtype=torch.float32, device="cpu")

@@ -43,12 +43,16 @@ class ZeroCenteredMapping(RMSNorm2ZeroCenteredRMSNormMapping):
 class VocabularyMapping(ConfigMapping):
     """Mapping of a tensor with one row per token of the vocabulary, which Megatron may pad.
 
-    Megatron-Bridge's own mapping pads only under tensor parallelism, and only parameters with names of text models. It
-    also exports the padding.
+    Megatron-Bridge's own mapping pads only under tensor parallelism, and only if the parameter has the name that text
+    models use. It also exports the padding.
     """
 
     def hf_to_megatron(self, hf_weights: Tensor, megatron_module: nn.Module) -> Tensor:
-        """Return this rank's rows of a tensor [vocabulary, hidden]; rows of the padding are zero."""
+        """Return this rank's rows of a tensor [vocabulary, hidden]; padding rows are zero.
+
+        Raises:
+            ValueError: the number of rows of the tensor is not `vocab_size`.
+        """
         if len(hf_weights) != (tokens := self.config_of(megatron_module).vocab_size):
             raise ValueError(f"{self.hf_param} has {len(hf_weights)} rows, expected vocab_size, {tokens}")
         rows = megatron_module.weight.shape[0]
@@ -57,7 +61,7 @@ class VocabularyMapping(ConfigMapping):
         return super().hf_to_megatron(F.pad(hf_weights, (0, 0, 0, rows - len(hf_weights))), megatron_module)
 
     def megatron_to_hf(self, megatron_weights: Tensor | None, megatron_module: nn.Module | None) -> dict[str, Tensor]:
-        """Return the rows of the vocabulary without padding, [vocabulary, hidden]."""
+        """Return Hugging Face name -> tensor [vocabulary, hidden], without padding rows."""
         tokens = None if megatron_module is None else self.config_of(megatron_module).vocab_size
         tokens = self.broadcast_obj_from_pp_rank(tokens, f"{self.hf_param} tokens")
         exported = super().megatron_to_hf(megatron_weights, megatron_module)
@@ -75,7 +79,7 @@ class InputMajor:
         return super().hf_to_megatron(hf_weights.transpose(-1, -2), megatron_module)
 
     def megatron_to_hf(self, megatron_weights: Tensor | None, megatron_module: nn.Module | None) -> dict[str, Tensor]:
-        """Return weights [..., in, out]; under expert parallelism, one local expert per rank."""
+        """Return Hugging Face name -> weights [..., in, out]; under expert parallelism, one local expert per rank."""
         exported = super().megatron_to_hf(megatron_weights, megatron_module)
         return {name: tensor.transpose(-1, -2).contiguous() for name, tensor in exported.items()}
 
@@ -89,7 +93,10 @@ class InputMajorGatedExpertMapping(InputMajor, FusedGatedExpertMapping):
 
 
 def param_mappings(rows: tuple[WeightRow, ...]) -> Iterator[MegatronParamMapping]:
-    """Convert weight-table rows to Megatron-Bridge's mappings. A parameter has one mapping per name in a layer spec."""
+    """Convert weight-table rows to Megatron-Bridge's mappings.
+
+    Yield two mappings of a parameter that has different names in Transformer Engine's and the local layer spec.
+    """
     for row in rows:
         mapping = pkgutil.resolve_name(row.bridge_mapping())
         for name in dict.fromkeys((row.megatron, local_name(row.megatron))):

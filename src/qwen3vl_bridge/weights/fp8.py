@@ -1,9 +1,9 @@
 """Quantize and dequantize FP8 weights: e4m3 matrices with one scale per block, as in released -FP8 models.
 
-The scales of a tensor `X` are in `X_scale_inv`; packed experts have the scales of one matrix after the other. The parts
-`X.shard_N.weight` of an n-gram table share one scale, `X.weight_scale`. The value of an element is its product with the
-scale in float32, rounded once to the dtype that is read. transformers computes the same values (5.12, `Fp8Dequantize`),
-but requires that all blocks are full.
+The scales of a tensor `X` are in the tensor `X_scale_inv`; for packed experts, it contains the scales of one matrix
+after the other. The parts `X.shard_N.weight` of an n-gram table share one scale, `X.weight_scale`. To dequantize an
+element, its e4m3 number is multiplied by the scale in float32, and rounded once to the requested dtype. transformers
+computes the same values (5.12, `Fp8Dequantize`), but requires that all blocks are full.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def find_scales(name: str, names: Collection[str]) -> str:
 def scales_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:
     """Return the shape [..., row blocks, column blocks] of the scales of matrices [..., rows, columns].
 
-    The last blocks need not be full.
+    The last block of a dimension need not be full.
     """
     *many, rows, columns = shape
     return (*many, -(-rows // block[0]), -(-columns // block[1]))
@@ -56,7 +56,10 @@ def scales_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:
 def match_block(shape: Sequence[int], scales: Sequence[int], block: Block | None) -> Block | None:
     """Return the block size of matrices [..., rows, columns], or None if the scales do not have the expected shape.
 
-    `shape` and `scales` are shapes. If `block` is None, each matrix is one block.
+    Args:
+        shape: shape of the matrices.
+        scales: shape of the scales.
+        block: the expected block size; None if each matrix is one block.
     """
     one_block = block is None and math.prod(scales) == math.prod(shape[:-2])
     block = block or (shape[-2], shape[-1])
@@ -83,8 +86,9 @@ def check_scales(scales: Tensor, shape: Sequence[int], block: Block) -> None:
     """Raise ValueError if a scale is not positive, or so large that values overflow. The message names the block.
 
     Args:
-        scales: in float32.
+        scales: all scales of the matrices, in float32.
         shape: shape of the matrices, [..., rows, columns].
+        block: block size.
     """
     import torch
 
@@ -133,18 +137,21 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """Quantize a row of blocks to e4m3.
 
-    A scale maps the largest element of its block to `LARGEST`. If all values of a block are products of an e4m3 number
-    and its `kept` scale, that scale is used again, so that a model that was read from FP8 gets the same bytes.
+    A new scale maps the largest element of a block to `LARGEST`. But if all values of the block are products of e4m3
+    numbers and the block's scale in `kept`, that scale is used. So a model that was read from FP8 gets the same bytes.
 
     Args:
         values: [rows of a block, columns] in float32.
         width: number of columns of a block.
         kept: [blocks] in `scales_in`, the scales of the FP8 weights that `values` may come from, or None.
-        scales_in: one of `SCALE_DTYPES`.
+        scales_in: dtype of the scales, one of `SCALE_DTYPES`.
         only_scales: compute only the scales, and leave the weights undefined.
 
     Returns:
-        The weights as bytes, and the scales [blocks].
+        The weights as bytes, and the scales [blocks] in `scales_in`.
+
+    Raises:
+        ValueError: a scale that is used from `kept` is bad, or a new scale is not finite in `scales_in`.
     """
     import torch
 
@@ -181,7 +188,7 @@ def quantize_with_scale(values: Tensor, scale: float) -> Tensor:
     """Return float32 values as e4m3 bytes with a given scale.
 
     Raises:
-        ValueError: a value is larger than e4m3 can represent with this scale, even if it is rounded.
+        ValueError: a value is NaN, or its quotient with the scale would be rounded to a number above `LARGEST`.
     """
     # Values below this one are rounded to the largest number.
     if not (largest := values.abs().max().item()) <= scale * (LARGEST + 16):

@@ -18,13 +18,19 @@ MTP_LAYER = (f"{MTP}mtp_model_layer.", "mtp.layers.0.")
 
 
 def ngram_head_sizes(dimensions: Dimensions, index: int) -> Sequence[int]:
-    """Return the number of n-gram table rows of each hash head in layer `ple_layers[index]`."""
+    """Return the number of rows in the n-gram table of each hash head of layer `ple_layers[index]`.
+
+    `ple_layers` is the list in `dimensions.indices` of the layers with n-gram embeddings.
+    """
     heads = len(dimensions.indices["ngram_heads"])
     return dimensions.indices["ngram_rows"][index * heads : (index + 1) * heads]
 
 
 def gated_attention_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightRow, ...]:
-    """Return the weight-table rows of full attention with output gates, and of the norm before it."""
+    """Return the weight-table rows of full attention with output gates and of the norm before it.
+
+    Arguments are as in `attention_rows`.
+    """
     return rows.attention_rows(megatron, hf, *indices, kind=GatedQKV, queries="gated_q")
 
 
@@ -59,7 +65,7 @@ def linear_attention_rows(megatron: str, hf: str) -> tuple[WeightRow, ...]:
 
 
 def shared_expert_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightRow, ...]:
-    """Return the weight-table rows of the shared expert and its output gate."""
+    """Return the weight-table rows of the shared expert and its output gate; arguments as in `attention_rows`."""
     megatron, hf = f"{megatron}mlp.shared_experts.", f"{hf}mlp.shared_expert"
     half = ("shared_ffn", "hidden")
     return (

@@ -10,9 +10,9 @@
     ZeroCentered       w                                        w - 1
     PackedExpert       [experts, ...], optionally transposed    one expert
 
-Each kind of row defines `hf_slices`, by which files and adapters are converted. It also names a mapping class of
-Megatron-Bridge, which converts weights that are divided over ranks. A package with its own family can define further
-kinds.
+Each kind of row defines `hf_slices`, which determines how checkpoint files and adapters are converted. It also names a
+mapping class of Megatron-Bridge, which converts weights that are sharded over ranks. A package with its own family can
+define further kinds.
 
 The module also has the rows that families share: vision tower, attention, MLP and experts. Standard library only.
 """
@@ -30,7 +30,10 @@ from typing import Any, ClassVar, NamedTuple
 
 @dataclass(frozen=True)
 class Dimensions:
-    """Sizes and layer indices of one model, for the symbols in a weight table. `dimensions[name]` is a size."""
+    """Sizes and layer indices of one model: the values of the symbols in a weight table.
+
+    `dimensions[name]` returns the size with this name.
+    """
 
     sizes: Mapping[str, int]  # by name: symbols in shapes, conditions (0 or 1) and numbers of heads
     indices: Mapping[str, Sequence[int]]  # by name: the values of a `*`, such as the numbers of the layers
@@ -45,7 +48,7 @@ class Dimensions:
 
 
 def vision_sizes(vision: Mapping) -> dict[str, int]:
-    """Return the sizes of a vision tower by symbol, from `vision_config`."""
+    """Return the sizes of a vision tower: symbol of the weight table -> size. `vision` is the `vision_config`."""
     return {
         "v_hidden": vision["hidden_size"],
         "v_heads": vision["num_heads"],
@@ -67,7 +70,7 @@ _OUR_MAPPINGS = "qwen3vl_bridge.weights.bridge_mappings"
 
 
 class TensorSlice(NamedTuple):
-    """Elements [start, start + length) of a stored tensor. A Megatron parameter is a sequence of such slices."""
+    """A slice of `length` elements of a stored tensor. A Megatron parameter is a sequence of such slices."""
 
     tensor: str
     start: int
@@ -110,7 +113,7 @@ class WeightRow:
 
     @property
     def stored_names(self) -> tuple[str, ...]:
-        """Return the names of the tensors into which fsdp_dtensor checkpoints divide the parameter (dimension 0)."""
+        """Return the names of the tensors into which fsdp_dtensor checkpoints split the parameter along dimension 0."""
         if self.gated:
             return f"{self.megatron}_w", f"{self.megatron}_v"
         return tuple(f"{self.megatron}.{name}" for name, _ in self.sections) or (self.megatron,)
@@ -122,7 +125,7 @@ class WeightRow:
 
     @property
     def expert(self) -> int:
-        """Return the index of the expert; only for expanded rows of experts."""
+        """Return the index of the expert. The weight-table row must be expanded and belong to an expert."""
         return self.position[self.indices.index("experts")]
 
     def bridge_mapping(self) -> str:
@@ -145,21 +148,24 @@ class WeightRow:
         return replace(self, megatron=fill(self.megatron), hf=hf, position=numbers, pattern=self.megatron)
 
     def resolve(self, dimensions: Dimensions) -> WeightRow:
-        """Return an expanded row with names and shapes that depend on the model's dimensions; by default, itself."""
+        """Return an expanded weight-table row with the names and shapes for a model of these dimensions.
+
+        By default, return the row itself. Override this for names or shapes that depend on the model's dimensions.
+        """
         return self
 
     def resolve_shapes(self, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
-        """Return `shapes` with sizes in place of symbols. For a packed tensor, it is the shape of one expert."""
+        """Return `shapes` with sizes in place of symbols. A packed tensor has the shape of one expert in `shapes`."""
         return tuple(tuple(dimensions[d] if isinstance(d, str) else d for d in shape) for shape in self.shapes)
 
     def hf_shapes(self, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of the Hugging Face tensors. A packed tensor has all experts."""
+        """Return the shapes of the Hugging Face tensors. The first dimension of a packed tensor is the experts."""
         return self.resolve_shapes(dimensions)
 
     def hf_slices(self, dimensions: Dimensions) -> Iterator[TensorSlice]:
-        """Yield slices of Hugging Face tensors. Concatenated, they are the elements of the Megatron parameter.
+        """Yield slices of Hugging Face tensors that, concatenated, form the Megatron parameter in row-major order.
 
-        The elements are in row-major order. The weight-table row must be expanded.
+        The weight-table row must be expanded.
         """
         for name, shape in zip(self.hf, self.resolve_shapes(dimensions), strict=True):
             yield TensorSlice(name, 0, math.prod(shape))
@@ -236,14 +242,14 @@ class GatedQKV(WeightRow):
 class ZeroCentered(WeightRow):
     """Weight-table row of a norm. Megatron's weight is smaller by one, because Megatron multiplies by 1 + weight.
 
-    In float32 the subtraction is exact for weights of at least 0.5, and for bfloat16 weights from 2^-16 in magnitude;
-    others are rounded by up to 6e-8.
+    In float32 the subtraction is exact for weights of at least 0.5, and for bfloat16 weights of magnitude 2^-16 or
+    more. Other results are rounded by up to 6e-8.
     """
 
     mapping: ClassVar[str] = f"{_OUR_MAPPINGS}:ZeroCenteredMapping"
 
     def hf_slices(self, dimensions: Dimensions) -> Iterator[TensorSlice]:
-        """Yield a slice with the full tensor, whose values are larger by one; see `WeightRow.hf_slices`."""
+        """Yield the full tensor as one slice, with `plus=1` because Megatron's values are smaller by one."""
         yield TensorSlice(self.hf[0], 0, math.prod(self.resolve_shapes(dimensions)[0]), plus=1)
 
 
@@ -275,14 +281,17 @@ class PackedExpert(WeightRow):
 
 
 def stored_sizes(row: WeightRow, rows: int, dimensions: Dimensions) -> tuple[int, ...]:
-    """Return the size along dimension 0 of each tensor in `row.stored_names`, for a parameter of size `rows`."""
+    """Return the size along dimension 0 of each tensor in `row.stored_names`. The parameter has `rows` rows."""
     if row.sections:
         return tuple(dimensions[size] for _, size in row.sections)
     return (rows // len(row.stored_names),) * len(row.stored_names)
 
 
 def expand(rows: tuple[WeightRow, ...], dimensions: Dimensions) -> Iterator[WeightRow]:
-    """Yield one weight-table row per Megatron parameter, with layer and expert indices in place of each `*`."""
+    """Yield one expanded weight-table row per Megatron parameter of a model.
+
+    Layer and expert indices replace each `*`. Rows with a condition that the model does not meet are omitted.
+    """
     for row in rows:
         if row.condition is None or dimensions[row.condition]:
             for numbers in itertools.product(*(dimensions.indices[name] for name in row.indices)):
@@ -371,7 +380,7 @@ def is_mtp(name: str) -> bool:
 
 
 def shared_name(layer: str) -> str:
-    """Return the name of a linear layer without "local_experts" and the index of its expert."""
+    """Return the name of a linear layer without ".local_experts.N", which is the same name for all experts."""
     return _ONE_EXPERT.sub("", layer)
 
 
@@ -404,12 +413,14 @@ def stacked_name(
     Source: megatron-core 0.19, `sharded_state_dict` of TransformerBlock, SequentialMLP and TEGroupedMLP.
 
     Args:
-        named: indices that stay in the name instead of being stacked.
-        local: whether the checkpoint was saved with megatron-core's own local layer spec, which renames all norms as if
-            they were fused. Our spec does not rename the norm before experts, because no spec fuses that norm.
+        row: the weight-table row.
+        dimensions: dimensions of the model.
+        named: keys of `Dimensions.indices` for the indices that stay in the name instead of being stacked.
+        local: whether the checkpoint was saved with megatron-core's own local layer spec. That spec renames all norms
+            as if they were fused. Our spec does not rename the norm before experts, because no spec fuses that norm.
 
     Returns:
-        The name, and for each stacked dimension a pair: the parameter's index, and the size of the dimension.
+        The name, and for each stacked dimension a pair: the index of the parameter, and the size of the dimension.
     """
     name = re.sub(r"mlp\.experts\.(local_experts\.)?", "mlp.experts.experts.", row.pattern)
     name = with_former_mtp_name(name)
@@ -442,7 +453,8 @@ def component_of(name: str) -> Component:
     """Return the component of a parameter or linear layer.
 
     Args:
-        name: name in the model, in the language model alone, or in a wrapper such as DDP or ModelOpt's teacher.
+        name: name in the model or in the language model alone, also with the prefixes of wrappers such as DDP or
+            ModelOpt's distillation.
 
     Raises:
         ValueError: the name does not belong to this model.
@@ -458,14 +470,17 @@ def component_of(name: str) -> Component:
 
 
 def single_row(megatron: str, hf: str, *shape: str | int, indices: tuple[str, ...] = (), **more: Any) -> WeightRow:
-    """Return the weight-table row for a Hugging Face tensor of shape `shape` that Megatron stores unchanged."""
+    """Return the weight-table row for a Hugging Face tensor of shape `shape` that Megatron stores unchanged.
+
+    `more` contains further fields of `WeightRow`.
+    """
     return WeightRow(megatron, (hf,), (shape,), indices, **more)
 
 
 def weight_and_bias_rows(
     megatron: str, hf: str, weight: Shape, *, indices: tuple[str, ...] = (), replicated: bool = False
 ) -> tuple[WeightRow, ...]:
-    """Return the weight-table rows of a module with a weight and a bias. The bias has the weight's first dimension."""
+    """Return the weight-table rows of a module's weight, with shape `weight`, and bias, with shape `weight[:1]`."""
     return tuple(
         single_row(f"{megatron}.{suffix}", f"{hf}.{suffix}", *shape, indices=indices, replicated=replicated)
         for suffix, shape in (("weight", weight), ("bias", weight[:1]))
@@ -473,7 +488,7 @@ def weight_and_bias_rows(
 
 
 def merger_rows(megatron: str, hf: str, norm: str, indices: tuple[str, ...] = ()) -> tuple[WeightRow, ...]:
-    """Return the weight-table rows of a patch merger: a norm and two linear layers."""
+    """Return the weight-table rows of a patch merger: a norm of size `norm` (a symbol) and two linear layers."""
     return (
         *weight_and_bias_rows(f"{megatron}.patch_norm", f"{hf}.norm", (norm,), indices=indices),
         *weight_and_bias_rows(f"{megatron}.linear_fc1", f"{hf}.linear_fc1", ("v_merged", "v_merged"), indices=indices),
@@ -522,7 +537,7 @@ def attention_rows(
 
     Args:
         megatron, hf: prefixes of the parameter names of a layer, with a `*` for each index and a dot at the end.
-        indices: keys of `Dimensions.indices` for the values of each `*`.
+        indices: for each `*`, the key of `Dimensions.indices` with its values.
         kind: the class of the weight-table row of q, k and v.
         queries: symbol of the output size of `q_proj`, such as "q".
     """
@@ -556,7 +571,10 @@ def dense_mlp_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightRow, ..
 
 
 def moe_rows(megatron: str, hf: str, *indices: str, experts: ExpertLayout) -> tuple[WeightRow, ...]:
-    """Return the weight-table rows of a MoE layer: the norm before it, the router and the experts."""
+    """Return the weight-table rows of a MoE layer: the norm before it, the router and the experts.
+
+    `experts` is the expert layout of the Hugging Face model. The other arguments are as in `attention_rows`.
+    """
     norm = f"{hf}post_attention_layernorm.weight"
     before = (
         single_row(f"{megatron}pre_mlp_layernorm.weight", norm, "hidden", indices=indices),

@@ -1,8 +1,8 @@
 """Core attention without Transformer Engine, and packed-sequence parameters with segment lengths on the host.
 
-`transformer_impl` selects this core attention (`config.fields.default_transformer_impl`). It supports padded rows and
-packed rows. It runs torch's varlen attention where that supports the inputs, else scaled_dot_product_attention. Nothing
-here allocates memory of size tokens x tokens.
+`transformer_impl="local"` selects this core attention. It supports padded rows and packed rows. It runs torch's varlen
+attention if varlen attention supports the inputs, else scaled_dot_product_attention. Nothing here allocates memory of
+size tokens x tokens.
 
 Legend of shapes: n segments, s tokens of a segment, t tokens of a packed row, b rows of the batch, d head dimension,
 c tokens of a context-parallel chunk. Keys and values may have fewer heads than queries.
@@ -57,9 +57,9 @@ class HostPackedSeqParams(PackedSeqParams):
     _chunk_indices: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def causal_chunks(self, cp_size: int, cp_rank: int) -> CausalChunks:
-        """Return which tokens are the queries and keys of a context-parallel rank, chunk by chunk. Computed once.
+        """Return the queries and keys of a context-parallel rank, see `core.layout.causal_chunks`.
 
-        See `core.layout.causal_chunks`.
+        They are computed only once.
         """
         if (cp_size, cp_rank) not in self._causal_chunks:
             self._causal_chunks[cp_size, cp_rank] = causal_chunks(self.layout, cp_size, cp_rank)
@@ -68,9 +68,8 @@ class HostPackedSeqParams(PackedSeqParams):
     def rank_chunks(self, cp_size: int) -> HostPackedSeqParams:
         """Return packed-sequence parameters for a context-parallel rank's tokens, with each chunk as a segment.
 
-        They are computed only once.
-
-        A rank has two consecutive chunks of each segment, each 1 / (2 * cp_size) of its length.
+        A rank has two consecutive chunks of each segment, each 1 / (2 * cp_size) of the segment's length. The
+        parameters are computed only once.
         """
         if cp_size not in self._rank_chunks:
             lengths = (physical_offsets(self).diff() // (2 * cp_size)).repeat_interleave(2)
@@ -153,7 +152,7 @@ def supports_varlen(query: Tensor, key: Tensor, value: Tensor, dropout: float) -
 
 
 def attend_last_tokens(query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float) -> Tensor:
-    """Compute causal attention in each of n segments: the last s tokens attend to all tokens of their segment.
+    """Compute causal attention in each of n segments, where the queries are the last s tokens of the segment.
 
     Args:
         query: [n, heads, s, d].
@@ -204,7 +203,7 @@ class SegmentAttention(MegatronModule):
     and frames of the vision tower have no padding.
 
     Under context parallelism each segment is divided into 2 * cp chunks, and a rank holds two of them (`token_index`).
-    Keys and values are all-gathered once per layer. Each of the two chunks attends to all tokens up to its end.
+    Keys and values are all-gathered once per layer. Each chunk attends to its segment up to the chunk's end.
     """
 
     def __init__(
@@ -346,6 +345,9 @@ def physical_lengths(params: PackedSeqParams, tokens: int) -> tuple[int, ...]:
     """Return the physical (padded) lengths of the segments of a packed row with `tokens` tokens.
 
     Synchronizes with the device only for parameters that another package has created.
+
+    Raises:
+        ValueError: the sum of the lengths is not `tokens`.
     """
     if isinstance(params, HostPackedSeqParams):
         lengths = params.lengths

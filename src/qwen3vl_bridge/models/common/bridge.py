@@ -65,14 +65,14 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
     def load_weights_hf_to_megatron(
         self, hf_pretrained: Any, megatron_model: list[MegatronModule], *args: Any, **kwargs: Any
     ) -> Any:
-        """Load weights, and check first that the checkpoint has exactly the tensors that its config.json describes.
+        """Check that the checkpoint has the layers and experts that its config.json describes, then load the weights.
 
-        Without the check Megatron-Bridge silently keeps initial values of missing weights, and ignores layers that
-        config.json does not count. The Megatron model may have fewer layers than the checkpoint.
+        Without the check Megatron-Bridge silently keeps initial values of missing weights, and ignores layers beyond
+        the number in config.json. The Megatron model may have fewer layers than the checkpoint.
 
         Raises:
-            ValueError: tensors are missing, or belong to layers or experts that config.json does not count, or a
-                constant of the family has another value than config.json says.
+            ValueError: the checkpoint lacks tensors of the Megatron model, has more layers or experts than config.json,
+                or stores constants (tensors that follow from config.json) with other values.
         """
         self.hf_pretrained = hf_pretrained
         _read_fp8(hf_pretrained, unwrap_model(megatron_model)[0].config.params_dtype)
@@ -147,7 +147,7 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
     def build_conversion_tasks(
         self, hf_pretrained: Any, megatron_model: list[Any], *args: Any, **kwargs: Any
     ) -> list[WeightConversionTask | None]:
-        """Return Megatron-Bridge's conversion tasks, without entries of None if ModelOpt has quantized the model."""
+        """Return Megatron-Bridge's conversion tasks. If ModelOpt has quantized the model, omit entries of None."""
         from modelopt.torch.quantization.utils import is_quantized
 
         tasks = super().build_conversion_tasks(hf_pretrained, megatron_model, *args, **kwargs)
@@ -158,7 +158,7 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
         return MegatronMappingRegistry(*param_mappings(family(self.family).rows(self.expert_layout())))
 
     def expert_layout(self) -> ExpertLayout:
-        """Return the expert layout of the checkpoint; without weight files or experts, of released checkpoints.
+        """Return the expert layout of the checkpoint, or of released checkpoints if it has no weight files or experts.
 
         Raises:
             ValueError: the layout is unknown.
@@ -191,7 +191,7 @@ def _without_numbers(name: str) -> str:
 
 
 class _WeightFiles(SafeTensorsStateSource):
-    """Weight files of a model. Megatron-Bridge distributes saved weights over files with the same names."""
+    """Safetensors files of a model, to read weights, and to save weights in files with the same names."""
 
     def save_generator(
         self,
@@ -263,7 +263,10 @@ def _weight_files(hf_pretrained: Any) -> SafeTensorsStateSource | None:
 
 
 def stored_config(name: str, hf_pretrained: Any) -> Mapping[str, Any]:
-    """Return the contents of a model's `config.json`, without optional components that a local checkpoint lacks."""
+    """Return the contents of a model's `config.json`, without optional components that a local checkpoint lacks.
+
+    `name` is the name of the family.
+    """
     config, source = getattr(hf_pretrained, "config", hf_pretrained).to_dict(), _weight_files(hf_pretrained)
     if source is None or not Path(source.model_name_or_path).is_dir() or not source.key_to_filename_map:
         return config

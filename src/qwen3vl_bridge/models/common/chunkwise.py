@@ -2,10 +2,10 @@
 
 Each rank keeps its tokens: two chunks of every segment, each 1 / (2 cp) of it (`core.layout.token_index`; these are not
 the chunks of 64 tokens inside kernels). The gated delta rule is linear in the state before a chunk, so a chunk is a map
-S -> transition @ S + update. Ranks exchange these maps, compute the state before each of their chunks, and then compute
-the outputs of the chunks from it. The convolution needs the last tokens before each chunk, which are exchanged in the
-same way. Sources: Yang et al., Parallelizing Linear Transformers with the Delta Rule over Sequence Length (2024), for
-the map of a chunk; Sun et al., Linear Attention Sequence Parallelism (2024).
+S -> transition @ S + update. Ranks exchange these maps and compute the state before each of their chunks. Each chunk's
+outputs are then computed from the state before it. The convolution needs the last tokens before each chunk, which are
+exchanged in the same way. Sources: Yang et al., Parallelizing Linear Transformers with the Delta Rule over Sequence
+Length (2024), for the map of a chunk; Sun et al., Linear Attention Sequence Parallelism (2024).
 
 The number of bytes sent is proportional to the number of segments, not of tokens. Dividing the heads over ranks, as
 megatron-core does, sends all tokens twice.
@@ -35,7 +35,10 @@ _chunk_group: ContextVar[ProcessGroup | None] = ContextVar("chunk_group", defaul
 
 @contextlib.contextmanager
 def chunks_of(group: ProcessGroup) -> Iterator[None]:
-    """Context manager in which kernels of `continue_convolution` and `continue_rule` exchange chunks in `group`."""
+    """Context manager in which kernels from `continue_convolution` and `continue_rule` continue chunks of other ranks.
+
+    `group` is the context-parallel group.
+    """
     token = _chunk_group.set(group)
     try:
         yield
@@ -44,9 +47,10 @@ def chunks_of(group: ProcessGroup) -> Iterator[None]:
 
 
 def continue_convolution(convolution: Callable) -> Callable:
-    """Wrap a causal convolution: inside `chunks_of`, the end of the chunk before precedes a chunk, instead of zeros.
+    """Wrap a causal convolution: inside `chunks_of`, each chunk continues the previous chunk of its segment.
 
-    `convolution` has the arguments of `delta_rule.causal_conv1d`. With packed rows, `cu_seqlens` are offsets of chunks.
+    `convolution` has the arguments of `delta_rule.causal_conv1d`. Inside `chunks_of`, `cu_seqlens` of packed rows are
+    offsets of chunks.
     """
 
     @functools.wraps(convolution)
@@ -62,10 +66,10 @@ def continue_convolution(convolution: Callable) -> Callable:
 
 
 def continue_rule(rule: Callable) -> Callable:
-    """Wrap a gated delta rule: inside `chunks_of`, a chunk starts from the state after the chunk before, not zeros.
+    """Wrap a gated delta rule: inside `chunks_of`, each chunk starts from the state after the segment's previous chunk.
 
-    `rule` has the arguments of `delta_rule.chunk_gated_delta_rule`. With packed rows, `cu_seqlens` are offsets of
-    chunks. A final state is the state after the last chunk of each segment, on all ranks.
+    `rule` has the arguments of `delta_rule.chunk_gated_delta_rule`. Inside `chunks_of`, `cu_seqlens` of packed rows are
+    offsets of chunks, and a final state is the state after the last chunk of each segment, on all ranks.
     """
 
     @functools.wraps(rule)
@@ -100,8 +104,8 @@ def _maps_of_chunks(
 ) -> tuple[Tensor, Tensor]:
     """Return the map S -> transition @ S + update of each chunk: update [2 n, h, d, e], transition [2 n, h, d, d].
 
-    Columns of a state do not depend on each other. So the rule is computed with d more columns, which start at the unit
-    matrix and whose values are zeros: they become the transition. Outputs are not used.
+    Columns of a state do not depend on each other. So the rule is computed with d additional columns, which have values
+    of zero and start from the unit matrix. After the chunk, they are the transition. Outputs are not used.
     """
     heads, size, columns = key.size(2), key.size(3), value.size(3)
     unit = torch.eye(size, columns + size, dtype=torch.float32, device=key.device).roll(columns, 1)
@@ -113,11 +117,13 @@ def _maps_of_chunks(
 
 
 def states_before_chunks(update: Tensor, transition: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the state before each chunk of this rank [2 n, h, d, e], given the map of each of them.
+    """Return the state before each chunk of this rank [2 n, h, d, e], given the map of each chunk of this rank.
+
+    The map is S -> transition @ S + update, where S is the state before the chunk.
 
     Args:
         update: [2 n, h, d, e], the state after a chunk that starts from zeros.
-        transition: [2 n, h, d, d], what a chunk does to the state before it.
+        transition: [2 n, h, d, d].
         group: the context-parallel group.
     """
     heads, size, columns = update.shape[1:]
@@ -133,7 +139,7 @@ def states_before_chunks(update: Tensor, transition: Tensor, group: ProcessGroup
 def tokens_before_chunks(x: Tensor, cu_seqlens: Tensor | None, width: int, group: ProcessGroup) -> Tensor:
     """Return the last `width` - 1 tokens before each chunk, after one entry of zeros: [2 n, channels, `width`].
 
-    Tokens before the segment are zeros. A chunk may have fewer tokens than are needed; then they come from several.
+    Tokens before the segment are zeros. If the previous chunk is too short, tokens of earlier chunks are included.
 
     Args:
         x: [1, s, channels] of a packed row, or [2 b, s / 2, channels], a row for each chunk.

@@ -9,8 +9,8 @@ new tokens. Their results are combined as in Flash-Decoding: https://pytorch.org
 
 `key_value_memory_dict` of the context contains two tensors per layer number, in both of which the second dimension is
 the rows, as megatron-core requires to exchange rows (`swap_key_value_dict`): keys and values [S, b, groups, d], or the
-last inputs of the convolution [w - 1, b, channels] and the state [h, b, d, e] of linear attention. Number 0 has the
-difference that `is_stored` stores.
+last inputs of the convolution [w - 1, b, channels] and the state [h, b, d, e] of linear attention. Layer numbers start
+at 1; the entry 0 is the position difference that `is_stored` stores.
 
 Legend of shapes: b rows, s tokens of a step, S tokens for which a rank has space, d and e head dimensions of keys and
 values, w width of the convolution, h heads.
@@ -37,11 +37,11 @@ from torch.distributed import ProcessGroup
 class PaddedContext(StaticInferenceContext):
     """megatron-core's static inference context, for prompts of different lengths that are padded on the right.
 
-    Call `begin_step` before each step after the first one, which is the forward pass of the prompts.
+    The first step is the forward pass of the prompts. Call `begin_step` before each later step.
 
     Args:
-        lengths: [b] tokens of the prompts, without padding; on the host, as `columns`.
-        columns: [s] the tokens of a row that this context-parallel rank has.
+        lengths: [b] number of tokens of each prompt without padding, on the host.
+        columns: [s] indices of the tokens of a row that this context-parallel rank holds, on the host.
         max_new_tokens: maximum number of steps after the first one.
         group: the context-parallel ranks.
         device: the device of the model.
@@ -67,19 +67,20 @@ class PaddedContext(StaticInferenceContext):
 
 
 def has_tokens(context: BaseInferenceContext) -> bool:
-    """Return whether a step adds one token to a cache that contains earlier tokens."""
+    """Return whether the context contains tokens of earlier steps, so that the current step adds one token per row."""
     return context.sequence_len_offset > 0
 
 
 def prompt_lengths(context: BaseInferenceContext, rows: int, tokens: int, device: torch.device) -> Tensor:
-    """Return the lengths [b] of prompts; `tokens` for a context that does not store them."""
+    """Return the lengths [b] of the prompts. If the context does not store lengths, every row has `tokens` tokens."""
     return context.lengths if isinstance(context, PaddedContext) else torch.full((rows,), tokens, device=device)
 
 
 def step_inputs(input_ids: Tensor, position_ids: Tensor, sp_size: int = 1, sp_rank: int = 0) -> ModelInputs:
     """Return the inputs of one rank for new tokens [b, s] at positions [3, b, s], without waiting for the device.
 
-    The first token of each row is real. Placeholders of images that the model has generated are tokens like others.
+    The first token of each row is real, the others are padding. Image placeholders that the model has generated are
+    embedded like text.
     """
     rows, tokens = input_ids.shape
     is_padding = torch.arange(tokens, device=input_ids.device) > 0
@@ -99,10 +100,11 @@ def step_inputs(input_ids: Tensor, position_ids: Tensor, sp_size: int = 1, sp_ra
 def is_stored(
     context: BaseInferenceContext, inputs: ModelInputs, config: TransformerConfig, groups: ProcessGroupCollection
 ) -> bool:
-    """Return whether a step of a caller is stored in a context. For the first step, store the next positions.
+    """Return whether keys, values and states of a caller's step are stored in its context.
 
-    Prompts cannot be stored with padding or several documents in a row, and under sequence or context parallelism.
-    After images and videos the next position differs from the number of tokens; the difference of each row is stored.
+    The first step, with the prompts, is not stored if a row has padding or several documents, if the context contains
+    earlier rows of the batch, or under sequence or context parallelism. If it is stored, this function stores for each
+    row the difference between the next position and the number of tokens, which images and videos cause.
     """
     if has_tokens(context):
         return True
@@ -117,7 +119,7 @@ def is_stored(
 
 
 def next_positions(context: BaseInferenceContext) -> Tensor:
-    """Return the positions [3, b, 1] of the tokens after those in a context whose rows have the same length."""
+    """Return the positions [3, b, 1] of the next token of each row. All rows in the context have the same length."""
     difference, _ = context.key_value_memory_dict[0]
     return (context.sequence_len_offset + difference[0])[None, :, None].expand(3, -1, 1)
 
@@ -125,11 +127,11 @@ def next_positions(context: BaseInferenceContext) -> Tensor:
 def attend_to_cache(
     context: BaseInferenceContext, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None
 ) -> Tensor:
-    """Store keys and values of one token of each row, and return its attention [1, b, heads * e] to all its tokens.
+    """Store keys and values of one token per row. Return its attention [1, b, heads * e] to all tokens of the row.
 
     Args:
-        context: the cache.
-        layer: number of the layer.
+        context: the context with earlier keys and values.
+        layer: number of the layer, from 1.
         query: [1, b, heads, d].
         key, value: [1, b, groups, d or e].
         scale: factor of the products of queries and keys; None for 1 / sqrt(d).

@@ -1,7 +1,7 @@
 """The gated delta rule and the causal convolution before it, in torch. Both restart at every segment.
 
-They are used without a GPU or without flash-linear-attention. That package needs a GPU, and megatron-core does not
-build the layer without it (`upstream/gated_delta_kernels.py`). With a GPU and the package, its kernels are used.
+With a GPU and the package flash-linear-attention, the package's kernels are used, otherwise this module's functions.
+megatron-core does not build the layer without the package (`upstream/gated_delta_kernels.py`).
 
 Segment offsets stay on the device. The sizes of tensors do not depend on their values: T tokens in n segments fill at
 most T // 64 + n chunks, and unused chunks are empty.
@@ -66,8 +66,11 @@ def causal_conv1d(
         bias: [d].
         activation: "silu", "swish" or None.
         initial_state: [n, d, w]; the last w - 1 entries are the tokens before each segment. None for zeros.
-        output_final_state: False in megatron-core's calls.
+        output_final_state: ignored; megatron-core passes False.
         cu_seqlens: [n + 1] offsets of the n segments of a packed row; None if each row is one segment.
+
+    Returns:
+        The result [b, s, d], and None in place of a final state.
     """
     tokens, width = x.shape[1], weight.shape[-1]
     lengths = _offsets(cu_seqlens, tokens, x.device).diff()
@@ -194,7 +197,7 @@ def _offsets(cu_seqlens: Tensor | None, tokens: int, device: torch.device) -> Te
 
 
 def uses_torch_functions() -> bool:
-    """Return True if this module's functions are used instead of flash-linear-attention: without a GPU or package."""
+    """Return True if this module's functions are used, because there is no GPU or no flash-linear-attention."""
     return not torch.cuda.is_available() or importlib.util.find_spec("fla") is None
 
 
@@ -228,10 +231,11 @@ def check_package() -> None:
 
 @functools.cache
 def choose_kernels() -> None:
-    """Replace the kernels that megatron-core's layers call by name, once per process.
+    """Replace the functions that megatron-core's GatedDeltaNet calls, once per process.
 
-    Without a GPU or flash-linear-attention, use the norm and the convolution of this module; else pass `chunk_indices`
-    to the convolution of the package. The convolution continues chunks of other ranks where a layer asks for it.
+    Without a GPU or flash-linear-attention, replace the norm and the convolution by this module's functions. Otherwise
+    wrap the convolution of the package, to pass it `chunk_indices`. Inside `chunkwise.chunks_of`, the convolution
+    continues chunks of other ranks.
     """
     if uses_torch_functions():
         gated_delta_kernels.use_functions(l2norm, continue_convolution(causal_conv1d))
@@ -245,7 +249,7 @@ class PackedRow(Protocol):
     cu_seqlens_q: Tensor | None
 
     def chunk_indices(self, size: int) -> Tensor:
-        """Return a tensor [c, 2] with the segment of each chunk, and the index of the chunk in its segment."""
+        """Return [c, 2], the segment of each chunk of at most `size` tokens, and the chunk's index in the segment."""
         ...
 
 
@@ -255,7 +259,7 @@ _packed_row: ContextVar[PackedRow | None] = ContextVar("packed_row", default=Non
 
 @contextlib.contextmanager
 def packed_row(row: PackedRow | None) -> Iterator[None]:
-    """Set the packed row from which kernels wrapped by `with_chunks` get `chunk_indices`, as a context manager."""
+    """Context manager that sets the packed row from which kernels wrapped by `with_chunks` get `chunk_indices`."""
     token = _packed_row.set(row)
     try:
         yield

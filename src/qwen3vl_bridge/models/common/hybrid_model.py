@@ -2,8 +2,9 @@
 
 Multi-token prediction (MTP) is an additional layer that predicts the token after the next. Its input for a token
 combines the hidden state after the final norm with the embedding of the next token (a vision token inside an image).
-It has the position ids of the token. Embedding and output layer are shared with the model. Source: DeepSeek-V3 (arXiv
-2412.19437), section 2.2; for vision tokens vLLM's qwen3_5_mtp, which serves these weights.
+The layer uses the position ids of the token, not of the next token. Embedding and output layer are shared with the
+model. Source: DeepSeek-V3 (arXiv 2412.19437), section 2.2; for vision tokens vLLM's qwen3_5_mtp, which serves these
+weights.
 
 Legend of shapes: b rows of the batch, s local sequence length, sp sequence-parallel ranks, h hidden size.
 """
@@ -115,8 +116,8 @@ NEXT = "next_tokens"  # key of the embedded next tokens among the layer argument
 class HybridGPTModel(MRopeGPTModel):
     """The text model: megatron-core's GPT with two layer types, partial rotary embeddings and MTP.
 
-    megatron-core's MTP embeds tokens again on the last stage, with a copy of the embedding and without images. Here the
-    first stage computes both embeddings, so GPTModel is built and run without MTP.
+    megatron-core's MTP embeds next tokens on the last stage, with a copy of the embedding and without images. Here the
+    first stage embeds tokens and next tokens, so GPTModel is built and run without MTP.
     """
 
     block_spec = staticmethod(text_block_spec)
@@ -193,7 +194,7 @@ class HybridModel(VisionLanguageModel):
             )
 
     def embed(self, inputs: ModelInputs, encoded: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, dict[str, Any]]:
-        """Return hidden states and, if the batch has an MTP loss, the embedded next tokens for the last stage."""
+        """Return hidden states, and a dict with the embedded next tokens if MTP is computed for this batch."""
         encoded = encoded or self.encode(inputs)
         hidden, layer_arguments = super().embed(inputs, encoded)
         if self.predicts(inputs):
@@ -220,7 +221,7 @@ class HybridModel(VisionLanguageModel):
         return None if embedded is None else (embedded, inputs.next_tokens), None
 
     def pack(self, hidden: Tensor, layer_arguments: dict[str, Any]) -> Tensor:
-        """Return one tensor with hidden states and embedded next tokens for the next stage."""
+        """Return one tensor with hidden states and embedded next tokens, if there are any, for the next stage."""
         if NEXT not in layer_arguments:
             return super().pack(hidden, layer_arguments)
         return torch.cat((hidden, layer_arguments[NEXT].to(hidden.dtype)))
@@ -235,6 +236,9 @@ class HybridModel(VisionLanguageModel):
         return hidden, {NEXT: embedded}
 
     def predicts(self, inputs: ModelInputs) -> bool:
-        """Return whether MTP is computed for this batch, which needs next tokens: in training, or to be measured."""
+        """Return whether MTP is computed for this batch: in training, or if the batch asks to measure it.
+
+        The batch must have next tokens, which are made from its labels.
+        """
         following = inputs.next_tokens
         return following is not None and (following.measured or (self.training and torch.is_grad_enabled()))

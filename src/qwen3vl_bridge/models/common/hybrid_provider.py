@@ -114,7 +114,7 @@ class HybridModelProvider(VisionLanguageProvider):
     checks: ClassVar[tuple[Check, ...]] = HYBRID_CHECKS
 
     def finalize(self) -> None:
-        """Check and complete the fields."""
+        """Check and adjust the fields, see `VisionLanguageProvider.finalize`. Also check flash-linear-attention."""
         if self.experimental_attention_variant in _GATED_DELTA_NET:
             self.experimental_attention_variant = _INSTALLED_NAME
         super().finalize()
@@ -125,8 +125,8 @@ class HybridModelProvider(VisionLanguageProvider):
     def finalize_megatron_fields(self) -> None:
         """Check and complete the fields of megatron-core and Megatron-Bridge, except the heads of linear attention.
 
-        megatron-core expects that tp * cp divides them, which `linear_cp_mode="chunkwise"` does not need. Afterwards
-        `_check_divisible` checks them.
+        megatron-core expects that tp * cp divides the numbers of heads. `linear_cp_mode="chunkwise"` does not need
+        this, so `_check_divisible` checks the heads afterwards.
         """
         with with_divisible_heads(self):
             super().finalize_megatron_fields()

@@ -90,7 +90,7 @@ def backend(config: TransformerConfig) -> BackendSpecProvider:
 
     Raises:
         ModuleNotFoundError: Transformer Engine is selected and not installed.
-        ValueError: the value is neither 'local' nor 'transformer_engine'.
+        ValueError: `transformer_impl` is neither 'local' nor 'transformer_engine'.
     """
     if config.transformer_impl == "local":
         return LocalBackend(config)

@@ -90,10 +90,10 @@ class LinearAttention(KeepFloat32, SegmentedGatedDeltaNet):
     ) -> tuple[Tensor, Tensor | None]:
         """Compute linear attention as GatedDeltaNet does, and pass the chunks of a packed row to the kernels.
 
-        With `linear_cp_mode="chunkwise"`, GatedDeltaNet sees only this rank's tokens, in which each of the two chunks
-        of a segment is a segment of its own. The kernels start from the chunks before, of other ranks (`chunkwise.py`).
+        With `linear_cp_mode="chunkwise"`, GatedDeltaNet computes only this rank's tokens, and treats each of the two
+        chunks of a segment as a segment. The kernels continue the previous chunks of other ranks (`chunkwise.py`).
 
-        With an `inference_context`, states are stored in it; see `decoding.py`.
+        With an `inference_context`, states are stored in the context; see `decoding.py`.
         """
         if inference_context is not None:
             return self.infer(hidden_states, inference_context)
@@ -104,15 +104,18 @@ class LinearAttention(KeepFloat32, SegmentedGatedDeltaNet):
             return super().forward(hidden_states, attention_mask, None, packed_seq_params, *args, **kwargs)
 
     def exchange_chunks(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager in which kernels start from chunks of other ranks, if there is a `chunk_group`."""
+        """Return a context manager in which kernels continue chunks of other ranks; without `chunk_group` an empty one.
+
+        `chunk_group` is the context-parallel group if this layer uses `linear_cp_mode="chunkwise"`.
+        """
         return contextlib.nullcontext() if self.chunk_group is None else chunks_of(self.chunk_group)
 
     def infer(self, hidden_states: Tensor, context: BaseInferenceContext) -> tuple[Tensor, Tensor | None]:
         """Compute linear attention of padded rows [s / sp, b, h], or of one new token of each row.
 
-        The last inputs of the convolution, and the state of the delta rule after the last real token, are stored.
-        Under context parallelism each rank has all tokens of some of the heads. With `linear_cp_mode="chunkwise"`, it
-        has its own tokens of the prompt and all heads, and computes all heads of new tokens.
+        Store the last inputs of the convolution, and the state of the delta rule after the last real token, in
+        `context`. Under context parallelism each rank computes all tokens of some of the heads. With
+        `linear_cp_mode="chunkwise"`, it computes all heads of its own tokens of the prompt, and of new tokens.
         """
         projected, _ = self.in_proj(hidden_states)
         step, decodes, cp = len(projected), has_tokens(context), self.pg_collection.cp
@@ -170,7 +173,7 @@ class LinearAttention(KeepFloat32, SegmentedGatedDeltaNet):
 
 
 def text_block_spec(config: TransformerConfig, vp_stage: int | None, pp_rank: int) -> TransformerBlockSubmodules:
-    """Return the layer specs of a pipeline stage of the text decoder."""
+    """Return the layer specs of a pipeline stage of the text decoder, with linear or full attention in each layer."""
     block = _full_attention_block(config, vp_stage, pp_rank)
     if (layout := config.pipeline_model_parallel_layout) is not None:
         first = layout.get_layer_offset(vp_stage=vp_stage, pp_rank=pp_rank)
@@ -228,7 +231,10 @@ def _linear_in_16_bits(base: type[nn.Module]) -> type[nn.Module]:
 
 
 def input_projection(config: TransformerConfig, linear: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of the input projection: `linear`, or a subclass of it that never uses FP8."""
+    """Return the class of the input projection: `linear`, or a subclass of it that never uses FP8.
+
+    The subclass is used if the configuration lists "in_proj" in `layers_in_16_bits`.
+    """
     return _linear_in_16_bits(linear) if "in_proj" in getattr(config, "layers_in_16_bits", ()) else linear
 
 

@@ -96,13 +96,17 @@ class MRopeGPTModel(OutputGPTModel):
         output_processor: Callable[..., Any] | None = None,
         **arguments: Any,
     ) -> Any:
-        """Return losses if labels are given, else logits. A caller's `output_processor` replaces `loss_processor`."""
+        """Return losses if labels are given, else logits; with an `output_processor`, return its result instead."""
         if output_processor is None and labels is not None:
             output_processor = loss_processor
         return super().compute_output(hidden_states, labels=labels, output_processor=output_processor, **arguments)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Return the loss of each token [b, s] for labels [b, s] and logits [s, b, padded vocabulary / tp]."""
+        """Return the loss of each token [b, s] for labels [b, s] and logits [s, b, padded vocabulary / tp].
+
+        Raises:
+            ValueError: logits are gathered over tensor-parallel ranks (`parallel_output` is False).
+        """
         if not self.parallel_output and self.pg_collection.tp.size() > 1:
             raise ValueError(
                 f"parallel_output is False, expected True to train under tensor parallelism: {GATHERED_LOGITS}"
@@ -202,10 +206,13 @@ class VisionLanguageModel(MegatronModule):
         self.checked_settings: dict[bool, tuple[VisionLanguageProvider, int]] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, on the text model if it is one of the three that callers replace there.
+        """Set an attribute. Set the attributes that callers replace, and `vocab_size`, on the text model.
 
-        RL frameworks set `output_layer` (the head of a value or reward model), ModelOpt sets
-        `compute_language_model_loss` (the loss of distillation), and Megatron-Bridge's inference sets `decoder`.
+        RL frameworks replace `output_layer` (by the head of a value or reward model), ModelOpt replaces
+        `compute_language_model_loss` (by the loss of distillation), and Megatron-Bridge's inference replaces `decoder`.
+
+        Raises:
+            ValueError: `pg_collection` is replaced by other process groups.
         """
         if name in ("output_layer", "decoder", "vocab_size", "compute_language_model_loss"):
             setattr(self.language_model, name, value)
@@ -239,7 +246,10 @@ class VisionLanguageModel(MegatronModule):
 
     @property
     def encoder_hidden_state(self) -> Tensor | None:
-        """Return the tensor passed to `set_input_tensor` on the first stage, which ignores it; None on other stages."""
+        """Return the tensor passed to `set_input_tensor` on the first stage; None on other stages.
+
+        `forward` ignores the tensor on the first stage.
+        """
         return self.received if self.pre_process else None
 
     def add_vision_tower(self) -> None:
@@ -334,6 +344,9 @@ class VisionLanguageModel(MegatronModule):
 
         Settings are checked once for training, once for other forward passes, and again after an assignment to a field
         of the provider.
+
+        Raises:
+            ValueError: the model does not support a setting.
         """
         # Frameworks that build models with `provide` or Megatron-Bridge's `get_model` (miles, NeMo-RL) do not state
         # beforehand whether they will train them. A model that is only loaded or evaluated may have the schedule
@@ -480,7 +493,8 @@ class VisionLanguageModel(MegatronModule):
     def receive(self, inputs: ModelInputs) -> tuple[None, dict[str, Any]]:
         """Pass the received hidden states to the text model. Return (None, additional inputs of the decoder layers).
 
-        `embed` returns hidden states in the place of None. Here the text model already has them.
+        On the first stage, `embed` returns hidden states in place of None. On other stages, `set_input_tensor` of the
+        text model has stored them.
         """
         hidden, layer_arguments = self.unpack_received(self.take_received(), inputs)
         self.language_model.set_input_tensor(hidden)

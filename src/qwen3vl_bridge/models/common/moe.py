@@ -53,7 +53,7 @@ class BalancedRouter(BalancingRouter):
         return self._attach_loss("aux_loss", probs, scores, selected, selected, self.tp_cp_group)
 
     def balance_global_batch(self, probs: Tensor, scores: Tensor, routing_map: Tensor) -> Tensor:
-        """Return `probs` with a balancing loss attached, over all ranks and the microbatches of the step so far."""
+        """Return `probs` with a balancing loss attached, over all ranks and the step's microbatches up to this one."""
         if not self.get_aux_loss_coeff("global_aux_loss"):
             return probs
         selected = sum_in_group(routing_map.sum(0), self.tp_dp_cp_group)
@@ -135,7 +135,8 @@ _tracked_config: weakref.ref[TransformerConfig] | None = None
 def reset_stale_moe_metrics(config: TransformerConfig) -> None:
     """Empty megatron-core's tracker of MoE metrics if it was created for a model with another number of layers.
 
-    A process that alternates between two such models (an actor and a critic) empties the tracker at each change.
+    A process that alternates between models with different numbers of layers (an actor and a critic) empties the
+    tracker at each change.
     """
     global _tracked_config
     if _tracked_config is not None and _tracked_config() is config:
@@ -149,7 +150,8 @@ class MemoryEfficientMoELayer(MoELayer):
     """An MoE layer that drops the dispatcher's routed tensors at the end of its forward pass.
 
     megatron-core keeps these tensors until the next forward pass. Under full recomputation they keep the finished graph
-    of each layer alive, with the layer's input and its gradient. Delete this class with docs/upstream/moe_graphs.md.
+    of each layer alive, with the layer's input and its gradient. Delete this class when megatron-core drops them
+    (docs/upstream/moe_graphs.md).
     """
 
     def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
@@ -214,7 +216,7 @@ class GroupedExperts(SequentialMLP):
         return [getattr(expert, name) for expert in self.local_experts]
 
     def _wait_for_weights(self) -> None:
-        """Call the hooks of `overlap_param_gather` that wait for weights, in the order in which these are gathered."""
+        """Call the hooks of `overlap_param_gather` that wait for weights, in the order in which they are gathered."""
         for expert in reversed([*self.local_experts]):
             for linear in (getattr(expert, name) for name in EXPERT_LINEARS):
                 for hook in filter(_waits_for_weights, forward_pre_hooks(linear)):
@@ -244,9 +246,10 @@ class GroupedExperts(SequentialMLP):
 
 
 class _ReverseRegisteredList(nn.ModuleList):
-    """A list in the order of its indices that registers its modules, and so their parameters, in reverse order.
+    """A module list that registers its modules, and so their parameters, in reverse order.
 
-    megatron-core's gradient buffers begin with the last parameter, so the weights lie there in the order of experts.
+    Iteration and indices are in the original order. megatron-core's gradient buffers begin with the last parameter, so
+    they contain the weights in the order of experts.
     """
 
     def __init__(self, modules: nn.ModuleList) -> None:
@@ -285,7 +288,7 @@ class GroupedProduct(torch.autograd.Function):
     """Autograd function for y_t = W_e x_t, where e is the expert of token t.
 
     Tokens x [tokens, k] are sorted by expert, each weight is [n, k], and `ends` [experts] int32 are the indices after
-    each expert's last token. Without tokens no kernel is launched, and the graph is the same.
+    each expert's last token. Without tokens no kernel is launched, but the autograd graph is the same.
     """
 
     @staticmethod

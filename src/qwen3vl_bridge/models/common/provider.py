@@ -64,7 +64,7 @@ class VisionLanguageProvider(CountsOperations, fields.VisionLanguageFields):
     operations_of_step = operations_of_a_step
 
     def finalize(self) -> None:
-        """Check and complete the fields.
+        """Check the fields, fill in missing values, and turn off kernels that cannot run here.
 
         Raises:
             ValueError: fields contradict each other, or would be ignored.
@@ -77,7 +77,7 @@ class VisionLanguageProvider(CountsOperations, fields.VisionLanguageFields):
         run_checks(model_validation.AFTER_FINALIZE, self)
 
     def finalize_megatron_fields(self) -> None:
-        """Check and complete the fields of megatron-core and Megatron-Bridge."""
+        """Call `finalize` of Megatron-Bridge's provider, which also checks and fills in megatron-core's fields."""
         super().finalize()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -213,7 +213,7 @@ class VisionLanguageProvider(CountsOperations, fields.VisionLanguageFields):
         return torch.device("meta") if self.init_model_with_meta_device else contextlib.nullcontext()
 
     def check_wrapping(self, *, fsdp: bool) -> None:
-        """Raise ValueError if the model cannot be trained with Megatron-FSDP (`fsdp`), or without it.
+        """Raise ValueError if the model cannot be trained with Megatron-FSDP (`fsdp=True`) or DDP (`fsdp=False`).
 
         By default both are accepted; families override the method.
         """
@@ -331,7 +331,7 @@ def register_replacement(
     Args:
         theirs: Megatron-Bridge's class.
         ours: class of this package.
-        exclude: fields of this family that are not taken from the file, because no weight depends on them.
+        exclude: saved fields to ignore in this family, in addition to those of all families.
         convert: saved fields -> values of fields that have other names in Megatron-Bridge's provider.
     """
     theirs.register(ours)  # type: ignore[attr-defined]  # its metaclass is ABCMeta

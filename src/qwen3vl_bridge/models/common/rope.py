@@ -207,7 +207,10 @@ class RotarySelfAttention(SelfAttention):
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, key_value_states: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, ...]:
-        """Return query, key and value [s, b, heads, d], with query and key rotated by `key_value_states`."""
+        """Return query, key and value [s, b, heads, d] and, if requested by `output_gate`, the gate.
+
+        `key_value_states` is the result of `rotation`, by which query and key are rotated; None: do not rotate.
+        """
         query, key, *rest = super().get_query_key_value_tensors(hidden_states, None, **kwargs)
         if key_value_states is None:
             return query, key, *rest

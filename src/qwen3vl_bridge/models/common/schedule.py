@@ -43,7 +43,10 @@ class EmbeddingNode(PreProcessNode):
         self.shared: list[tuple[Tensor, Tensor]] = []  # tensors that other nodes use, with their detached copies
 
     def forward_impl(self) -> Tensor:
-        """Return hidden states [s / sp, b, h], and store additional inputs of layers in the state of the nodes."""
+        """Return hidden states [s / sp, b, h], and store additional layer inputs in the state that nodes share.
+
+        On later pipeline stages, only return the received tensor.
+        """
         model, state = self.full_model, self.chunk_state
         if not model.pre_process:
             self.model.set_input_tensor(model.take_received())
@@ -63,7 +66,10 @@ class EmbeddingNode(PreProcessNode):
         return leaf
 
     def backward_impl(self, outputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Run one backward pass from the outputs of this node and from its tensors that other nodes use."""
+        """Run one backward pass from the outputs of this node and from its tensors that other nodes use.
+
+        `gradients` are the gradients of `outputs`. Return them, followed by the gradients of the other tensors.
+        """
         used = [(value, leaf.grad) for value, leaf in self.shared if leaf.grad is not None]
         gradients += tuple(gradient for _, gradient in used)
         self.shared.clear()

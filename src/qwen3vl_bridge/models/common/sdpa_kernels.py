@@ -15,9 +15,9 @@ _KERNELS = {
 
 
 def allowed_kernels() -> contextlib.AbstractContextManager[object]:
-    """Context manager that excludes cuDNN's kernel. For tensors on a GPU.
+    """Return a context manager in which scaled_dot_product_attention on a GPU does not use cuDNN's kernel.
 
-    torch prefers it in 16 bits on an H100. It makes a plan for each shape, but the lengths of segments change with each
-    batch, and those of keys with each generated token.
+    torch prefers this kernel in 16 bits on an H100. cuDNN makes a plan for each shape, but segments have new lengths in
+    each batch, and keys have a new length for each generated token.
     """
     return sdpa_kernel([kernel for kernel, is_on in _KERNELS.items() if is_on()])

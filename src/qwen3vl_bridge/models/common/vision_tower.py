@@ -144,7 +144,7 @@ class VisionBlock(TransformerBlock):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
-        """Return the sharded state dict. Mergers are stacked as [mergers, ...], or stored one by one as layers are."""
+        """Return the sharded state dict. DeepStack mergers are stacked, [mergers, ...], if layers are stacked."""
         mergers, count = f"{prefix}deepstack_merger_list.", len(self.deepstack_merger_list)
         everything = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         state = {name: tensor for name, tensor in everything.items() if not name.startswith(mergers)}

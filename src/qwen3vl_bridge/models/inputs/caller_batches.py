@@ -256,6 +256,9 @@ def _check_position_ids(
         ids: token ids in the order of the layout.
         caller: the caller's layout.
         has_masks: whether the caller has given a mask or packed-sequence parameters.
+
+    Raises:
+        ValueError: positions have another shape, or text positions do not increase by one where they have to.
     """
     rows = list(caller.shape)
     if position_ids.is_floating_point() or list(position_ids.shape) not in (rows, [3, *rows], [4, *rows]):
@@ -299,8 +302,8 @@ def _add_labels(
     Labels are `IGNORE_INDEX` where no loss is defined. Where the mask is 0, any label is accepted.
 
     Raises:
-        ValueError: labels or mask have another shape, or a shape that fits both orders; or a label that counts in the
-            loss is no token id.
+        ValueError: labels or mask have another shape, or a shape that fits both orders; or a label that is not a token
+            id contributes to the loss.
     """
     packed_shape = (1, caller.layout.total) if caller.packed else None
     shapes = [caller.shape] if packed_shape in (None, caller.shape) else [caller.shape, packed_shape]
@@ -328,7 +331,8 @@ def _check_labels(labels: Tensor, loss_mask: Tensor | None, shapes: list, vocab_
     """Return labels with `IGNORE_INDEX` in place of all values that are not token ids.
 
     Raises:
-        ValueError: such a value counts in the loss, or the shape of the labels is not one of `shapes`.
+        ValueError: a value that is not a token id contributes to the loss, or the shape of the labels is not one of
+            `shapes`.
     """
     valid = (labels >= 0) & (labels < vocab_size)
     ignored = labels == IGNORE_INDEX if loss_mask is None else loss_mask == 0
@@ -392,7 +396,7 @@ def read_arguments(arguments: dict[str, Any], cp_group: ProcessGroup | None = No
     - One row [1, n] with `packed_seq_params` that count cp * n tokens is a context-parallel slice. Slices are replaced
       by the full row, see `gather_row`. The host then synchronizes twice more, to compare and to read.
     - A square attention mask, [B or 1, 1, S, S] or [B or 1, S, S], is replaced by the mask of real tokens, [B, S], or
-      by None if it is one causal mask for all rows, which says nothing about padding.
+      by None if it is one causal mask for all rows, which does not mark padding.
     - A mask [B, 1, 1, S] is Transformer Engine's: booleans, True for padding, which is on the right.
 
     Raises:
@@ -477,6 +481,9 @@ def _check_square_mask(square: Tensor, summaries: list[Tensor], rows: int, token
         summaries: for each row of the mask, its real tokens and whether an entry is wrong, [tokens + 1]; empty if the
             mask has an unknown shape.
         rows, tokens: shape of `input_ids`.
+
+    Raises:
+        ValueError: the mask has an unknown shape or a wrong entry, or there are no real tokens.
     """
     if not summaries:
         raise ValueError(
@@ -501,7 +508,7 @@ def _check_square_mask(square: Tensor, summaries: list[Tensor], rows: int, token
 
 
 def merge_masks(attention_mask: Tensor | None, padding_mask: Tensor | None, ids: Tensor) -> Tensor | None:
-    """Return a bool tensor, True for real tokens according to masks on the host, [rows, tokens]; None without masks.
+    """Return a bool mask [rows, tokens], True for real tokens, from one or both masks; None if both are None.
 
     Raises:
         ValueError: both masks are given and contradict each other.
@@ -552,9 +559,18 @@ def check_pixels(config: VisionLanguageFields, **given: Tensor | None) -> None:
 
 
 def check_inference(context: Any, runtime_gather_output: bool | None, batch: Mapping[str, Any], *, keeps: bool) -> None:
-    """Raise ValueError for a step that cannot be added to an inference context, or for gathered logits with labels.
+    """Check the arguments of a forward pass that concern generation.
 
-    `keeps` tells whether the model stores keys, values and states. The first step, over full prompts, may be repeated.
+    The first step of a context, over full prompts, may be repeated. A later step adds one token per row.
+
+    Args:
+        context: the inference context; None outside generation.
+        runtime_gather_output: whether to gather logits over tensor-parallel ranks.
+        batch: arguments of `as_model_inputs`, by name.
+        keeps: whether the model stores keys, values and states in the context.
+
+    Raises:
+        ValueError: the step cannot be added to the context, or gathered logits are requested with labels.
     """
     if context is not None and not context.is_static_batching():
         raise ValueError(f"inference_context is a {type(context).__name__}, expected a StaticInferenceContext")

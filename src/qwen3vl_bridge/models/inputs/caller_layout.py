@@ -206,7 +206,10 @@ def _mask_trailing_padding(ids: Tensor, pad_token_id: int | None) -> Tensor:
 
 
 def _check_counts(lengths: Tensor, logical: Tensor, physical: Tensor) -> None:
-    """Raise ValueError if `lengths`, the number of real tokens of each segment in a mask, contradicts the offsets."""
+    """Raise ValueError if the numbers of real tokens per segment in a mask contradict packed-sequence parameters.
+
+    `lengths` are the numbers in the mask, `logical` and `physical` the segment lengths without and with padding.
+    """
     agree = (lengths == logical) | ((logical == physical) & (lengths <= logical))
     wrong = (~agree).nonzero()
     if len(wrong):

@@ -27,5 +27,8 @@ def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
 
 
 def fields_of_run(model: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that the section `model` of a run contains. `config` comes from `hybrid_config.fields_of`."""
+    """Return the fields that identify a model and that the `model` section of a run's `run_config.yaml` contains.
+
+    `config` is the result of `hybrid_config.fields_of` for the configuration to compare with.
+    """
     return hybrid_config.fields_of_run(model, config, FAMILY_NAME)

@@ -51,9 +51,9 @@ class Qwen3VLBridge(FamilyBridge):
 
     @classmethod
     def megatron_to_hf_config(cls, provider: Qwen3VLModelProvider) -> dict[str, Any]:
-        """Return the contents of a `config.json` for a provider's model, without the maximum row length.
+        """Return the contents of a `config.json` for a provider's model, without `max_position_embeddings`.
 
-        `AutoBridge.from_auto_config` merges the contents into a reference configuration that determines the row length.
+        `AutoBridge.from_auto_config` merges the contents into a reference configuration, which sets the missing field.
         """
         text, vision = provider.hf_text_config.to_dict(), provider.vision_config.to_dict()
         del text["max_position_embeddings"]

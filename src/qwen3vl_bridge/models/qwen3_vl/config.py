@@ -55,7 +55,7 @@ def check_settings(config: Any) -> None:
 
 
 def check_deepstack(vision: Mapping[str, Any], text_layers: int) -> None:
-    """Raise ValueError if `deepstack_visual_indexes` are not vision layers, or more layers than the text model has."""
+    """Raise ValueError unless `deepstack_visual_indexes` are ascending vision layers, at most `text_layers` of them."""
     indexes, depth = list(vision["deepstack_visual_indexes"]), vision["depth"]
     if indexes != sorted(set(indexes)) or (indexes and not 0 <= indexes[0] <= indexes[-1] < depth):
         raise ValueError(
@@ -109,7 +109,7 @@ _MOE_LAYERS = "text_config.layers with experts (decoder_sparse_step, mlp_only_la
 
 
 def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `config.json` that are equal for the same model, with defaults filled in."""
+    """Return the fields of a `config.json` that identify the model, with defaults filled in."""
     text, moe_layers = config["text_config"], list(moe_layers_of(config["text_config"]))
     fields = hf_config.identity_of_config(config, {"": TOKENS}, rope_parameters(text)) | {
         "vision_config.deepstack_visual_indexes": list(config["vision_config"]["deepstack_visual_indexes"]),
@@ -126,7 +126,10 @@ def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fields_of_run(model: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `config`, a result of `fields_of`, that the section `model` of a run contains."""
+    """Return the fields that identify a model and that the `model` section of a run's `run_config.yaml` contains.
+
+    `config` is the result of `fields_of` for the configuration to compare with.
+    """
     fields = hf_config.identity_of_run(model, config, FAMILY_NAME)
     layers, frequency = model.get("num_layers"), model.get("moe_layer_freq", 1)
     moe_layers = None

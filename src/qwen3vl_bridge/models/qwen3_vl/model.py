@@ -36,7 +36,9 @@ class DeepStackLayer(TransformerLayer):
     def forward(
         self, *args: Any, context: Tensor | None = None, context_mask: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Run the layer, and add features if it is one of the first layers. Return hidden states and `context`.
+        """Run the layer, and add features if it is one of the first layers.
+
+        Return hidden states, and `context` if the next layer adds features too, else None.
 
         Args:
             args, kwargs: the other arguments of TransformerLayer.
@@ -80,11 +82,11 @@ class Qwen3VLGPTModel(MRopeGPTModel):
 
 @dataclass(frozen=True)
 class DeepStackStage:
-    """Numbers of DeepStack features that a pipeline stage receives and sends. They belong to the last DeepStack layers.
+    """Numbers of DeepStack layers whose features a pipeline stage receives and sends: always the last DeepStack layers.
 
     Attributes:
-        received: number of features that this stage and later stages add; on the first stage, all features.
-        sent: number of features that later stages add.
+        received: number of layers whose features this stage or later stages add; on the first stage, all of them.
+        sent: number of layers whose features later stages add.
     """
 
     received: int
@@ -92,7 +94,10 @@ class DeepStackStage:
 
     @classmethod
     def from_layers(cls, num_features: int, first_layer: int, layers: int) -> Self:
-        """Return the numbers for a stage with `layers` text layers from index `first_layer` on."""
+        """Return the numbers for a stage with `layers` text layers from index `first_layer` on.
+
+        `num_features` is the number of DeepStack layers.
+        """
         return cls(received=max(num_features - first_layer, 0), sent=max(num_features - first_layer - layers, 0))
 
     def check_variable_lengths(self, inputs: ModelInputs, config: TransformerConfig) -> None:
