@@ -49,7 +49,8 @@ def finalize_copy(cfg: ConfigContainer, world_size: int) -> ConfigContainer:
 
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() != world_size:
         raise ValueError(
-            f"torch.distributed already runs with {torch.distributed.get_world_size()} processes, expected {world_size}"
+            f"torch.distributed is initialized with {torch.distributed.get_world_size()} processes, but the number of "
+            f"GPUs is {world_size}, expected equal numbers: run this in a new process without torchrun"
         )
     cfg = copy.deepcopy(cfg)
     if all(getattr(cfg.dataset, name, "") is None for name in ("path", "train_path", "mixture")):

@@ -52,9 +52,9 @@ def make_dataset(folder: str | Path, *, seed: int = 0, held_out: float = 0.2, pa
         folder: Where to write. It is created if necessary.
         seed: Seed of the split and of the order.
         held_out: Share of the images of each digit that goes to `test.jsonl`.
-        pairs: Also write the questions with their answer and a wrong one, another digit, to `train.jsonl` and
-            `valid.jsonl` in the folder `pairs`, with `folder` as their media root. The latter has the questions of
-            `test.jsonl`.
+        pairs: Also write preference data to the folder `pairs`: each question with its answer and a wrong digit.
+            `pairs/train.jsonl` has the questions of `train.jsonl`, and `pairs/valid.jsonl` those of `test.jsonl`. The
+            media root of both is `folder`.
 
     Returns:
         The paths of `train.jsonl` and `test.jsonl`.

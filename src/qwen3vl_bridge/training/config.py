@@ -211,10 +211,10 @@ class Qwen3VLConfigContainer(ConfigContainer):
         self._complete_dataset()
 
     def apply_objective(self) -> None:
-        """Set the kind of records that the objective needs in the data set. `validate` calls this method.
+        """Set `dataset.pairs` and `dataset.reference_logps` as the objective needs. `validate` calls this method.
 
         Raises:
-            ValueError: the data set is one of pairs, and the objective is another one.
+            ValueError: `dataset.pairs` is True, but the objective does not train on pairs.
         """
         if not isinstance(self.dataset, Qwen3VLConversationProvider):
             return
