@@ -1,4 +1,4 @@
-"""Import, export and reformat checkpoints: what each command reads, and all files that it writes."""
+"""Import, export and reformat checkpoints. Each command opens the source, and plans all files of the target."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class HFTarget:
         self.config.write(root, dtype, self.fp8 and self.fp8.quantization, has_fp8_table=table)
 
     def open(self, root: Path) -> HFWeights:
-        """Open the written weights, with FP8 weights as they are stored."""
+        """Open the written weights. FP8 weights are not multiplied by their scales."""
         return HFWeights(root, dequantize=False)
 
 
@@ -197,7 +197,9 @@ class MegatronTarget:
         """
         metadata = read_metadata(megatron.iteration_folder(root, 0))
         if set(metadata.byte_items) != set(self.dcp.byte_items):
-            raise CheckpointError(f"{metadata.folder}: .metadata lists other items than the conversion has planned")
+            raise CheckpointError(
+                f"{metadata.folder}: .metadata lists other items than the conversion has planned; run it again"
+            )
         return DcpTensors(metadata, megatron.model_keys(metadata, self.ckpt_format))
 
 
@@ -294,8 +296,8 @@ def export_checkpoint(
         quantize: "fp8" to write the linear layers of text layers in FP8, like the released models named -FP8; None for
             no quantization.
         strict: whether tensors that the model does not have are an error; otherwise they are ignored.
-        drop_vocab_padding: whether to drop rows beyond the vocabulary that are not zero. Training with a padded
-            vocabulary leaves such rows. Otherwise they are an error.
+        drop_vocab_padding: True drops the padding rows of the vocabulary even if they are not zero, as after training.
+            False raises an error for them.
         trust_remote_code: whether to copy code that the configuration of `hf_model` refers to. It is never run here.
         max_shard_bytes: maximum size of a weight file.
         options: fields of `ConversionOptions`: overwrite, resume, verify, ...
@@ -346,7 +348,7 @@ def reformat_checkpoint(
 ) -> ConversionReport:
     """Write the weights of a Megatron checkpoint in another format, layer spec or dtype.
 
-    Optimizer state is ignored. Arguments are those of `import_checkpoint` and `export_checkpoint`, except:
+    Optimizer state is ignored. See `import_checkpoint` and `export_checkpoint` for arguments that are not listed here.
 
     Args:
         new_path: the new checkpoint's root folder, to be created.
@@ -384,7 +386,7 @@ def _plan_conversion(
 ) -> Conversion:
     """Return the planned conversion of `source` to `target`.
 
-    `drop`: whether vocabulary padding that is not zero may be dropped.
+    If `drop` is False, raise CheckpointError for padding rows of the vocabulary that are not zero.
     """
     rows, dtypes = source.config.rows(target.experts), dict(dtype=torch_dtype, float32_as=target.float32_as)
     plan = make_plan(rows, source.layout, target.layout, source.tensors.specs, where=str(source.folder), **dtypes)

@@ -86,9 +86,10 @@ class Conversion:
     threads: int = 2  # of each process, to read and write
 
     def digest(self) -> str:
-        """Return a digest of the source files, of the source of each element, and of the contents of the output files.
+        """Return a digest that tells whether an interrupted run was the same conversion, so that it can be resumed.
 
-        Files without tensors are not included, because a resumed run writes them again.
+        It covers the versions of this package and torch, the path, size and modification time of the source files, the
+        plan, and the planned contents of files with tensors. A resumed run writes the other files again.
         """
         digest = hashlib.sha256(repr((describe_tool(), self.name)).encode())
         for path in self.source.files:
@@ -126,15 +127,17 @@ class ConversionReport:
     Attributes:
         name: import, export or reformat.
         format: "huggingface", "fsdp_dtensor" or "torch_dist".
-        layer_spec: None for Hugging Face.
-        tensors, parameters, nbytes, files: numbers of tensors, their elements and bytes, and files with tensors.
+        layer_spec: layer spec of the parameter names; None for Hugging Face.
+        tensors, parameters, nbytes: number of tensors, of their elements, and of their bytes.
+        files: number of files with tensors.
         cast: number of tensors with a changed dtype.
         transposed: number of tensors with transposed matrices. All others were copied.
         disk_needed, disk_free: bytes.
-        estimate: estimated seconds of a dry run.
+        estimate: seconds that the conversion would take, estimated by a dry run; otherwise 0.
         notes: information for the user.
         seconds: time of writing; 0 if nothing was written.
-        resumed, written: bytes of files with tensors that an earlier run and this run have written.
+        resumed: bytes of files with tensors that an earlier run had written.
+        written: bytes of files with tensors that this run has written.
     """
 
     name: str
@@ -174,7 +177,7 @@ class ConversionOptions:
             if this run fails. A partial result of a run with other options is an error. If False, it is removed.
         verify: whether to compare the result with the source, bit for bit, before it is moved into place.
         checksums: whether to write a checksum of every tensor to the manifest.
-        dry_run: whether to stop before anything is written, except for an unnamed sample file to measure the disk.
+        dry_run: whether to plan and estimate only. Nothing is written but an unnamed file, to measure the disk's speed.
         progress: whether to show progress on standard error.
         ranks: the processes that share the work. Each of them makes the same call.
     """
@@ -356,7 +359,7 @@ def _finish_and_check(conversion: Conversion, options: ConversionOptions, work: 
     def check() -> dict[str, str]:
         written = output.open(work)
         if written.specs != conversion.plan.specs:
-            raise CheckpointError(f"{work} contains other tensors than the conversion has planned")
+            raise CheckpointError(f"{work} contains other tensors than the conversion has planned; run it again")
         for task in tasks:  # finding the byte ranges checks that items are what the metadata says
             deque(written.byte_ranges(TensorSlice(task.target.name, 0, task.target.numel)), maxlen=0)
         if options.verify:

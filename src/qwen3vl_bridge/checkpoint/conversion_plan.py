@@ -70,7 +70,7 @@ def find_naming(rows: Iterable[WeightRow], names: Collection[str]) -> str:
 
 
 def tensors_of(rows: Iterable[WeightRow], layout: TensorLayout) -> dict[str, Shape]:
-    """Return a dict from name to shape of the tensors that store the expanded weight table `rows` in a format."""
+    """Return a dict from name to shape of the tensors that store the expanded weight table `rows` in `layout`."""
     return {name: shape for row in rows for name, shape in layout.tensors(row).items()}
 
 
@@ -180,7 +180,10 @@ def _map_slices(
 
 
 def _read_slice(part: TensorSlice) -> Slice:
-    """Return a slice that reads the elements of `part`, from a `TensorLayout`, in the Megatron parameter's order."""
+    """Return a slice that reads the same elements as `part`, in the order of the Megatron parameter.
+
+    `part` comes from `TensorLayout.slices` of the source.
+    """
     if part.stride > 1:
         raise AssertionError(f"{part.tensor}: every {part.stride}th element cannot be read, only written")
     stored = TensorSlice(part.tensor, part.start, part.length, plus=-part.plus)
@@ -212,9 +215,9 @@ def check_tensors(
     """Raise CheckpointError if tensors are missing, unexpected, or have other shapes. The message lists them.
 
     Args:
-        found: name -> spec of the tensors in the checkpoint.
-        expected: name -> shape of the tensors of the model.
-        problem: how the message begins.
+        found: specs of the tensors in the checkpoint, by name.
+        expected: shapes of the tensors of the model, by name.
+        problem: first words of the message.
         may_be_longer: names of tensors that may have more rows than expected, because the vocabulary is padded.
     """
     if any("_quantizer." in name for name in found):
@@ -313,7 +316,7 @@ def prove(
 
 
 def _count_read_once(ranges: list[tuple[int, int]], name: str) -> int:
-    """Return how many elements the ranges cover from 0 on; raise AssertionError for overlaps and gaps."""
+    """Return the end of the last range. Raise AssertionError unless ranges follow without gap or overlap from 0 on."""
     position = 0
     for start, end in sorted(ranges):
         if start != position:

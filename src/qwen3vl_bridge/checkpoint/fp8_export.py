@@ -50,7 +50,7 @@ class Fp8Export:
     def for_model(
         cls, config: Mapping[str, Any], folder: Path, names: Collection[str], *, only_experts: bool = False
     ) -> Fp8Export:
-        """Return the settings by which a model was quantized, or else those of the released models named -FP8.
+        """Return the FP8 settings of the imported model; if it was not in FP8, of the released models named -FP8.
 
         Args:
             config: contents of the model's `config.json`.
@@ -75,7 +75,7 @@ class Fp8Export:
         return cls(quantization, _read_kept_scales(folder))
 
     def quantize(self, plan: Plan) -> Plan:
-        """Change a plan to write selected weights in FP8, each followed by its scales; return the new plan."""
+        """Return a plan like `plan` that writes selected weights in FP8, each followed by its scales."""
         excluded, block = set(self.quantization.get("modules_to_not_convert") or ()), fp8_block(self.quantization)
         dtype = next((scales.spec.dtype for scales in self.kept.values()), "bfloat16")
         experts = {_expert_layout(name) for name in self.kept if ".experts." in name}
@@ -154,6 +154,6 @@ def _expert_layout(name: str) -> tuple[str, bool]:
 def _module(name: str) -> str:
     """Return the name of the module that a tensor belongs to.
 
-    Packed experts and other parameters without a module of their own count as modules.
+    For packed experts and other parameters without a module of their own, return the name of the tensor.
     """
     return name.removesuffix(".weight").removesuffix(".bias")

@@ -94,7 +94,7 @@ class ModelConfig:
         self.tied = not self.dimensions["untied"]
 
     def expert_layout(self, shapes: Mapping[str, Shape]) -> ExpertLayout:
-        """Return how tensors of these shapes store the experts; raise CheckpointError for an unknown layout."""
+        """Return the expert layout of the tensors in `shapes` (by name); raise CheckpointError for an unknown one."""
         if not self.dimensions.indices["moe_layers"]:
             return self.family.released_experts  # a dense model: not used
         try:
@@ -127,8 +127,9 @@ class ModelConfig:
 
         Args:
             folder: the folder.
-            dtype: dtype of the weights; None to keep what the configuration says about dtype and quantization.
-            quantization: the quantization of the weights; None for weights that are not quantized.
+            dtype: dtype to write to all fields for the dtype of weights; None to write the configuration unchanged,
+                without regard to the next two arguments.
+            quantization: value of `quantization_config`; None to remove this field.
             has_fp8_table: whether the n-gram table is in FP8. If not, the field with its dtype is removed.
         """
         raw, path = self.raw if dtype is None else _with_dtype(self.raw, dtype), folder / "config.json"
@@ -181,7 +182,7 @@ def check_model_of_run(config: ModelConfig, run: Mapping[str, Any], path: Path) 
         path: path of this file, for errors.
 
     Returns:
-        True if the run's file describes the model, so that the check was possible.
+        True if `run` contains fields of the model to compare with; False if it contains none, so nothing was checked.
 
     Raises:
         CheckpointError: the file describes another model. The message lists the fields that differ.
@@ -242,7 +243,7 @@ class StoredModel:
 
     @property
     def float32_as(self) -> str | None:
-        """Return the dtype in the Hugging Face model of parameters that Megatron keeps in float32; None if unknown."""
+        """Return the dtype that Megatron's float32 parameters have in the Hugging Face model; None if unknown."""
         if self.ckpt_format != HUGGINGFACE:
             return self.manifest.get("float32_as")
         names = (name for row in self.rows if row.float32 for name in row.hf if name in self.tensors.specs)
@@ -263,7 +264,7 @@ class StoredModel:
         return found
 
     def check(self) -> None:
-        """Raise CheckpointError if tensors are missing, unexpected or have other shapes than `config` says."""
+        """Raise CheckpointError if tensors are missing, unexpected, or of other shapes than `config` requires."""
         rows, layout = self.rows, self.layout
         vocabulary = {name for row in rows if row.is_vocabulary for name in layout.tensors(row)}
         problem = f"{self.folder} does not have the tensors that its config.json requires"
@@ -271,7 +272,7 @@ class StoredModel:
         check_tensors(self.tensors.specs, tensors_of(rows, layout), problem, may_be_longer=longer)
 
     def with_padding(self) -> StoredModel:
-        """Return the model with a `config` that counts the padding rows of the vocabulary as tokens."""
+        """Return the model with a `config` in which the size of the vocabulary includes padding rows."""
         names = [row.megatron for row in self.config.family.rows() if row.is_vocabulary]
         shapes = [self.tensors.specs[name].shape for name in names if name in self.tensors.specs]
         rows = max((shape[0] for shape in shapes if shape), default=0)
@@ -329,12 +330,12 @@ def open_model(hf_model: str | Path, *, strict: bool = True, trust_remote_code: 
 def _take_constants(config: ModelConfig, weights: HFWeights) -> list[str]:
     """Check the constants of a Hugging Face model and remove them from `weights.specs`; return notes.
 
-    Constants follow from `config.json` and are no parameters, so Megatron checkpoints do not contain them and exports
-    compute them. Some programs do not write them.
+    Constants are tensors that can be computed from `config.json`, so Megatron checkpoints do not contain them and
+    exports compute them. They may be missing, because some programs do not write them.
 
     Raises:
-        CheckpointError: a constant has another value than `config.json` says. With it, hashes would select other rows
-            of the n-gram tables than those that were trained.
+        CheckpointError: a constant differs from the value computed from `config.json`. Hashes would then select other
+            rows of the n-gram tables than those that were trained.
     """
     constants = config.family.constants(config.raw)
     if not constants:
@@ -461,10 +462,10 @@ def compare_with_stored(config: ModelConfig, folder: Path) -> list[str]:
 
 
 def _find_experts(config: ModelConfig, manifest: dict[str, Any], folder: Path) -> ExpertLayout:
-    """Return how an export should store experts.
+    """Return the expert layout that an export uses by default.
 
-    The layout comes from the weights next to the configuration, from the manifest, or from the released models, in this
-    order.
+    It is the layout of the weights next to `config.json`. If there are no weights, it is the layout that the manifest
+    names. If the manifest names none, it is the layout of the released models.
     """
     if not config.dimensions.indices["moe_layers"]:
         return config.family.released_experts

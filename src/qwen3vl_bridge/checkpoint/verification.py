@@ -53,7 +53,7 @@ class VerifyReport:
 
     Attributes:
         tensors: number of tensors compared.
-        nbytes: number of their bytes, as the checkpoint stores them.
+        nbytes: number of bytes of these tensors, as the checkpoint stores them.
         differences: the tensors that differ.
         notes: information for the user.
     """
@@ -143,7 +143,8 @@ def verify_reformatted(
 ) -> VerifyReport:
     """Compare a checkpoint with a second one that was made from it, in either format.
 
-    Differences have the tensor names of the second checkpoint. Arguments are those of `verify_checkpoint`, except:
+    The report uses the tensor names of the second checkpoint. See `verify_checkpoint` for arguments that are not listed
+    here.
 
     Args:
         new_path: the second checkpoint's root folder or an iteration's folder.
@@ -198,7 +199,7 @@ def _compare_models(
 def verify_checksums(
     megatron_path: str | Path, *, iteration: int | None = None, progress: bool = False, ranks: Ranks | None = None
 ) -> VerifyReport:
-    """Compare a checkpoint with the checksums in its own manifest. Arguments are those of `verify_checkpoint`.
+    """Compare a checkpoint with the checksums in its own manifest. See `verify_checkpoint` for the arguments.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or was written without checksums.

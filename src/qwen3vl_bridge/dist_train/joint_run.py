@@ -52,7 +52,9 @@ class JoinModules(Callback):
         join_modules(get_model_config(context.model[0]), context.optimizer, sharded=sharded)
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """Check the images received in this step, and count one global batch as the samples consumed in it.
+        """Check the images received in this step, and correct the number of consumed samples.
+
+        Megatron-Bridge counts the samples of this rank's module. Afterwards the step counts as one global batch.
 
         Raises:
             ValueError: the vision ranks sent other images or videos than expected in this step.
@@ -125,7 +127,7 @@ def _joint_norm(own: Any, *, contributes: bool) -> Tensor | float:
 
     Args:
         own: function that returns the gradient norm of this rank's module.
-        contributes: add the norm of this rank's module to the joint norm. True on one rank of each module.
+        contributes: whether to add the norm of this rank's module to the joint norm; True on one rank of each module.
     """
     norm = own()
     joint = sum_number_over_ranks(0.0 if norm is None or not contributes else norm**2).sqrt()

@@ -38,7 +38,7 @@ _HEADER = struct.Struct(">4I")
 
 
 class Qwen3VLVisionModule(MegatronModule):
-    """The vision tower as a module with its own process groups."""
+    """The vision tower as a separate model, for ranks that train no language model. It has its own process groups."""
 
     pre_process, post_process, vp_stage = True, False, None
     share_embeddings_and_output_weights = False

@@ -44,7 +44,7 @@ def round_up(tokens: int, multiple: int) -> int:
 
 
 def make_pipeline(config: VisionLanguageFields, groups: ProcessGroupCollection) -> P2PCommunicator | None:
-    """Return the communication of pipeline stages outside of training; None for a single stage."""
+    """Return a communicator between pipeline stages for generation; None if there is a single stage."""
     if groups.pp.size() == 1:
         return None
     # Steps differ in size from microbatches of training, so each tensor is sent after its shape.
@@ -60,13 +60,14 @@ def run_stages(
     encode: Callable[[VisionLanguageModel, ModelInputs], tuple[Tensor, Tensor]] | None = None,
     **arguments: Any,
 ) -> Any:
-    """Run a forward pass on the pipeline stages of this rank, and return the output of the last of them.
+    """Run a forward pass through the chunks of this rank, and return the output of the last chunk.
 
     Args:
-        chunks: the model.
-        pipeline: of `make_pipeline`.
-        inputs_of: returns the inputs of a chunk.
-        encode: returns the vision tokens of a step; None to encode the images and videos of the inputs.
+        chunks: this rank's chunks of the model.
+        pipeline: the communicator from `make_pipeline`.
+        inputs_of: function that returns the inputs of a chunk.
+        encode: function that returns vision tokens and DeepStack features for a chunk and its inputs; None to encode
+            the images and videos of the inputs.
         arguments: further arguments of `VisionLanguageModel.decode`.
     """
     output = None
@@ -117,7 +118,7 @@ class Decoder:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank computes logits."""
+        """Return True if this rank has the last pipeline stage, which computes logits."""
         return self.chunks[-1].post_process
 
     def next_logits(self) -> Tensor | None:
@@ -147,7 +148,7 @@ class Decoder:
         return output[:, : self.config.vocab_size] if self.is_last_stage else None
 
     def append(self, tokens: Tensor) -> None:
-        """Add a token [b] to each row."""
+        """Append one token to each row. `tokens` has the shape [b]."""
         self.newest = tokens
         if self.cache is None:  # the full rows are computed again, from the host
             self.batch.input_ids[torch.arange(len(tokens)), self.ends] = tokens.cpu()
@@ -163,11 +164,11 @@ class Decoder:
         return self.encoded
 
     def _columns(self, step: TokenBatch) -> Tensor:
-        """Return which token of its row [s, b] each token of this context-parallel rank is."""
+        """Return the positions [s, b] that the tokens of this context-parallel rank have in their rows."""
         return token_index(step.layout, self.groups.cp.size(), self.groups.cp.rank()) % step.input_ids.size(1)
 
     def _full_rows(self) -> TokenBatch:
-        """Return the rows up to the longest one's last token, on the host."""
+        """Return the rows so far, on the host, padded to the longest row and to a multiple of `row_multiple`."""
         lengths = self.ends.tolist()
         size = round_up(max(lengths), self.row_multiple)
         slots = self.batch.vision_slot.view(self.batch.input_ids.shape)
@@ -197,8 +198,8 @@ def _logits_of_tokens(
 ) -> Tensor:
     """Return logits [b, padded vocabulary] of one token of each row. An `output_processor` of GPTModel.
 
-    `context` contains which tokens [s, b] of this rank these are, or None for the first ones, and the provider and its
-    process groups.
+    `context` contains a mask [s, b] that is True for this token, or None to use the first token of each row; the
+    provider; and its process groups.
     """
     is_last, config, groups = context
     hidden = gather_sequence(hidden_states, config, groups)

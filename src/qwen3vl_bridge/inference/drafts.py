@@ -36,7 +36,7 @@ def count_accepted_drafts(
 ) -> int:
     """Return the number of accepted drafts among the `len(answer) - 1` tokens after the first of a greedy answer.
 
-    Ranks that `generate` needs together must call this together, and all get the result.
+    All ranks that must call `generate` together must call this function together. All get the result.
 
     Args:
         model: the chunks of this rank, with a layer for MTP, as for `generate`.

@@ -45,7 +45,7 @@ _ADAPTER_FIELDS = {"peft_type": ("LORA",), "modules_to_save": ([],), "lora_bias"
 
 @dataclass(frozen=True)
 class EngineReport:
-    """The result of a check."""
+    """The result of `check_for_engine`."""
 
     engine: str  # name and version that the check holds for
     folder: str
@@ -59,12 +59,12 @@ class EngineReport:
 
 
 def check_for_engine(folder: str | Path, engine: str, *, base_model: str | Path | None = None) -> EngineReport:
-    """Check a folder with a model or with adapters.
+    """Check whether an inference engine can load a folder with a model or with adapters, and return a report.
 
     Args:
         folder: folder of a Hugging Face model, or of adapters in the format of `peft`.
         engine: "vllm", "sglang" or "transformers".
-        base_model: folder or hub id of the model of adapters; None for the model that `adapter_config.json` names.
+        base_model: for adapters, folder or hub id of the base model; None for the one that `adapter_config.json` names.
 
     Raises:
         CheckpointError: the folder is not readable, or is of a model that the engine's description does not cover.
@@ -99,7 +99,7 @@ def check_for_engine(folder: str | Path, engine: str, *, base_model: str | Path 
 
 
 class _Model:
-    """What a `config.json` says about the tensors of a model."""
+    """The tensors and the quantization of a model, as its `config.json` describes them."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "config.json"
@@ -128,7 +128,7 @@ class _Model:
 
 
 def _check_model(model: _Model, found: Mapping[str, TensorSpec], engine: Engine) -> list[str]:
-    """Return the faults of a model."""
+    """Return a message for each fault of a model that `engine` could not load correctly."""
     faults, layout = [], None
     for field in engine.fields.get(model.kind, ()):
         if field not in model.raw["text_config"]:
@@ -193,15 +193,16 @@ def _expected_scales(
 def _check_fused(
     model: _Model, weights: Mapping[str, str], expected: Mapping[str, Shape], quantized: set[str], rows: int
 ) -> Iterator[str]:
-    """Yield faults of layers that engines compute as one: all are quantized or none, and no block has rows of two.
+    """Yield a message for each fault in the quantization of layers that engines fuse, such as q, k and v.
 
+    Either all or none of the fused layers may be quantized. A quantization block must not contain rows of two layers.
     Source: vLLM, `is_layer_skipped`, `validate_fp8_block_shape` and `validate_fp8_block_shape_moe`.
 
     Args:
-        weights: names of all weights by module.
-        expected: shapes by name.
+        weights: name of the weight of each module, by module.
+        expected: shape of each weight, by name.
         quantized: the modules that the engine expects in FP8.
-        rows: number of rows of a block.
+        rows: number of rows of a quantization block.
     """
     width = model.dimensions.sizes.get("moe_ffn", 0)
     crossed = [f"{each}: {width} rows" for each in quantized if width % rows and each.endswith("experts.gate_up_proj")]
@@ -228,7 +229,7 @@ def _is_matrix(name: str, shape: Shape) -> bool:
 def _compare(
     found: Mapping[str, TensorSpec], expected: Mapping[str, Shape], in_fp8: Collection[str], engine: Engine
 ) -> Iterator[str]:
-    """Yield faults: tensors that are missing, that the engine does not read, or with another shape or dtype."""
+    """Yield messages about tensors that are missing, not read by the engine, or of an unexpected shape or dtype."""
     lists = "quantization_config and its list of modules that are not quantized must describe the file"
     problems: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, shape in expected.items():
@@ -256,7 +257,7 @@ def _compare(
 
 
 def _describe(problems: Mapping[tuple[str, str], list[str]]) -> Iterator[str]:
-    """Yield a text for each (problem, advice) with the tensors that have it."""
+    """Yield a message for each key (problem, advice) of `problems`, with its list of tensors."""
     for (problem, advice), tensors in problems.items():
         if not tensors:
             continue
@@ -317,12 +318,15 @@ def _check_adapters(
 
 
 def _layer_of(name: str) -> str:
-    """Return the layer of an adapter, given the name of a tensor in the file of `peft`."""
+    """Return the name of the layer that an adapter adapts, given the name of the adapter's tensor in `peft`."""
     return name.removeprefix(HF_PREFIX).rpartition(".lora_")[0].removesuffix(".base_layer")
 
 
 def _is_targeted(name: str, config: Mapping[str, Any]) -> bool:
-    """Return whether `target_modules` of `adapter_config.json` names the layer of a tensor outside experts and MTP."""
+    """Return True if `target_modules` in `adapter_config.json` lists the layer of an adapter's tensor.
+
+    Return False for experts and MTP, and if the configuration selects layers by patterns or indices.
+    """
     targets = config.get("target_modules")
     if not isinstance(targets, list) or config.get("layers_to_transform") or config.get("exclude_modules"):
         return False  # a pattern, or layers that only `peft` selects
@@ -335,8 +339,8 @@ def _adapter_shapes(model: _Model, rank: int, ranks: Mapping[str, int]) -> dict[
     """Return the shape of every tensor that an adapter of the model can have, by the name in the file of `peft`.
 
     Args:
-        rank: the usual rank.
-        ranks: rank by pattern for names of layers, as `peft` matches them.
+        rank: rank of adapters that no pattern in `ranks` matches.
+        ranks: `rank_pattern` of `adapter_config.json`: pattern for names of layers -> rank.
     """
     shapes: dict[str, Shape] = {}
     for row in [*model.rows(), *model.rows(ExpertLayout.PER_EXPERT)]:

@@ -1,7 +1,8 @@
 """Describe what vLLM and SGLang read of a model and of adapters: expert layouts, quantized modules, adapted layers.
 
-Names and shapes of tensors are in the weight tables; a description says which of them an engine reads and how. It was
-made from the engine's source and holds for its version. vLLM's loaders were also run on a CPU with tiny models.
+Names and shapes of tensors are in the weight tables. An `Engine` describes which of them an engine reads, and how. The
+descriptions were made from the source of one version of each engine, and hold for this version. vLLM's loaders were
+also run on a CPU with tiny models.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _RELEASED_3_5 = (ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT, ExpertLayout.OUTPUT_M
 
 @dataclass(frozen=True)
 class Engine:
-    """What one version of an inference engine reads. Modules have Hugging Face's names."""
+    """Description of what one version of an inference engine reads. Modules have Hugging Face's names."""
 
     title: str
     version: str
@@ -49,12 +50,12 @@ class Engine:
     tower_adapters: str | None = None  # option of the server without which adapters of the vision tower are ignored
 
     def quantizes(self, module: str, excluded: Iterable[str], *, wildcards: bool) -> bool:
-        """Return whether the engine expects a module's weights quantized.
+        """Return True if the engine expects the weight of a module to be quantized.
 
         Args:
-            module: name without `.weight`; packed experts count as modules.
-            excluded: modules_to_not_convert of FP8, or the list of ModelOpt.
-            wildcards: whether the entries are patterns, as in ModelOpt's list.
+            module: name of the weight without `.weight`; packed experts are treated as a module.
+            excluded: modules that are not quantized, as listed in `modules_to_not_convert` (FP8) or by ModelOpt.
+            wildcards: whether the entries of `excluded` may be patterns, as in ModelOpt's list.
         """
         if re.fullmatch(self.unquantized, module):
             return False
@@ -68,12 +69,19 @@ class Engine:
 
 
 def _equals(entry: str, module: str, wildcards: bool) -> bool:
-    """Return whether an entry is a module's name or, in ModelOpt's list, a part of it or a pattern for it."""
+    """Return True if vLLM's rules exclude a module from quantization because of one entry of the list.
+
+    The entry must be the name of the module. With `wildcards`, it may also be a substring of the name or a pattern.
+    """
     return (entry in module or fnmatchcase(module, entry)) if wildcards else entry == module
 
 
 def _contains_path(entry: str, module: str, wildcards: bool) -> bool:
-    """Return whether an entry is some parts of a module's name or, in ModelOpt's list, a pattern for it or one part."""
+    """Return True if SGLang's rules exclude a module from quantization because of one entry of the list.
+
+    Names have parts, separated by dots. The entry must be one part of the module's name, or several in a row. With
+    `wildcards`, it may also be a pattern for one part or for the full name.
+    """
     if f".{entry.removeprefix('model.')}." in f".{module}.":
         return True
     return wildcards and any(fnmatchcase(name, entry) for name in (module, *module.split(".")))

@@ -30,9 +30,9 @@ class ScoredAnswer:
         sample_id: location of the conversation, "test.jsonl:12".
         question: text of the last message before the answer.
         references: accepted answers.
-        answer: what the model said, without reasoning.
-        score: 1 for a right answer, 0 for a wrong one, or between.
-        drafts: number of its tokens that multi-token prediction has drafted.
+        answer: answer of the model, without reasoning.
+        score: from 0 for a wrong answer to 1 for a right one.
+        drafts: number of the answer's tokens that multi-token prediction has drafted.
         accepted: number of drafts that are accepted, see `drafts.py`.
     """
 
@@ -46,11 +46,12 @@ class ScoredAnswer:
 
 
 def make_references(questions: Iterable[Question], metric: str) -> list[Reference]:
-    """Return what the answers to questions are compared with.
+    """Return a `Reference` for each question: the accepted answers, to compare the model's answer with.
 
     Raises:
-        DataError: the metric cannot score a question. "multiple_choice" needs options in lines such as "A. a dog", and
-            the letter of one as the accepted answer. "vqa_accuracy" needs the answers of several people.
+        DataError: the metric cannot score a question. "multiple_choice" needs a question with options in lines such as
+            "A. a dog", and the letter of an option as the accepted answer. "vqa_accuracy" needs several accepted
+            answers, one from each annotator.
     """
     found = []
     for question in questions:
@@ -83,21 +84,22 @@ def evaluate(
 ) -> list[ScoredAnswer]:
     """Return the scored answers to all prompts, on all ranks. All ranks must pass the same prompts.
 
-    Data-parallel ranks divide the prompts. Where experts or Megatron-FSDP shard weights over these ranks, they run
-    their forward passes together, so every rank generates all answers.
+    Data-parallel ranks divide the prompts. But if expert parallelism or Megatron-FSDP shards weights over these ranks,
+    they run each forward pass together, and every rank generates all answers.
 
     Args:
         model: the chunks of this rank, as for `generate`.
         prompts: the prompts.
         metric: a key of `SCORERS`.
         batch_size: number of prompts that are decoded together.
-        seed: as for `generate`; None for 0. Each batch draws with another seed.
+        seed: as for `generate`; None for 0. Each batch uses a different seed, which is derived from this one.
         count_drafts: whether to count accepted drafts. The model needs multi-token prediction, and decoding is greedy.
-        progress: wraps the numbers of this rank's batches to show progress.
+        progress: function that receives the indices of this rank's batches, and returns an iterable over them that may
+            show progress.
         settings: further arguments of `generate`.
 
     Raises:
-        DataError: a prompt cannot be encoded; and see `make_references`.
+        DataError: a prompt cannot be encoded, or `metric` cannot score a question (see `make_references`).
         CheckpointError: a prompt of another rank cannot be encoded.
     """
     groups: ProcessGroupCollection = get_attr_wrapped_model(model[0], "pg_collection")
@@ -145,7 +147,7 @@ def _generate_tokens(model: list[nn.Module], encoded: Sequence[Prompt], **settin
 
 
 def _until_end(answer: torch.Tensor, ends: Sequence[int]) -> torch.Tensor:
-    """Return an answer [tokens] up to its end token."""
+    """Return an answer [tokens] up to and including the first token in `ends`; the full answer if it has none."""
     is_end = torch.isin(answer, torch.tensor(ends, dtype=answer.dtype, device=answer.device)).nonzero()
     return answer[: int(is_end[0]) + 1] if len(is_end) else answer
 

@@ -117,14 +117,15 @@ def _decode(
     sampling: Sampling,
     generator: torch.Generator,
 ) -> Tensor:
-    """Return answers [prompts, at most max_new_tokens].
+    """Return the token ids of the answers, [prompts, length of the longest answer].
 
     Args:
         decoder: computes logits.
         max_new_tokens: the maximum length of an answer.
         ends: ids that end an answer.
-        pad: fills rows after the end of an answer.
-        together: further ranks that must generate the same tokens, those of the first rank; None for no other.
+        pad: id that fills rows after the end of an answer.
+        together: group of ranks, besides tensor and context parallelism, that must generate the same tokens; None for
+            no such group. Its first rank chooses the tokens.
         sampling, generator: choose tokens.
     """
     rows, groups, device = len(decoder.ends), decoder.groups, decoder.device
@@ -165,8 +166,8 @@ def end_token_ids(model: nn.Module | list[nn.Module], tokenizer: Any, hf_model: 
 def ranks_in_step(model: nn.Module | list[nn.Module]) -> ProcessGroup | None:
     """Return the group of ranks over which Megatron-FSDP or expert parallelism shards weights; None if there is none.
 
-    These ranks compute each forward pass together, so they must get the same prompts. Tensor-parallel ranks do anyway:
-    experts that are only divided over them need no group.
+    These ranks compute each forward pass together, so they must get the same prompts. Tensor-parallel ranks always get
+    the same prompts, so the result is None if expert weights are sharded over tensor-parallel ranks only.
     """
     groups = unwrap(model)[0].pg_collection
     if megatron_fsdp(_as_list(model)[0]) is not None:

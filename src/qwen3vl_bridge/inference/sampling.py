@@ -14,7 +14,7 @@ class Sampling:
     """Settings of `generate`, with the names, the meaning and the order of transformers' logits processors.
 
     Attributes:
-        do_sample: draw tokens; False takes the most likely one.
+        do_sample: whether to draw tokens at random; False chooses the most likely token.
         temperature: divides the logits. Above 0.
         top_k: keep only the k most likely tokens; 0 keeps all.
         top_p: of these, keep the fewest most likely tokens whose probabilities sum to at least `top_p`; 1 keeps all.
@@ -46,7 +46,7 @@ class Sampling:
             raise ValueError(f"top_p is {self.top_p}, expected more than 0 and at most 1")
 
     def choose(self, logits: Tensor, generator: torch.Generator) -> Tensor:
-        """Return a token [b] for logits [b, vocabulary]."""
+        """Return one token id per row, [b], for logits [b, vocabulary]."""
         if not self.do_sample:
             return logits.argmax(-1)
         return torch.multinomial(self.filter(logits).softmax(-1), 1, generator=generator)[:, 0]

@@ -15,11 +15,11 @@ from fractions import Fraction
 
 @dataclass(frozen=True)
 class Reference:
-    """What is compared with an answer.
+    """The accepted answers to a question, with which a scorer compares the model's answer.
 
     Attributes:
         answers: accepted answers. At least one.
-        choices: for multiple choice, the text of each option by its letter.
+        choices: text of each option of a multiple-choice question, by letter; empty for other questions.
     """
 
     answers: tuple[str, ...]
@@ -27,12 +27,12 @@ class Reference:
 
 
 def exact(answer: str, reference: Reference) -> float:
-    """Return 1 if an accepted answer is equal apart from surrounding white space."""
+    """Return 1 if the answer equals an accepted answer, apart from surrounding white space; else 0."""
     return float(answer.strip() in [accepted.strip() for accepted in reference.answers])
 
 
 def contains(answer: str, reference: Reference) -> float:
-    """Return 1 if the answer contains an accepted answer."""
+    """Return 1 if the answer contains an accepted answer; else 0."""
     return float(any(accepted.strip() in answer for accepted in reference.answers))
 
 
@@ -40,7 +40,7 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalized_match(answer: str, reference: Reference) -> float:
-    """Return 1 if an accepted answer is equal in lower case and without ASCII punctuation.
+    """Return 1 if the answer equals an accepted answer after lowercasing and removing ASCII punctuation; else 0.
 
     This is `exact_match` of lmms-eval with `ignore_case` and `ignore_punctuation`, for example for AI2D.
     """
@@ -54,8 +54,9 @@ _ANLS_THRESHOLD = 0.5
 def anls(answer: str, reference: Reference) -> float:
     """Return the average normalized Levenshtein similarity of one answer, for example for DocVQA and InfoVQA.
 
-    It is 1 - distance / length for the most similar accepted answer, and 0 below 0.5. The distance ignores case and the
-    amount of white space. The length is that of the longer text with all its characters, as in both projects.
+    It is 1 - distance / length for the most similar accepted answer, or 0 if that is below 0.5. The distance ignores
+    case and the amount of white space. As in lmms-eval and VLMEvalKit, the length counts all characters of the longer
+    text.
 
     Source: Biten et al., Scene Text Visual Question Answering (ICCV 2019), equation 1.
     """
@@ -84,9 +85,10 @@ _RELATIVE_CHANGE = 0.05
 
 
 def relaxed_accuracy(answer: str, reference: Reference) -> float:
-    """Return 1 if a number differs by at most 5 % from an accepted one, or a text is equal in lower case.
+    """Return 1 if the answer is a number within 5 % of an accepted number, or equals an accepted text; else 0.
 
-    "5%" is 0.05. For an accepted answer of 0, texts are compared. For charts, for example ChartQA.
+    Texts are compared in lower case. "5%" is read as 0.05. An accepted answer of 0 is compared as text. This metric is
+    for charts, for example ChartQA.
 
     Source: Methani et al., PlotQA (WACV 2020), section 5.2; Masry et al., ChartQA (2022), section 5.1.
     """
@@ -101,7 +103,7 @@ def _is_close(answer: str, accepted: str) -> bool:
 
 
 def _number(text: str) -> float | None:
-    """Return the number that a text consists of, a hundredth of it for a percentage; None for other texts."""
+    """Return the value of a text that is a number or a percentage (5% is 0.05); None for other texts."""
     try:
         return float(text.rstrip("%")) / 100 if text.endswith("%") else float(text)
     except ValueError:

@@ -71,7 +71,7 @@ class AdapterSettings:
         return (LINEAR_IN, LINEAR_OUT, MAGNITUDE) if self.dora else (LINEAR_IN, LINEAR_OUT)
 
     def adapts(self, layer: str) -> bool:
-        """Return whether a module gets an adapter. Either all experts of a layer get adapters, or none."""
+        """Return True if the module named `layer` gets an adapter. Either all experts of a layer get one, or none."""
         if _last_part(layer) not in LINEAR_LAYERS + OF_LINEAR_ATTENTION:
             return False
         if component_of(layer).value not in self.components or (is_expert_layer(layer) and not self.experts):
@@ -83,7 +83,10 @@ class AdapterSettings:
 
 
 def _is_named(layer: str, entries: Iterable[str]) -> bool:
-    """Return whether an entry is the last part of a layer's name, or a pattern (`*` is any text) for its full name."""
+    """Return True if an entry selects a layer.
+
+    An entry is the last part of the layer's name ("linear_qkv"), or a pattern for the full name, where `*` is any text.
+    """
     return any(entry == _last_part(layer) or re.fullmatch(entry.replace("*", ".*"), layer) for entry in entries)
 
 
@@ -220,7 +223,10 @@ def adapter_config(
 
 
 def _is_of_module(tensor: str) -> bool:
-    """Return whether `peft` selects a weight by its module. Packed experts and routers are selected as parameters."""
+    """Return True if `peft` selects a weight by `target_modules`, and False if by `target_parameters`.
+
+    `target_parameters` selects packed experts and routers.
+    """
     return tensor.endswith(".weight") and not tensor.endswith(".mlp.gate.weight")
 
 
@@ -229,7 +235,10 @@ def _modules(tensors: set[str]) -> set[str]:
 
 
 def _shortest(selected: set[str], names: set[str]) -> list[str]:
-    """Return the shortest names that select `selected` among `names`: the last part ("q_proj") if unambiguous."""
+    """Return names by which `peft` selects exactly `selected` out of `names`.
+
+    A name is shortened to its last part ("q_proj"), unless that would select other names too.
+    """
     ambiguous = {_last_part(name) for name in names - selected}
     return sorted({name if _last_part(name) in ambiguous else _last_part(name) for name in selected})
 

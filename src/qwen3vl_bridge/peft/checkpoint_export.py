@@ -194,7 +194,7 @@ def _open_base(run: StoredAdapters, base_model: str | Path | None, *, trust_remo
 
 
 def _padding(run: StoredAdapters, base: StoredModel, *, drop: bool) -> list[str]:
-    """Return notes on vocabulary padding in both checkpoints; raise CheckpointError if it is nonzero, unless `drop`."""
+    """Check that vocabulary padding in both checkpoints is zero, unless `drop` is True, and return notes on it."""
     trained, vocabulary = run.trained if run.base_tensors else set(), base.config.dimensions["vocab"]
     of_base = [row for row in base.rows if row.megatron not in trained]
     of_run = [row for row in base.rows if row.megatron in trained]
@@ -267,7 +267,7 @@ class MergedWeight:
 
     @property
     def name(self) -> str:
-        """Return the name of the merged weight in the conversion plan. It contains the scale."""
+        """Return the name of the merged weight in the conversion plan. The name contains the adapter's scale."""
         return f"{self.weight.target.name}, merged with {self.scale!r}"
 
 
@@ -293,7 +293,7 @@ class MergedTensorSource:
         self._file, self._latest = tempfile.TemporaryFile(), ""  # noqa: SIM115
 
     def byte_ranges(self, wanted: TensorSlice) -> Iterator[ByteRange]:
-        """Yield where the elements of a slice are stored in files. A merged weight is computed first."""
+        """Yield the byte ranges that store the elements of a slice. First compute a merged weight and store it."""
         if wanted.tensor not in self._merges:
             yield from self._sources[wanted.tensor].byte_ranges(wanted)
             return

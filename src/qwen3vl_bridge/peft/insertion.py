@@ -1,4 +1,4 @@
-"""Insert adapters into a model chunk: of our classes, or of Megatron-Bridge's LoRA, VLMLoRA, DoRA and CanonicalLoRA.
+"""Insert adapters of our classes or of Megatron-Bridge's LoRA, VLMLoRA, DoRA and CanonicalLoRA into a model chunk.
 
 Megatron-Bridge walks over modules to insert adapters, and calls the method `map` of a module that has one
 (`megatron.bridge.peft.walk_utils.map`). `VisionLanguageModel.map` is `map_modules`, so all callers use this module. The
@@ -51,12 +51,13 @@ _TEXT_LAYER = re.compile(r"(?<=^language_model\.decoder\.layers\.)\d+")
 
 
 def map_modules(chunk: MegatronModule, func: Callable[..., Any], *, leaf_only: bool) -> nn.Module:
-    """Apply `func` to the modules of a model chunk like Megatron-Bridge's `walk`, with names without wrappers.
+    """Apply `func` to the modules of a model chunk, as Megatron-Bridge's `walk` does, and return the chunk.
 
-    If `func` is the `transform` of a class of Megatron-Bridge, its adapters are checked and corrected for this model.
+    `func` gets module names without the prefixes of wrappers. If it is the `transform` method of a `PEFT` object, check
+    the adapters that it inserts, and correct them for this model.
 
     Raises:
-        ValueError: adapters that would be trained, merged or saved wrongly.
+        ValueError: adapters would be trained, merged or saved wrongly.
     """
     peft = getattr(func, "__self__", None)
     if not isinstance(peft, PEFT) or func.__name__ != "transform":
@@ -158,7 +159,7 @@ class PartialSumLoRALinear(LoRALinear):
 
 
 def output_is_partial_sum(wrapped: nn.Module) -> bool:
-    """Return whether a layer under LoRA returns a partial sum and its adapter the full sum."""
+    """Return True if a layer under LoRA returns a partial sum, while its adapter returns the full sum."""
     if type(wrapped) is not LoRALinear or not isinstance(adapter := wrapped.adapter, ParallelLinearAdapter):
         return False
     # megatron-core sets these attributes on the linear layers of overlapped shared experts, the first on Transformer
@@ -189,10 +190,10 @@ class MagnitudeLinear(DoRALinear):
 
 
 def require_grad_on_recompute_inputs(chunk: MegatronModule) -> None:
-    """Make the inputs of blocks with recomputation require gradients if the block has trained parameters.
+    """Make the input of a transformer block require a gradient if the block is recomputed and has trained parameters.
 
-    A recomputed function and its parameters get no gradient if none of its inputs requires a gradient. Megatron-Bridge
-    prevents this only if the text model recomputes and no base weight is trained, and then in the vision tower too.
+    The parameters of a recomputed function get no gradient if none of its inputs requires one. Megatron-Bridge sets
+    `requires_grad` only if the text model is recomputed and no base weight is trained.
     """
     for block in chunk.modules():
         if isinstance(block, TransformerBlock) and block.config.recompute_granularity is not None:

@@ -81,7 +81,10 @@ class Qwen3VLAdapters:
         # require gradients even where nothing is trained. `require_grad_on_recompute_inputs` does less.
         chunks = _chunks(model)
         if adapted := [n for chunk in chunks for n, m in chunk.named_modules() if isinstance(m, AdapterWrapper)]:
-            raise ValueError(f"the model already has {len(adapted)} adapters, such as {adapted[0]}; expected none")
+            raise ValueError(
+                f"the model already has {len(adapted)} adapters, such as {adapted[0]}; expected none: apply peft to a "
+                "model only once"
+            )
         config = chunks[0].config
         self.check(config)
         self.freeze_model(chunks)
@@ -110,7 +113,7 @@ class Qwen3VLAdapters:
         return model
 
     def match(self, m: nn.Module, name: str | None = None, prefix: str | None = None) -> tuple[str, str] | None:
-        """Return (name, name) with the full name of a layer that gets an adapter. Megatron-Bridge expects two names."""
+        """Return a layer's full name twice, as Megatron-Bridge expects, if the layer gets an adapter; else None."""
         layer = f"{prefix}.{name}" if prefix else name or ""
         return (layer, layer) if self.settings.adapts(layer) else None
 
@@ -125,7 +128,7 @@ class Qwen3VLAdapters:
         self.params_to_save |= {name.replace(".to_wrap.", ".") for name in self.params_to_save}
 
     def adapter_key_filter(self, key: Any) -> bool:
-        """Return whether checkpoints contain a parameter. Names from Megatron-FSDP have prefixes of wrappers."""
+        """Return True if checkpoints contain the parameter `key`. Prefixes of Megatron-FSDP's wrappers are ignored."""
         if isinstance(key, str):
             while key.startswith("module."):
                 key = key.removeprefix("module.")
@@ -146,7 +149,7 @@ class Qwen3VLAdapters:
 
     @property
     def layers_differ(self) -> bool:
-        """Return whether some layers of the vision tower or the text model may have adapters while others have none."""
+        """Return True if the settings may select adapters for only some transformer layers of a component."""
         return any("." in entry or "*" in entry for entry in (*self.target_modules, *self.exclude_modules))
 
     def to_cfg_dict(self) -> dict[str, Any]:
@@ -159,7 +162,10 @@ class Qwen3VLAdapters:
     def check(self, provider: VisionLanguageProvider) -> None:
         """Raise ValueError for settings that are invalid for the model of a finalized provider, or have no effect."""
         if self.canonical_mapping:
-            raise ValueError(f"canonical_mapping is {dict(self.canonical_mapping)}, expected it to be empty")
+            raise ValueError(
+                f"canonical_mapping is {dict(self.canonical_mapping)}, expected it to be empty: do not set it; select "
+                "layers with target_modules"
+            )
         if self.target_modules and self.exclude_modules:
             raise ValueError(
                 f"target_modules is {self.target_modules} and exclude_modules {self.exclude_modules}, expected only "

@@ -246,7 +246,10 @@ class AdapterConversion(OpenPeftBridge):
     def merge_into_expert(
         self, task: WeightConversionTask, tensors: Weights, adapters: list[AdapterWeight], num_experts: int
     ) -> Weights:
-        """Return weights of one expert per rank, [ranks, ...] if there are several ranks, with adapters merged in."""
+        """Return the Hugging Face tensors of one expert per expert-parallel rank, with adapters merged in.
+
+        Tensors in `tensors` and in the result have the shape [ranks, ...] if there are several ranks.
+        """
         if not tensors:
             return tensors
         count, layer = self._experts_of_a_rank(), adapters[0].global_base_prefix
@@ -366,7 +369,7 @@ def _split_rows(row: WeightRow, whole: Factors, dims: Dimensions) -> dict[str, F
 
 
 def _write_parameter(weights: Weights, row: WeightRow, parameter: Tensor, dims: Dimensions) -> None:
-    """Write a full Megatron parameter into its Hugging Face tensors, without the padding of a vocabulary."""
+    """Write an unsharded Megatron parameter to its Hugging Face tensors in `weights`. Missing tensors are created."""
     for name, shape in zip(row.hf, row.hf_shapes(dims), strict=True):
         if name not in weights:
             weights[name] = parameter.new_empty(shape)

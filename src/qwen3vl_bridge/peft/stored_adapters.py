@@ -91,12 +91,16 @@ def check_complete_model(folder: Path) -> None:
 
 
 def check_same_adapters(folder: Path, peft: Any, *, compare: bool = True) -> None:
-    """Raise CheckpointError if a run and its checkpoint have different adapters, or if only one of them has adapters.
+    """Check that a run has the adapters of the checkpoint that it resumes from, or that neither has adapters.
 
     Args:
-        folder: the checkpoint.
-        peft: the run's setting.
-        compare: whether to compare the settings of the adapters too.
+        folder: folder of the checkpoint's iteration.
+        peft: `cfg.peft` of the run; None for a run without adapters.
+        compare: whether to compare settings of the adapters, such as their rank. If False, only check that both or
+            neither have adapters.
+
+    Raises:
+        CheckpointError: only one of them has adapters, or the settings differ. The message lists the differences.
     """
     theirs = read_run_config(folder).get("peft") or {}
     if peft is not None and not theirs:

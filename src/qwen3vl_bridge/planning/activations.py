@@ -83,8 +83,8 @@ class LocalSizes:
     def saves_input(self, layer: str) -> bool:
         """Return True if the linear layer `layer` of the language model saves its input.
 
-        The gradient of its weight or adapter needs the input. Under full recomputation inputs always count: the peak is
-        in the repeated forward pass. Transformer Engine's frozen layers save their input too, except experts.
+        The gradient of its weight or adapter needs the input. Transformer Engine's frozen layers save their input too,
+        except experts. Always True under full recomputation, because the memory peak is in the repeated forward pass.
         """
         lora, recompute = self.training.lora, self.training.recompute
         if not self.text_frozen or recompute.granularity == "full" or (lora is not None and layer in lora.targets):
@@ -203,13 +203,14 @@ def saved_by_attention(local: LocalSizes) -> SavedTensors:
 def saved_by_linear_attention(local: LocalSizes, slots: float = 1.0) -> SavedTensors:
     """Return the tensors saved by linear attention (Gated DeltaNet) and the norm before it.
 
-    Between the projections a context-parallel rank has all tokens, but only its share of the heads, or else its own
-    tokens of all heads. So the number of elements does not depend on context parallelism. But with its own tokens the
-    delta rule is computed twice, first with columns of keys beside those of values (`models/common/chunkwise.py`).
+    Between the projections, a context-parallel rank has all tokens and its share of the heads ("headwise"), or its own
+    tokens and all heads ("chunkwise"). Both have the same number of elements. But "chunkwise" computes the delta rule
+    twice, and the first computation has columns for keys in addition to those for values
+    (`models/common/chunkwise.py`).
 
     Args:
-        slots: slots per token in the chunks of the delta rule in torch. Chunks never cross segments, so some slots of a
-            segment's last chunk are empty.
+        slots: number of slots per token in the chunks of torch's delta rule. It may exceed 1: chunks never cross
+            segments, so some slots of a segment's last chunk are empty.
     """
     dims, tp, e = local.dims, local.layout.tp, local.e
     key_dim, value_dim = dims["l_key_dim"], dims["l_value_dim"]
@@ -329,14 +330,14 @@ def saved_by_output_layer(local: LocalSizes, *, loss_in_chunks: bool) -> SavedTe
 
 
 def softmax_bytes(local: LocalSizes) -> float:
-    """Return the bytes per token that the loss saves: its softmax in float32, or the logits if the loss is fused."""
+    """Return the bytes per token that the loss saves: its softmax in float32, or the logits if `loss_fusion` is set."""
     return local.dims["vocab"] / local.layout.tp * (local.e if local.training.loss_fusion else _FLOAT)
 
 
 def saved_by_embedding(local: LocalSizes, *, pre_process: bool) -> SavedTensors:
     """Return the saved tensors that all layers share: rotary angles, and token ids if the chunk has the embedding.
 
-    Transformer Engine's kernel takes angles in float32. Our formula takes cosines and sines in the heads' precision.
+    Transformer Engine's kernel saves angles in float32. Our formula saves cosines and sines in the heads' precision.
     """
     return {
         "rotary angles": local.dims["head_dim"] * (_FLOAT if local.te else 2 * local.e),
@@ -640,9 +641,8 @@ def _text_layer(local: LocalSizes, *, moe: bool, slots: float | None = None) -> 
 def _expert_buffers(local: LocalSizes) -> float:
     """Return the number of temporary elements per token in experts: the larger of gradients and forward buffers.
 
-    Buffers of the forward pass live until the last step returns: tokens before and after the all-to-all, and outputs,
-    before and after they are concatenated or sorted back. Tokens that the backward pass needs are saved, and not
-    counted again.
+    All buffers of the forward pass are in memory at the same time: tokens before and after the all-to-all, and outputs
+    before and after they are concatenated or sorted back. Tokens that are saved for the backward pass are not counted.
     """
     dims, layout = local.dims, local.layout
     routed = dims["topk"] * local.training.expert_load * local.token

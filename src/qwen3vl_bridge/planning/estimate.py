@@ -61,7 +61,7 @@ class StageEstimate:
     def total(self) -> float:
         """Peak bytes of the run: the maximum of the training passes, the optimizer step, and sharding at the start.
 
-        Each includes a reserve.
+        All three include a reserve.
         """
         return max(
             self.forward_backward + self.reserve, self.optimizer_step, self.states.before_sharding + FIXED_RESERVE
@@ -235,10 +235,11 @@ def _estimate_stage(
 
 
 def add_next_microbatch(activations: Activations) -> Activations:
-    """Add the memory of the next microbatch, which overlaps with this one if there is a single pipeline stage.
+    """Return `activations` of a microbatch plus those of the next one that are in memory at the same time.
 
-    megatron-core's combined schedule has already run the vision tower of the next microbatch, and allocates its text
-    layers while those of this microbatch are freed.
+    This is the case in megatron-core's combined schedule with a single pipeline stage. The schedule has already run the
+    vision tower of the next microbatch. It allocates the text layers of the next microbatch while it frees those of
+    this microbatch.
     """
     not_started = {"language model", "loss", "multi-token prediction"}
     stored = {name: nbytes * (2 - (name in not_started)) for name, nbytes in activations.stored.items()}

@@ -1,8 +1,8 @@
 """Memory and peak FLOP/s of GPUs, and host memory per GPU.
 
 Sources: NVIDIA's data sheets for A100 80GB (PB-10577), H100 (PB-11133), H200, HGX B200 and GB200 NVL72. Peaks are for
-dense bfloat16 matrices, half of the values with sparsity. Memory is what a process sees, which is less than the name
-says: `torch.cuda.get_device_properties` reports 139 GiB for H200 and 178 GiB for B200
+dense bfloat16 matrices, half of the values with sparsity. Memory is the value that `torch.cuda.get_device_properties`
+reports, which is less than the nominal size: 139 GiB for H200 and 178 GiB for B200
 (https://github.com/pytorch/ao/pull/4002 for the B200).
 """
 

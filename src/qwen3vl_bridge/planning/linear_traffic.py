@@ -1,4 +1,4 @@
-"""Bytes that context-parallel ranks send for linear attention, with each `linear_cp_mode`."""
+"""Compute the bytes that context-parallel ranks send for linear attention, for each value of `linear_cp_mode`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def bytes_sent(
 ) -> float:
     """Return the bytes that a rank sends to others, on average, in the forward pass of one layer.
 
-    The backward pass sends as many.
+    The backward pass sends the same number of bytes.
 
     Args:
         dims: dimensions of a hybrid model.
         layout: the parallel layout.
         mode: "headwise" or "chunkwise".
-        tokens: tokens of a microbatch on the rank.
-        segments: padded rows, or documents of a packed row, in the microbatch.
+        tokens: number of tokens of a microbatch on the rank.
+        segments: number of padded rows, or of documents of a packed row, in the microbatch.
         element_bytes: bytes of an element of a hidden state.
     """
     heads, channels, value = (dims[name] / layout.tp for name in ("l_value_heads", "l_qkv", "l_value"))

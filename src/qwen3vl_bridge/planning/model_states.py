@@ -37,10 +37,10 @@ STORED_BYTES = 12
 
 @functools.cache
 def _counted_rows(family_name: str) -> tuple[tuple[WeightRow, str, bool], ...]:
-    """Return (weight-table row, kind, replicated) for each row of the weight table of a family.
+    """Return (row, kind, replicated) for each row of the weight table of a family.
 
-    The kind is a value of `Component`, "experts" or "ngram_table". Replicated parameters are not sharded by tensor
-    parallelism.
+    `kind` is a value of `Component`, "experts" or "ngram_table". `replicated` is True if tensor parallelism does not
+    shard the parameter.
     """
     rows = []
     for row in family(family_name).rows():
@@ -59,7 +59,7 @@ def count_parameters(
     of rows; a rank is assumed to have an equal share of the table.
 
     Args:
-        counted: returns True for the Megatron names of parameters to count; None for all.
+        counted: function that returns True for the Megatron name of a parameter to count; None to count all.
     """
     layers = {name: len(set(chunk.layers).intersection(dims.indices.get(name, ()))) for name in _LAYERS}
     counts = Counter[str]()

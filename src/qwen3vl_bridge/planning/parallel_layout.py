@@ -16,7 +16,7 @@ from qwen3vl_bridge.weights.rows import Dimensions
 
 @dataclass(frozen=True)
 class PipelineChunk:
-    """One model chunk of a pipeline stage: consecutive text layers, and what comes before and after them."""
+    """One model chunk of a pipeline stage: its text layers, and which other components it has."""
 
     stage: int  # pipeline rank
     layers: range  # indices of the text layers

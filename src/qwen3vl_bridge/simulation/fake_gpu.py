@@ -46,7 +46,7 @@ def build(folder: str | os.PathLike[str]) -> Path:
         installed = Path(engine.origin).parent  # may be outside of torch's site-packages
         libraries += sorted([*installed.rglob("*.so"), *installed.parent.glob("transformer_engine_torch*.so")])
     if not (site / "torch/lib/libtorch_cuda.so").exists():
-        raise FakeGPUError("torch is installed without CUDA; the fake GPU needs the CUDA build")
+        raise FakeGPUError("torch is installed without CUDA, and the fake GPU needs the CUDA build: install that build")
     if missing := [program for program in ("gcc", "nm") if shutil.which(program) is None]:
         raise FakeGPUError(f"{' and '.join(missing)} not found: the fake GPU is built from C")
     sources = [Path(__file__), *sorted(SOURCES.iterdir())]
@@ -108,12 +108,12 @@ def _symbols(library: Path, which: str) -> set[str]:
 
 
 def environment(built: Path, log: Path | None = None, gib: float = 80.0, major: int = 9) -> dict[str, str]:
-    """Return the environment variables to start a program with the fake GPU, including those of this process.
+    """Return the environment variables of this process plus those that start a program with the fake GPU.
 
     Args:
         log: prefix of the log files; each process writes `<log>.<process id>`. None to log nothing.
         gib: GPU memory in GiB.
-        major: compute capability: 9 for Hopper, 10 for Blackwell.
+        major: major version of the compute capability: 9 for Hopper, 10 for Blackwell.
     """
     inherited = {
         name: value for name, value in os.environ.items() if name not in ("CUDA_VISIBLE_DEVICES", "FAKE_GPU_LOG")
@@ -175,7 +175,7 @@ def on_sync(function: Callable[[bytes], None]) -> Iterator[None]:
     It is called while the line that synchronizes is on the stack. The process must run on the fake GPU.
 
     Args:
-        function: takes the name of the CUDA function that synchronizes.
+        function: function to call with the name of the CUDA function that synchronizes.
     """
     callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(function)  # adds no Python frame
     library = ctypes.CDLL(None)

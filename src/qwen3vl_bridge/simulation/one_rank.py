@@ -248,7 +248,10 @@ class _NoWeights:
 
 
 def has_data(cfg: ConfigContainer) -> bool:
-    """Return True if the run has a data set with random access to its rows, which streamed data lack."""
+    """Return True if the run has a `Qwen3VLConversationProvider` with a data path, and the data are not streamed.
+
+    Rows of such data can be read by index, so `largest_row` can find the largest one.
+    """
     data = cfg.dataset
     has_rows = isinstance(data, Qwen3VLConversationProvider) and not data.streaming
     return has_rows and any(path is not None for path in (data.path, data.train_path, data.mixture))
@@ -379,7 +382,7 @@ class _Recorder(Callback):
         self.step += 1
 
     def record_held(self) -> None:
-        """Record which lines of code hold memory at the peak of the recorded step, or of the step that failed."""
+        """Record the lines of code that allocated the memory in use at the peak of the recorded or failed step."""
         if self.step <= _LAST_RECORDED:
             trace = torch_memory.stop_recording()
             model = next((phase.allocated for phase in self.report.phases if phase.name == "model"), 0)
@@ -391,7 +394,7 @@ class _Recorder(Callback):
 
 
 def _held_at_peak(trace: list[dict[str, Any]]) -> list[tuple[int, int, str]]:
-    """Return (bytes, number of tensors, line of code) of memory held at the peak of a trace, largest first.
+    """Return (bytes, number of tensors, line of code) for the memory in use at the peak of a trace, largest first.
 
     Tensors are grouped by the line of code that allocated them: the innermost stack frame in one of `_PACKAGES`.
     """

@@ -37,7 +37,7 @@ def make_config(
     Nearly all widths differ, so that a tensor in the wrong place also has the wrong shape.
 
     Args:
-        tokenizer: The config takes the ids of its special tokens.
+        tokenizer: Tokenizer with the special tokens, whose ids are written to the config.
         tied: Share the input embedding with the output layer, as the released 2B and 4B do.
         moe: Give the layers experts, as in the released 30B-A3B and 235B-A22B.
 
@@ -100,7 +100,7 @@ def make_qwen3_5_config(tokenizer: PreTrainedTokenizerBase) -> Qwen3_5Config:
     """Build a tiny dense Qwen3.5-VL config: linear attention in three of four layers, gates, partial rotary embeddings.
 
     Args:
-        tokenizer: The config takes the ids of its special tokens.
+        tokenizer: Tokenizer with the special tokens, whose ids are written to the config.
     """
     like = make_config(tokenizer)
     text, vision = like.text_config.to_dict(), like.vision_config.to_dict()
@@ -131,7 +131,7 @@ def make_qwen4_exp_config(tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfi
     """Build a tiny Qwen3.8-Flash-Next config: Qwen3.5's layers, residual streams, n-gram embeddings and an indexer.
 
     Args:
-        tokenizer: The config takes the ids of its special tokens.
+        tokenizer: Tokenizer with the special tokens, whose ids are written to the config.
 
     Raises:
         ImportError: If the installed transformers does not know the model, which is in releases from 5.16 on.

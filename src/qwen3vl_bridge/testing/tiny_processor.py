@@ -58,7 +58,7 @@ def make_tokenizer(vocab_size: int) -> Qwen2Tokenizer:
         vocab_size: Largest number of tokens, special tokens included.
 
     Returns:
-        The tokenizer. It is the same each time.
+        The tokenizer. Every call with the same size returns an equal one.
     """
     specials = [AddedToken(token, special=True, normalized=False) for token in CONTROL_TOKENS]
     specials += [AddedToken(token, special=False, normalized=False) for token in MARKUP_TOKENS]

@@ -1,8 +1,8 @@
-"""Keep the checkpoint with the best value of a metric (`checkpoint.keep_best`).
+"""Record the checkpoint with the best value of a metric (`checkpoint.keep_best`) in `best_checkpoint.json`.
 
-The values are those of `metrics.jsonl`, which has the metrics of each evaluation, and the steps are those of the
-checkpoints in the folder. So a resumed run continues where it was, and a checkpoint that was removed by hand is
-forgotten. `best_checkpoint.json` names the best checkpoint.
+Values are read from `metrics.jsonl`, which has an entry for each evaluation. Only the steps of checkpoints that are in
+the folder are compared. So the result does not depend on interruptions of the run, and a checkpoint that was removed by
+hand is ignored.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ BEST = "best_checkpoint.json"
 def find_best(folder: Path, metric: str, saved: Collection[int]) -> tuple[int, float] | None:
     """Return the step and value of the best checkpoint of a run; None if no checkpoint was evaluated.
 
-    The best loss is the lowest, the best value of another metric the highest. Of equal ones the first is taken.
+    The lowest loss is the best. For other metrics, the highest value is the best. Among equal values, the earliest step
+    is returned.
 
     Args:
         folder: folder of the run.
-        metric: key of an evaluation in `metrics.jsonl`.
+        metric: name of a metric in the entries of `metrics.jsonl`.
         saved: steps of the checkpoints in the folder.
     """
     sign = 1 if metric.endswith("loss") else -1
@@ -36,7 +37,10 @@ def find_best(folder: Path, metric: str, saved: Collection[int]) -> tuple[int, f
 def record_best(folder: Path, metric: str, saved: Mapping[int, Path]) -> Path | None:
     """Write `best_checkpoint.json` and return the best checkpoint's folder; None if no checkpoint was evaluated.
 
-    `saved` contains the folder of each checkpoint by its step. The others are those of `find_best`.
+    Args:
+        folder: folder of the run.
+        metric: name of a metric in the entries of `metrics.jsonl`.
+        saved: folder of each checkpoint, by its step.
     """
     if (best := find_best(folder, metric, saved)) is None:
         return None

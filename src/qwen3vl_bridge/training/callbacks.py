@@ -45,7 +45,10 @@ def training_callbacks(cfg: ConfigContainer) -> list[Callback]:
 
 
 def build_callbacks(cfg: ConfigContainer) -> list[Callback]:
-    """Return the callbacks of a run. For dry runs and simulations: data, processor and script are not checked."""
+    """Return the callbacks of a run. Unlike `training_callbacks`, do not check its data, processor and script.
+
+    Dry runs and simulations call this function.
+    """
     if isinstance(cfg, Qwen3VLConfigContainer):
         vars(cfg)["has_callbacks"] = True
     callbacks: list[Callback] = [StepGuard()]  # first: the others use its gradient norms
@@ -162,9 +165,10 @@ class Accuracy(Callback):
 
 
 class RecordBest(Callback):
-    """Callback that names the best checkpoint after each evaluation: the last one comes after the last save.
+    """Callback that updates `best_checkpoint.json` after each evaluation.
 
-    It follows `RunLog`, which writes the metrics.
+    The checkpoint manager updates the file after each save, but the last evaluation of a run comes after the last save.
+    This callback must come after `RunLog`, which writes the metrics.
     """
 
     def on_eval_end(self, context: CallbackContext) -> None:

@@ -2,9 +2,9 @@
 
 Megatron-Bridge writes a checkpoint directly to its final folder, and overwrites an existing checkpoint of the same
 step. If a process dies in the middle, an incomplete folder looks like a checkpoint. This package's manager saves into a
-hidden folder and renames it at the end. During a save, `checkpoint.save` is the hidden folder. So what records this
-path happens after the save: writing the configuration, and calling experiment trackers and callbacks. Positions in
-WebDatasets are saved to the final folder directly.
+hidden folder and renames it at the end. During a save, `checkpoint.save` is the hidden folder. So everything that
+records this path runs after the save: writing the configuration, and calling experiment trackers and callbacks.
+Positions in WebDatasets are saved to the final folder directly.
 """
 
 from __future__ import annotations
@@ -349,10 +349,11 @@ def _describe_data(cfg: ConfigContainer) -> dict[str, Any]:
 def _check_data(folder: Path, cfg: ConfigContainer, row: int) -> None:
     """Raise ValueError if the data settings of a run differ from those of its checkpoint.
 
-    This package's datasets are not built yet. `expect_position` stores the arguments, and a dataset checks them when it
-    is built.
+    Settings of this package's datasets are not compared here, because the datasets are not built yet. `expect_position`
+    stores the checkpoint's settings, and the dataset compares them when it is built.
 
     Args:
+        folder: folder of the checkpoint's iteration.
         row: number of rows that had been read when the checkpoint was saved.
     """
     if row and isinstance(cfg.dataset, EnergonDatasetConfig):

@@ -214,7 +214,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
         self._complete_dataset()
 
     def apply_objective(self) -> None:
-        """Set the kind of records that the objective needs in the data set. `validate` calls this method.
+        """Set the fields of the data set that the objective determines. `validate` calls this method.
 
         Raises:
             ValueError: the data set is set up for another objective.

@@ -349,7 +349,7 @@ class GradNormsByComponent:
     """Computes the gradient norm of each component of the model.
 
     The norm is taken over the tensors that the optimizer updates: parameters or their float32 copies. A distributed
-    optimizer updates only this rank's shards. A gradient that several ranks store counts once.
+    optimizer updates only this rank's shards. A gradient that several ranks store is counted once.
 
     Args:
         model: this rank's chunks, as given to the optimizer.

@@ -1,4 +1,4 @@
-"""Compute log-probabilities of pairs of answers before training, and check that they are of a run's reference model.
+"""Compute log-probabilities of pairs of answers before training, and check that a run's reference model computed them.
 
 `qwen3vl data score` runs the rows of the first epoch of a run, so that the numbers are those that the run would compute
 with the same settings.
@@ -92,7 +92,10 @@ def check_reference_model(cfg: Any) -> None:
 
 
 def rows_to_score(settings: Qwen3VLConversationProvider, split: str) -> tuple[RowDataset, dict[str, str]]:
-    """Return the rows with all pairs of a split, and what their log-probabilities depend on (`reference_rules`)."""
+    """Return packed rows with all pairs of a split, and the result of `reference_rules` for the split.
+
+    That result describes the settings that the log-probabilities depend on.
+    """
     rows = settings.rows(split)
     source = rows.samples.file
     rules = reference_rules(source, rows.samples.sample_filter)
@@ -108,12 +111,16 @@ def score_pairs(
     rows: RowDataset,
     progress: Callable[[Sequence[int]], Iterable[int]] = iter,
 ) -> Tensor:
-    """Return log-probabilities [samples, 2] of the answers of all pairs, in float64 on all ranks; NaN without a row.
+    """Return the log-probabilities of both answers of each pair, a float64 tensor [samples, 2] on all ranks.
+
+    A sample is one pair. The values are NaN for a sample that is in no row or could not be read.
 
     Args:
         model: the chunks of this rank.
-        rows: packed rows of pairs. Data-parallel ranks take them in turn; a rank without a row repeats the last one.
-        progress: wraps the numbers of the groups of rows, to show progress.
+        rows: packed rows of pairs. Data-parallel ranks divide them. If the division leaves some ranks without a last
+            row, these ranks repeat the last row, and their result is ignored.
+        progress: function that receives the list of groups of rows to loop over, and returns an iterable over it that
+            may show progress.
     """
     config, groups = model[0].config, model[0].pg_collection
     assert rows.samples.total is not None  # pairs are not streamed
@@ -151,7 +158,7 @@ def score_pairs(
 
 
 def _forward_step(groups: Any, batches: Iterator[TokenBatch], model: VisionLanguageModel) -> tuple[Tensor, Callable]:
-    """Run a microbatch; the second result returns the log-probabilities [pairs, 2] of its answers."""
+    """Run a microbatch. Return its output, and a function from losses to log-probabilities [pairs, 2] of answers."""
     batch = next(batches)
     local = batch.local(**model.config.local_arguments(groups) | model.stage_arguments())
     pairs = to_device(DocumentLosses.from_batch(batch, groups), model)

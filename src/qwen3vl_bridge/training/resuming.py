@@ -73,7 +73,7 @@ def _checkpoint_exists(settings: CheckpointConfig) -> bool:
 
 
 def _non_persistent_folders(settings: CheckpointConfig) -> tuple[str, ...]:
-    """Return the folders that may contain non-persistent checkpoints. Only those of the type "global" have any."""
+    """Return the folders that may contain non-persistent checkpoints; empty unless their type is "global"."""
     return non_persistent_folders(settings) if settings.non_persistent_ckpt_type == "global" else ()
 
 
@@ -151,9 +151,10 @@ def check_optimizer_state(folder: Path, cfg: ConfigContainer) -> None:
 
 
 def _trained(model: Mapping[str, Any]) -> dict[str, bool]:
-    """Return whether each component is trained, by the name of its setting, such as `freeze_vision_model`.
+    """Return a dict with the value True for each component that is trained, and False for the others.
 
-    `model` maps settings of the model to values. Multi-token prediction has the name `mtp_loss_scaling_factor`.
+    The key of a component is its setting, such as `freeze_vision_model`. Multi-token prediction has the key
+    `mtp_loss_scaling_factor`. `model` maps settings of the model to values.
     """
     parts = {f"freeze_{component.value}": not model.get(f"freeze_{component.value}") for component in Component}
     mtp = bool(model.get("mtp_num_layers") and model.get(_MTP))

@@ -52,7 +52,7 @@ class RunLog(Callback):
     finished: int | None = None  # the latest finished step; None until training begins
 
     def on_train_start(self, context: CallbackContext) -> None:
-        """Open the log. If the run resumes, remove the entries of steps after the checkpoint: they are repeated."""
+        """Open the log. If the run resumes from a checkpoint, remove the entries of later steps, which it repeats."""
         cfg, step = context.state.cfg, context.state.train_state.step
         self._shown = StepProgress(cfg.train.train_iters, step, cfg.logger.log_interval)
         self._validated: int | None = None
@@ -190,7 +190,7 @@ def metrics_line(entry: Mapping[str, Any]) -> str:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Read the log entries in a run's folder; an empty list if there is no log. Truncated lines are skipped."""
+    """Return the log entries in a run's folder; an empty list if there is no log. Truncated lines are skipped."""
     path, entries = folder / METRICS, []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -249,7 +249,7 @@ class StepProgress:
             self.write(step if model.training else f"evaluation: forward pass {self._evaluated:,}")
 
     def begin(self, step: int, microbatches: int) -> None:
-        """Record that a step begins, and its number of microbatches."""
+        """Record that the step with the number `step` begins, and that it has `microbatches` microbatches."""
         self._begun, self._step, self._microbatches = time.monotonic(), step, microbatches
         self._microbatch = 0
 

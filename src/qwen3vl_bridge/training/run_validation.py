@@ -135,7 +135,7 @@ def _check_processor(cfg: Any) -> None:
 
 
 def _trains_float32(cfg: Any) -> bool:
-    """Return True if a 16-bit model trains parameters that stay in float32. Only some language models have any."""
+    """Return True if a run trains float32 parameters of a 16-bit model, which linear attention has, for example."""
     trained = cfg.model.params_dtype != torch.float32 and cfg.peft is None and not cfg.model.freeze_language_model
     return trained and any(row.float32 for row in family(cfg.model.family).rows())
 

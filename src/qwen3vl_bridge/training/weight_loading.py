@@ -452,7 +452,7 @@ def rows_by_name(provider: VisionLanguageProvider) -> dict[str, WeightRow]:
 
 
 def load_fsdp_weights(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Load an `fsdp_dtensor` checkpoint, including weights that were saved with another layer spec.
+    """Load an `fsdp_dtensor` checkpoint, even if it was saved with another layer spec.
 
     Parameter names depend on the layer spec: norms are separate or fused into linear layers, and experts may be
     grouped. Megatron-Bridge skips a parameter whose name is missing, which then keeps its initial value.
@@ -499,10 +499,16 @@ def load_fsdp_weights(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 def find_renamed_weights(
     weights: Mapping[str, Any], stored: Mapping[str, Any], provider: VisionLanguageProvider
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Find weights that a checkpoint stores under the name of another layer spec.
+    """Find weights that a checkpoint does not store under their own name, but under the name of another layer spec.
+
+    Args:
+        weights: tensors of the model, by their own name.
+        stored: items of the checkpoint, by key.
+        provider: configuration of the model.
 
     Returns:
-        The found weights by their name in the checkpoint, and a message for each weight that has none of these names.
+        The weights that were found, by their name in the checkpoint. And a message for each weight that is missing
+        under all names.
     """
     rows, renamed, problems = rows_by_name(provider), {}, []
     for key, tensor in weights.items():

@@ -1,8 +1,8 @@
 """Counters from which Megatron-Bridge computes the FLOPs that it logs.
 
 Changed: six private attributes of `GlobalState`, which the training loop sets to zero before each step and sums over
-ranks after it. The public function that adds to them, `accumulate_flops_metadata`, counts padding tokens, knows one
-sequence of a row, and reads device tensors. Delete this module when Megatron-Bridge has a function that takes counts.
+ranks after it. The public function that adds to them, `accumulate_flops_metadata`, includes padding tokens, treats a
+row as one sequence, and reads device tensors. Delete this module when Megatron-Bridge has a function that takes counts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The part of megatron-core's GPT model that follows the decoder, as a public method to override.
+"""The output computation of megatron-core's GPT model, after the decoder, as a public method to override.
 
 Overridden: `GPTModel._postprocess`. Callers and the combined schedule call it with their own arguments, so a default
 `output_processor` and our loss of multi-token prediction can be added nowhere else. Delete this module when GPTModel

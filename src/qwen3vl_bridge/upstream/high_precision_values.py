@@ -1,4 +1,4 @@
-"""The high-precision values that Transformer Engine keeps on the host for parameters in 8 or 4 bits.
+"""The high-precision values that Transformer Engine keeps on the host for FP8 and FP4 parameters.
 
 Set: the attribute `_high_precision_init_val`. megatron-core's optimizer reads it with the public method
 `get_high_precision_init_val`, and creates main weights from it. Delete this module when Transformer Engine has a public

@@ -1,4 +1,4 @@
-"""The norm of gradients without waiting for the GPU, without Transformer Engine and Apex.
+"""Compute gradient norms without waiting for the GPU if Transformer Engine and Apex are not installed.
 
 Replaced if neither is installed: `l2_norm_impl` in `megatron.core.optimizer.clip_grads`. megatron-core's own function
 reads the norm of each gradient on the host, so the host waits once per parameter in each step. Delete this module when

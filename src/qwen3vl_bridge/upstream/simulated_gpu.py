@@ -45,7 +45,7 @@ def join_fake_ranks(rank: int, world: int, note: Callable[[str, int], None]) -> 
     Args:
         rank: the rank of this process.
         world: number of ranks.
-        note: called with the name and size in bytes of each collective of GPU tensors; the largest tensor counts.
+        note: function to call with the name of each collective of GPU tensors, and the bytes of its largest tensor.
     """
     os.environ |= dict(WORLD_SIZE=str(world), RANK=str(rank), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     os.environ |= dict(MASTER_ADDR="localhost", MASTER_PORT="1")
@@ -79,7 +79,7 @@ def join_fake_ranks(rank: int, world: int, note: Callable[[str, int], None]) -> 
 
 
 def take_no_values() -> None:
-    """Replace functions that depend on computed values or query the driver of a GPU."""
+    """Replace functions that depend on computed values or query a GPU driver by functions that do neither."""
     norm = optimizer.get_grad_norm_fp32
     # A norm is a root, which is complex if the garbage that is read is negative.
     replace(optimizer, "get_grad_norm_fp32", lambda *args, **kwargs: abs(norm(*args, **kwargs)), When.SIMULATION)
@@ -126,7 +126,7 @@ def receive_shape(shape: tuple[int, int, int]) -> None:
     """Let pipeline stages receive tensors of this shape with `variable_seq_lengths`, instead of asking each other."""
 
     def known_shapes(*_: Any, **__: Any) -> tuple[list[int], list[int]]:
-        """Return the shapes of the tensors from the previous and the next stage; unused where none is received."""
+        """Return the shape of a tensor from the previous stage and from the next. Unused if no tensor is received."""
         return list(shape), list(shape)
 
     replace(P2PCommunicator, "_communicate_shapes", known_shapes, When.SIMULATION)

@@ -1,8 +1,8 @@
 """Read and write torch.distributed.checkpoint (DCP) folders without a process group and without loading tensors.
 
 A DCP folder has a pickled `.metadata` file and `.distcp` files. A tensor is stored as chunks: hyperrectangles of it.
-Each chunk is one item of a `.distcp` file, a zip archive as `torch.save` writes it. A tensor may have tens of thousands
-of chunks, and a chunk as many separate runs of elements, so complete lists of either are never made.
+Each chunk is one item of a `.distcp` file, a zip archive as `torch.save` writes it. Elements of a chunk that are
+consecutive in the tensor are called a run. A chunk may have tens of thousands of runs, so they are never listed.
 """
 
 from __future__ import annotations
@@ -160,10 +160,14 @@ class _MetadataChecker:
         return CheckpointError(f"{self.path}, {where}: found {shown}, expected {expected}")
 
     def expect(self, value: Any, kind: type | str, where: str) -> Any:
-        """Return `value` if it has the type `kind`, or is a pickled record of the class with that name.
+        """Return `value` after a check of its type.
+
+        Args:
+            kind: the expected type, or the class name of the expected pickled record.
+            where: place of the value in the metadata, for errors.
 
         Raises:
-            CheckpointError: the value is of another kind.
+            CheckpointError: the value has another type.
         """
         if not (_kind(value) == kind if isinstance(kind, str) else isinstance(value, kind)):
             raise self.error(where, _kind(value), kind if isinstance(kind, str) else kind.__name__)
@@ -280,10 +284,11 @@ class ChunkSlice(NamedTuple):
 
 
 class _ChunkRuns(NamedTuple):
-    """The elements of one chunk, as runs of elements that are consecutive in the tensor.
+    """The runs of one chunk: sequences of `length` elements that are consecutive in the tensor.
 
-    The chunk spans elements [begin, end) of the tensor. All runs have `length` elements. To find where run i starts,
-    write i with the digits `counts` and add each digit times its stride to `begin`.
+    The first element of the chunk is element `begin` of the tensor, and the last one is element `end` - 1. Runs are
+    numbered in row-major order over dimensions of the sizes `counts`. A run starts at `begin` plus the sum of index
+    times stride over these dimensions.
     """
 
     begin: int
@@ -301,7 +306,7 @@ class _ChunkRuns(NamedTuple):
         return start
 
     def find(self, start: int, end: int) -> Iterator[ChunkSlice]:
-        """Yield the parts of runs that are in [start, end), in order."""
+        """Yield the parts of the runs that lie in elements [start, end) of the tensor, in order."""
         runs = range(math.prod(self.counts))
         for i in range(max(bisect_right(runs, start, key=self.start_of) - 1, 0), len(runs)):
             first = self.start_of(i)
@@ -316,7 +321,7 @@ class ChunkIndex:
     """Find the chunks of a tensor that contain given elements."""
 
     def __init__(self, shape: Shape, chunks: Sequence[tuple[Shape, Shape]]) -> None:
-        """Sort the chunks of a tensor, which are given as (offsets, sizes), for searching."""
+        """Prepare a search for chunks of a tensor with the shape `shape`. `chunks` are given as (offsets, sizes)."""
         tensor_strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
         found = []
         for number, (offsets, sizes) in enumerate(chunks):
@@ -391,7 +396,8 @@ def find_payload(item: ByteRange, dtype: str, sizes: Shape, name: str) -> ByteRa
         dtype, sizes, name: the tensor that the item contains according to the metadata.
 
     Raises:
-        CheckpointError: the item is damaged, requires code, is not contiguous, or has another dtype or shape.
+        CheckpointError: the item is damaged, unpickling it would run code, or the tensor in it is not contiguous or has
+            another dtype or shape.
     """
     where = f"{item.path}, {name}: the item at byte {item.offset}"
     try:

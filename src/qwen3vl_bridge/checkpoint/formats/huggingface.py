@@ -100,7 +100,7 @@ def find_model(hf_model: str | Path, *, weights: bool = True, trust_remote_code:
 
     Args:
         hf_model: a folder, or a hub id such as `Qwen/Qwen3-VL-2B-Instruct`.
-        weights: whether the weights are needed too.
+        weights: whether to download the weights too.
         trust_remote_code: whether the model may contain code. Code is only copied, never run here.
 
     Raises:
@@ -211,7 +211,8 @@ class HFWeights:
         Args:
             folder: the model's folder.
             file: name of a file that contains all tensors; None for the files that the index lists.
-            dequantize: whether to multiply FP8 weights by their scales; otherwise e4m3 weights and scales are separate.
+            dequantize: whether to multiply FP8 weights by their scales. If False, the e4m3 weights and their scales are
+                separate tensors.
 
         Raises:
             CheckpointError: files are missing, truncated, or contradict each other.
@@ -277,10 +278,11 @@ class HFWeights:
         return sorted({stored.path for stored in self._stored.values()})
 
     def unread_files(self, modules: Collection[str]) -> list[Path]:
-        """Return the weight files in the folder that are not read, because the index does not name them.
+        """Return the paths of the weight files in the folder that are not read (see `why_unread`).
 
         Raises:
-            CheckpointError: an unread file contains a tensor of the top-level `modules` that no other file contains.
+            CheckpointError: an unread file contains a tensor that is in no file that is read, and the name of the
+                tensor begins with one of `modules`.
         """
         files = sorted(set(self.folder.glob("*.safetensors")) - set(self.files))
         for path in files:
@@ -293,7 +295,7 @@ class HFWeights:
         return files
 
     def why_unread(self) -> str:
-        """Return text for the end of a message: why a weight file in the folder is not read."""
+        """Return the reason why weight files in the folder are not read, as text for the end of a message."""
         return f"{SINGLE} comes before {INDEX}" if (self.folder / SINGLE).exists() else f"{INDEX} does not name it"
 
 

@@ -5,7 +5,7 @@ list the elements of a parameter in its row-major order.
 
 A written checkpoint can be loaded with any parallel layout. But a loader reads complete chunks, even if its rank needs
 only a part of a chunk. So `Topology` splits tensors into small chunks that end where the shards of training ranks end.
-If chunks end elsewhere, a rank reads more than it keeps, and nothing else changes.
+Otherwise a rank reads more data than it needs; the loaded values are the same.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class TensorLayout:
             yield TensorSlice(name, 0, math.prod(shape))
 
     def leading(self, row: WeightRow) -> int:
-        """Return the number of leading dimensions that count layers or experts, in the tensors that store `row`."""
+        """Return how many leading dimensions of the tensors that store `row` index layers or experts."""
         del row
         return 0
 
@@ -73,7 +73,7 @@ class HuggingFace(TensorLayout):
         return dict(zip(row.hf, row.hf_shapes(self.dimensions), strict=True))
 
     def leading(self, row: WeightRow) -> int:
-        """Return 1 for experts in one tensor, which has a leading dimension of experts, and otherwise 0."""
+        """Return 1 if the first dimension of the tensor that stores `row` indexes experts, else 0."""
         return int(isinstance(row, PackedExpert))
 
     def slices(self, row: WeightRow) -> Iterator[TensorSlice]:
@@ -115,9 +115,10 @@ class TorchDist(TensorLayout):
 
     @classmethod
     def from_names(cls, rows: Collection[WeightRow], dimensions: Dimensions, names: Collection[str]) -> TorchDist:
-        """Return the layout that fits the tensor names of a checkpoint.
+        """Return the layout of a checkpoint that has the tensor names `names`.
 
-        Training may keep the index of a layer in any of the names, instead of stacking the layers.
+        megatron-core stacks the layers of a component in one tensor, or stores one tensor per layer with its index in
+        the name. The names show which.
         """
         stacks = (frozenset(NAMED_IF_MIXED), frozenset({"vision_layers"}), frozenset({"deepstack_mergers"}))
         named: frozenset[str] = frozenset()
@@ -144,7 +145,7 @@ class TorchDist(TensorLayout):
         return [(f".{name}", self.dimensions[size]) for name, size in row.sections] or [("", rows)]
 
     def leading(self, row: WeightRow) -> int:
-        """Return the number of stacked dimensions, which count layers or experts, in the tensors that store `row`."""
+        """Return how many leading dimensions of the tensors that store `row` are stacked layers or experts."""
         return len(self.name(row)[1])
 
     def slices(self, row: WeightRow) -> Iterator[TensorSlice]:
@@ -258,7 +259,7 @@ class Topology:
 
         Args:
             spec: the tensor.
-            leading: number of leading dimensions that count layers or experts. Each layer gets its own chunks.
+            leading: number of leading dimensions that index layers or experts. Each index gets its own chunks.
             owned: the rows that ranks read, by the indices in the leading dimensions; None if one rank reads all.
 
         Yields:

@@ -158,7 +158,8 @@ def run_config(
             package has registered it (`register_allowed_target_prefix`).
         vocabulary: number of tokens.
         rows: number of rows of the embedding, with padding.
-        vocab_divisor: each tensor-parallel rank's rows are a multiple of it; None if unknown, or without padding.
+        vocab_divisor: number that divides the embedding rows of each tensor-parallel rank; None if unknown, or without
+            padding.
 
     Raises:
         CheckpointError: Megatron-Bridge would execute a part of the configuration.

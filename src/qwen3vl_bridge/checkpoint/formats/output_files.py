@@ -128,8 +128,9 @@ def split_files(files: Sequence[OutputFile]) -> list[ByteRange]:
 class Ranks:
     """The processes that share a conversion. They communicate over gloo.
 
-    Without arguments this is a single process. `from_torchrun` finds the processes that torchrun started. Use it as a
-    context manager to shut down the communication in order. If a process dies, the next collective fails in the others.
+    Without arguments this is a single process. `from_torchrun` connects the processes that torchrun started. Use the
+    object as a context manager, so that all processes close the connections together. If a process dies, the next
+    collective fails in the others.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
@@ -297,7 +298,7 @@ class Journal:
         os.close(self._file)
 
     def record(self, part: ByteRange, digest: str, written: int) -> None:
-        """Wait until a byte range of the file `written`, a descriptor, is on disk; then record it with its digest."""
+        """Flush the file descriptor `written` to disk, then write the byte range and its digest to the journal."""
         os.fdatasync(written)
         os.write(self._file, f"{_line_of(part)} {digest}\n".encode())
         os.fdatasync(self._file)
@@ -368,7 +369,7 @@ def hash_range(part: ByteRange, progress: Progress) -> str | None:
 
 
 def find_unchanged(folder: Path, recorded: Iterable[tuple[ByteRange, str]], progress: Progress) -> list[ByteRange]:
-    """Return the byte ranges whose bytes in `folder` still have the digest in `recorded`, (range, digest) pairs."""
+    """Return the byte ranges of the (range, digest) pairs in `recorded` that still have this digest in `folder`."""
     return [part for part, digest in recorded if hash_range(part._replace(path=folder / part.path), progress) == digest]
 
 

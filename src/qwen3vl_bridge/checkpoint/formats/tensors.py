@@ -103,7 +103,7 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Return the size of the tensor in bytes, in `dtype`."""
+        """Return the size of the tensor in bytes when it is read as `dtype`. An FP8 tensor is smaller on disk."""
         return self.numel * ITEMSIZE[self.dtype]
 
     @property
@@ -177,7 +177,7 @@ class ConstantSlice(NamedTuple):
 
 
 class QuantizedSlice(NamedTuple):
-    """Elements [start, start + length) of matrices quantized to FP8, or of their scales.
+    """Elements [start, start + length) of matrices quantized to FP8, or of their scales if `is_scales` is True.
 
     The values to quantize are `slices`, concatenated. They have the shape [..., rows, columns].
     """
@@ -197,9 +197,9 @@ class QuantizedSlice(NamedTuple):
 
 
 class SharedScaleSlice(NamedTuple):
-    """Elements [start, start + length) of a tensor quantized to FP8 with a stored scale, or that scale.
+    """Elements [start, start + length) of a tensor quantized to FP8 with one stored scale.
 
-    The values to quantize are `slices`, concatenated. For the scale itself `slices` is empty.
+    The values to quantize are `slices`, concatenated. If `slices` is empty, this is a slice of the scale itself.
     """
 
     slices: tuple[Slice, ...]
@@ -238,7 +238,11 @@ class SliceList:
         return self._starts[-1]
 
     def select(self, start: int, length: int) -> Iterator[Slice]:
-        """Yield slices of elements [start, start + length) of the sequence. Raise AssertionError if it is shorter."""
+        """Yield slices that contain exactly elements [start, start + length) of the concatenation, in order.
+
+        Raises:
+            AssertionError: the concatenation has fewer than start + length elements.
+        """
         end = start + length
         if end > self.length:
             raise AssertionError(f"elements up to {end} of {self.length}")
@@ -252,7 +256,7 @@ class SliceList:
 
 
 def merge_adjacent(slices: Iterable[Slice]) -> Iterator[Slice]:
-    """Join adjacent slices of one tensor, and yield the resulting slices, with the same elements in the same order."""
+    """Yield slices with the elements of `slices` in order. Slices that are consecutive in one tensor become one."""
     last: Slice | None = None
     for part in slices:
         if isinstance(last, TensorSlice) and part == last._replace(start=last.start + last.length, length=part.length):
@@ -311,7 +315,7 @@ class SliceReader:
             os.close(self._files.popitem()[1])
 
     def read_tensor(self, name: str, dtype: str | None = None) -> Iterator[memoryview]:
-        """Yield the bytes of a full tensor, in blocks, in `dtype` or else the tensor's dtype; see `read_blocks`."""
+        """Yield the bytes of a full tensor in blocks, cast to `dtype`; None for no cast. See `read_blocks`."""
         spec = self._source.specs[name]
         return self.read_blocks([TensorSlice(name, 0, spec.numel)], dtype or spec.dtype)
 
@@ -375,9 +379,9 @@ class SliceReader:
                     yield self._decode(spec, position, self._buffer[:used], dtype)
 
     def _decode(self, spec: TensorSpec, position: int, data: memoryview, dtype: str) -> memoryview:
-        """Return the values of stored bytes in a dtype, after a check that they are finite.
+        """Cast stored bytes of the tensor `spec` to `dtype`. Raise CheckpointError for NaN or infinity.
 
-        `position` is the index of the first of these elements in the tensor `spec`.
+        `position` is the index in the tensor of the first element in `data`.
         """
         check_finite(spec, position, data)
         if spec.scales is None:
@@ -470,7 +474,7 @@ class SliceReader:
             yield cast(block, stored, dtype, part.slices[0].tensor)
 
     def _transpose(self, part: TransposedSlice, dtype: str) -> memoryview:
-        """Return the complete transposed matrix of a slice, in a dtype."""
+        """Return all elements of the transposed matrix that `part` is a slice of, cast to `dtype`."""
         key = (part.slices, part.columns, dtype)
         if self._matrix is None or self._matrix[0] != key:
             import numpy as np
@@ -557,7 +561,10 @@ def cast(data: memoryview, source: str, target: str, name: str) -> memoryview:
     if ITEMSIZE[target] <= ITEMSIZE[source] and not before.abs().max() <= torch.finfo(after.dtype).max:
         overflown = after.isinf() & before.isfinite()
         if overflown.any():
-            raise CheckpointError(f"{name}: value {before[overflown][0].item():g} is too large for {target}")
+            raise CheckpointError(
+                f"{name}: value {before[overflown][0].item():g} is too large for {target}; use a dtype with a larger "
+                "range"
+            )
     return memoryview(after.view(torch.uint8).numpy())
 
 
