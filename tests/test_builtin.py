@@ -62,7 +62,7 @@ def test_megatron_bridge_sft_recipes_freeze_nothing_and_pack_in_step():
     assert "        defer_in_batch_packing_to_step=True,\n" in file.read_text()  # of _make_energon_dataset
 
 
-def test_megatron_bridge_splits_images_over_cp_by_count_but_not_by_default():
+def test_megatron_bridge_splits_images_over_cp_ranks_by_image_count():
     """Two large images and two small ones: 512 and 32 patches; ours 272 each."""
     sides = [16, 16, 4, 4]
     grids = torch.tensor([[1, side, side] for side in sides])

@@ -50,7 +50,7 @@ def test_chosen_versions_raises_if_argument_is_invalid(bad):
         compatibility.chosen_versions([bad])
 
 
-def test_chosen_versions_with_beyond_allows_versions_outside_declared_range():
+def test_chosen_versions_with_beyond_option_allows_undeclared_versions():
     assert list(compatibility.allowed()) == list(compatibility.BOUNDED)
     found = compatibility.chosen_versions(["transformers==5.7.0", "torch==2.14.0"], beyond=True)
     assert found == ("chosen", {"transformers": "5.7.0", "torch": "2.14.0"})
@@ -100,7 +100,7 @@ def written(tmp_path, *rows: Row) -> list[str]:
     ]
 
 
-def test_record_replaces_table_rows_of_same_name_or_versions(tmp_path):
+def test_record_replaces_versions_table_rows_of_same_name(tmp_path):
     found = written(tmp_path, row("newest"), row("newest"))
     assert found == [
         "oldest 0.19.0 0.6.0 5.8.0 2.13.0",
@@ -109,7 +109,7 @@ def test_record_replaces_table_rows_of_same_name_or_versions(tmp_path):
     ]
 
 
-def test_record_adds_table_rows_in_fixed_order_of_names(tmp_path):
+def test_record_adds_versions_table_rows_in_fixed_order(tmp_path):
     found = written(tmp_path, row("main", torch="2.14.0"), row("torch", torch="2.15.0"), row("chosen", torch="2.12.0"))
     assert [line.split()[0] for line in found] == [*("oldest", "newest", "torch", "main"), *["chosen"] * 3]
     assert found[-1].endswith("2.12.0")
@@ -123,7 +123,7 @@ def test_row_summary_names_missing_parts_and_replaced_packages():
     assert one.summary() == f"1 failed, 5 passed; not run: {', '.join(missing)}; with hydra-core==1.3.2"
 
 
-def test_row_load_restores_results_only_of_same_commit(tmp_path, monkeypatch):
+def test_compatibility_row_load_restores_results_of_same_commit(tmp_path, monkeypatch):
     monkeypatch.setattr(compatibility, "RESULTS", tmp_path)
     first = row("main", torch="2.14.0 (abc)")
     first.save()

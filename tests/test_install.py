@@ -88,7 +88,7 @@ def installed(frozen) -> Environment:
     return frozen[0]
 
 
-def test_install_changes_no_other_package(frozen, wheel):
+def test_install_changes_no_already_installed_package(frozen, wheel):
     _, before, after = frozen
     assert any(line.startswith("megatron-bridge==") for line in before)
     (new,) = set(after) - set(before)

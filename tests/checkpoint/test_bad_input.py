@@ -320,7 +320,7 @@ def test_export_raises_if_config_of_hf_model_differs_from_checkpoint(
 
 
 @pytest.mark.parametrize("text", [None, "checkpoint: {}", "model: [", "a: 1" + ":1" * 500_000])
-def test_export_notes_that_config_was_not_compared_if_checkpoint_has_none(text, tmp_path, untied_folder, imported):
+def test_export_notes_that_checkpoint_without_config_was_not_compared(text, tmp_path, untied_folder, imported):
     run = shutil.copytree(imported / "iter_0000000", tmp_path / "run")
     shutil.rmtree(run / "hf")
     (run / "run_config.yaml").unlink()
@@ -380,7 +380,7 @@ def test_import_notes_adapter_file_that_index_does_not_name(tmp_path, sharded_fo
     assert verify_checkpoint(folder, tmp_path / "megatron").notes == report.notes
 
 
-def test_import_ignores_shards_beside_single_file_unless_tensors_are_lost(tmp_path, sharded_folder):
+def test_import_with_single_file_and_shards_reads_only_single_file(tmp_path, sharded_folder):
     folder = shutil.copytree(sharded_folder, tmp_path / "model")
     tensors = hf_tensors(folder)
     save_file(tensors, folder / "model.safetensors")

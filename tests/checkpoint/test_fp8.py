@@ -201,7 +201,7 @@ def test_import_fp8_raises_if_value_is_too_large_for_float16(untied_folder, tmp_
 
 
 @pytest.mark.parametrize("as_number", [True, False])
-def test_import_fp8_reads_one_scale_per_matrix_like_one_block_per_matrix(as_number, moe_folders, tmp_path):
+def test_import_fp8_per_matrix_scale_equals_single_block_scale(as_number, moe_folders, tmp_path):
     """Some models have one scale per matrix: a number, or one number for each packed expert."""
     source = fp8.in_fp8(moe_folders[ExpertLayout.OUTPUT_MAJOR], tmp_path / "fp8", (10_000, 10_000))
 
@@ -257,7 +257,7 @@ def test_import_fp8_raises_if_quantization_config_is_unsupported(change, message
     assert not (tmp_path / "m").exists()
 
 
-def test_import_fp8_raises_if_weight_has_no_scales_or_scales_no_fp8_weight(folders, tmp_path):
+def test_import_fp8_raises_if_fp8_weight_and_scale_are_not_paired(folders, tmp_path):
     def lose(tensors):
         del tensors[f"{DOWN}_scale_inv"]
 
@@ -295,7 +295,7 @@ def test_export_fp8_of_unchanged_model_reproduces_source_bytes(name, scales, mod
     assert_same(exported(tmp_path / "reformatted", tmp_path / "wide hf", torch_dtype="bfloat16"), expected)
 
 
-def test_export_fp8_changes_scale_and_weights_only_of_changed_block(folders, tmp_path):
+def test_export_fp8_rewrites_only_the_block_with_changed_weights(folders, tmp_path):
     source = folders["dense"]
     import_checkpoint(source, tmp_path / "m")
     export_checkpoint(tmp_path / "m", tmp_path / "changed")
@@ -445,7 +445,7 @@ def test_quantize_raises_if_scale_is_too_large_for_its_dtype():
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
 @pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu], ids=str)
-def test_export_fp8_keeps_shape_and_bytes_of_one_scale_per_matrix(shape, scales, models, tmp_path):
+def test_export_fp8_with_per_matrix_scales_reproduces_source_bytes(shape, scales, models, tmp_path):
     source = fp8.in_fp8(models["dense"], tmp_path / "fp8", (10_000, 10_000), scales)
 
     def change(tensors):

@@ -38,7 +38,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("gate", DTYPES)
 @pytest.mark.parametrize("up", DTYPES)
 @pytest.mark.parametrize("target", ["float32", "bfloat16"])
-def test_export_packs_mixed_dtype_experts_equal_to_one_tensor_per_expert(gate, up, target, moe_folder, tmp_path):
+def test_export_mixed_dtype_experts_packed_equals_per_expert_layout(gate, up, target, moe_folder, tmp_path):
     import_checkpoint(moe_folder, tmp_path / "m")
     stored = stock_load(tmp_path / "m" / "iter_0000000")
     for name, tensor in stored.items():
@@ -173,7 +173,7 @@ def test_import_raises_if_target_is_a_symlink(capsys, tmp_path, untied_folder):
     expect_error(capsys, importing(untied_folder, tmp_path), "is a link, expected a path")
 
 
-def test_export_raises_if_two_tensors_share_a_stored_item(untied_folder, imported, tmp_path):
+def test_export_raises_if_metadata_maps_two_tensors_to_same_bytes(untied_folder, imported, tmp_path):
     folder = shutil.copytree(imported, tmp_path / "m") / "iter_0000000"
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     layers = {i.fqn: i for i in metadata.storage_data if "q_layernorm" in i.fqn or "k_layernorm" in i.fqn}

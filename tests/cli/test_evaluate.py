@@ -60,7 +60,7 @@ def words_for(hf: Path, data: Path, *more: str) -> list[str]:
     return ["evaluate", "--hf-model", str(hf), "--data", str(data), "--max-new-tokens", str(TOKENS), "--json", *more]
 
 
-def test_evaluate_writes_answers_of_transformers_and_their_mean_score(untied_folder, questions, capsys, tmp_path):
+def test_evaluate_writes_same_answers_as_transformers(untied_folder, questions, capsys, tmp_path):
     data, answers = questions
     output = tmp_path / "answers.jsonl"
     assert main(words_for(untied_folder, data, "--batch-size", "2", "--output", str(output))) == 0
@@ -73,7 +73,7 @@ def test_evaluate_writes_answers_of_transformers_and_their_mean_score(untied_fol
     assert written[0]["references"] == ["neither", answers[0]] and written[1]["references"] == ["none of its words"]
 
 
-def test_evaluate_prints_wrong_answers_and_each_data_set_of_mixture(untied_folder, questions, capsys, tmp_path):
+def test_evaluate_of_mixture_prints_mean_score_of_each_data_set(untied_folder, questions, capsys, tmp_path):
     data, answers = questions
     mixture = tmp_path / "mixture.yaml"
     sets = [{"name": name, "path": str(data), "media_root": str(data.parent)} for name in ("first", "second")]
@@ -102,7 +102,7 @@ def test_evaluate_prints_wrong_answers_and_each_data_set_of_mixture(untied_folde
     (["--output", "missing/answers.jsonl"], "the folder for the answers does not exist"),
     (["--megatron-path", "missing"], "missing"),
 ])  # fmt: skip
-def test_evaluate_exits_with_code_2_before_model_is_loaded(
+def test_evaluate_exits_with_code_2_before_loading_if_option_is_invalid(
     untied_folder, questions, capsys, monkeypatch, more, message
 ):
     monkeypatch.setattr(weight_loading, "load_model", None)
@@ -112,7 +112,7 @@ def test_evaluate_exits_with_code_2_before_model_is_loaded(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [[], ["--pp", "2"], ["--tp", "2"], ["--cp", "2"]], ids=["data", "pp", "tp", "cp"])
-def test_evaluate_under_torchrun_has_score_of_one_rank(untied_folder, questions, tmp_path, size):
+def test_evaluate_under_torchrun_gives_same_answers_as_one_rank(untied_folder, questions, tmp_path, size):
     data, answers = questions
     words = words_for(untied_folder, data, "--output", str(tmp_path / "answers.jsonl"), *size)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "qwen3vl_bridge", *words]

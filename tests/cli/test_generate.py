@@ -122,7 +122,7 @@ def test_generate_draws_same_tokens_for_same_seed(folder, picture, capsys):
     assert found[0] == found[1] != found[2]
 
 
-def test_generate_exits_with_code_2_if_temperature_has_no_effect(untied_folder, capsys, monkeypatch):
+def test_generate_exits_with_code_2_if_temperature_lacks_do_sample(untied_folder, capsys, monkeypatch):
     monkeypatch.setattr(weight_loading, "load_model", None)  # no model is built before
     assert main(["generate", QUESTION, "--hf-model", str(untied_folder), "--temperature", "0.5"]) == 2
     assert "error: temperature has an effect only with do_sample=True" in capsys.readouterr().err
@@ -130,7 +130,7 @@ def test_generate_exits_with_code_2_if_temperature_has_no_effect(untied_folder, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", ["tp", "pp", "cp"])
-def test_generate_under_torchrun_answers_as_on_one_rank(folder, picture, capsys, size):
+def test_generate_under_torchrun_gives_same_answer_as_one_rank(folder, picture, capsys, size):
     words = [
         "generate",
         QUESTION,

@@ -330,7 +330,7 @@ def test_train_list_json_gives_gpus_and_summary_of_each_recipe(capsys):
 
 
 @pytest.mark.slow
-def test_convert_import_under_torchrun_passes_verify_until_weights_change(untied_folder, tmp_path, capsys):
+def test_convert_import_under_torchrun_passes_convert_verify(untied_folder, tmp_path, capsys):
     """Compare the written checkpoint by `convert verify --json`: equal, then different in one element."""
     target = tmp_path / "megatron"
     words = ["convert", "import", "--hf-model", str(untied_folder), "--megatron-path", str(target), "--json"]
@@ -357,7 +357,7 @@ def test_convert_import_under_torchrun_passes_verify_until_weights_change(untied
     assert not differs["same"] and [(one["name"], one["elements"]) for one in differs["differences"]] == [(name, 1)]
 
 
-def test_torchrun_repeats_error_of_program_as_root_cause():
+def test_torchrun_prints_error_message_of_program_as_root_cause():
     words = ["train", "--recipe", "qwen3_vl_digits_sft_config", "lr=1e-4"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1", "-m", "qwen3vl_bridge", *words]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -413,7 +413,7 @@ def missing(versions: dict | None = None, **changed) -> list[dict]:
     return doctor.list_missing(machine, "==3.12.*")
 
 
-def test_doctor_packages_says_which_are_required_and_fit():
+def test_doctor_packages_marks_required_packages_and_wrong_versions():
     found = {one["name"]: one for one in doctor.packages(WANTED, "2.39", (VERSIONS | {"av": "11.0"}).get)}
     assert found.keys() == {"torch", *doctor._OPTIONAL}
     assert found["torch"]["needed"] and found["torch"]["fits"] and found["torch"]["expected"] == ">=2.6"
@@ -432,7 +432,7 @@ def test_doctor_packages_says_which_are_required_and_fit():
     (dict(shared_memory=64 << 20), "/dev/shm has 0.06 GiB free", False),
     (dict(open_files=[1024, 65536]), "1024 open files are allowed", False),
 ])  # fmt: skip
-def test_doctor_list_missing_reports_problem_and_whether_it_is_fatal(changed, message, fatal):
+def test_doctor_list_missing_reports_each_problem_as_fatal_or_not(changed, message, fatal):
     (one,) = missing(**changed)
     assert message in one["what"] and one["fatal"] == fatal and one["get"]
 

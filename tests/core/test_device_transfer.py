@@ -89,7 +89,7 @@ def places(requests: list[tuple], stream: str, what: str) -> list[int]:
     return [number for number, (by, done, _) in enumerate(requests) if (by, done) == (stream, what)]
 
 
-def test_copy_to_gpu_uses_copy_stream_and_compute_stream_waits_for_it(requests):
+def test_copy_to_gpu_makes_compute_stream_wait_for_copy_stream(requests):
     """Two microbatches in a row, as in a training step."""
     model = torch.nn.Linear(1, 1)
     shares = [random_batch(np.random.default_rng(seed), 1, packed=True).local() for seed in (0, 1)]

@@ -118,7 +118,7 @@ def test_ngram_hash_raises_if_number_of_heads_is_wrong():
         replace(make_hash(3), head_sizes=(2, 3, 5, 7, 11))
 
 
-def test_ngram_hash_constants_match_rows_of_released_ngram_table():
+def test_ngram_head_sizes_add_up_to_rows_of_released_table():
     """The sum of the sizes is that of the released table. splitmix64 is checked with its published test vector."""
     sizes = head_sizes(20_000_000, 16, 0)
     assert sum(sizes) == 320_001_446 and sizes[0] == 20_000_003
@@ -134,6 +134,6 @@ def test_ngram_hash_constants_match_rows_of_released_ngram_table():
     assert multipliers(1, 3, 0, start) == tuple(2 * (value % (2**62 - 1)) + 1 for value in stream)
 
 
-def test_head_sizes_are_primes_from_base_that_continue_in_next_layer():
+def test_ngram_head_sizes_are_consecutive_primes_across_layers():
     assert head_sizes(1, 5, 0) == (2, 3, 5, 7, 11)
     assert head_sizes(7, 2, 0) + head_sizes(7, 2, 1) == (7, 11, 13, 17)

@@ -55,7 +55,7 @@ def test_interpolation_of_random_grids_equals_transformers(side, merge):
         assert torch.equal(weight, expected_weight)
 
 
-def test_interpolation_of_even_sides_up_to_200_equals_transformers():
+def test_interpolation_of_grid_sides_up_to_200_equals_transformers():
     """Each size rounds differently. The table is 48 x 48, as in released models."""
     sides = torch.arange(2, 202, 2)
     grids = torch.stack((torch.ones_like(sides), sides, sides.flip(0)), dim=-1)
@@ -65,7 +65,7 @@ def test_interpolation_of_even_sides_up_to_200_equals_transformers():
 
 
 @pytest.mark.parametrize("grid", [[1, 4, 6], [3, 4, 6], [1, 66, 64]])  # the last is too large to be kept
-def test_interpolation_keeps_cache_if_result_is_changed_in_place(grid):
+def test_interpolation_cache_is_unchanged_by_writes_to_results(grid):
     """Cached tensors are not returned, even for a single image."""
     grids = torch.tensor([grid])
     for _ in range(2):
@@ -126,7 +126,7 @@ def test_make_vision_inputs_matches_transformers():
 
 
 @pytest.mark.parametrize("kind", [0, 1])
-def test_make_vision_inputs_keeps_one_modality_and_returns_none_without_pixels(kind):
+def test_make_vision_inputs_of_single_modality_keeps_given_pixels(kind):
     arguments: list[torch.Tensor | None] = [None] * 4
     arguments[2 * kind : 2 * kind + 2] = torch.randn(8, 3), torch.tensor([[1, 2, 4]])
     inputs = make_vision_inputs(*arguments, SETTINGS)

@@ -60,11 +60,11 @@ def test_assign_frames_balances_many_frames_within_5_percent_of_mean(kinds, rank
 
 
 @given(frames=st.integers(0, 40), ranks=RANKS)
-def test_assign_frames_gives_equal_counts_within_1_if_costs_are_equal(frames, ranks):
+def test_assign_frames_equal_costs_frame_counts_differ_by_at_most_1(frames, ranks):
     assert {len(share) for share in assign_frames([3.5] * frames, ranks)} <= {frames // ranks, -(-frames // ranks)}
 
 
-def test_assign_frames_improves_greedy_assignment_to_equal_costs():
+def test_assign_frames_equalizes_rank_costs_where_greedy_does_not():
     for costs in ([3, 3, 2, 2, 2], [5, 5, 4, 4, 3, 3, 3, 3], [7, 6, 5, 4, 3, 3]):  # 7 to 5, 16 to 14, 15 to 13 before
         even = sum(costs) / 2
         assert totals(costs, assign_frames(costs, 2)) == [even, even]
@@ -108,7 +108,7 @@ def test_assign_vision_index_restores_token_order_of_full_batch(images, videos, 
     assert torch.equal(torch.cat(encoded)[assignment.encoded_index], encode(vision))
 
 
-def test_assign_vision_balances_given_cost_of_patches_or_patch_pairs():
+def test_assign_vision_balances_cost_by_patches_or_by_patch_pairs():
     vision = make_vision([(1, 4, 6), (3, 2, 4), (2, 2, 2)], [])  # frames of 24; 8, 8, 8; 4, 4 patches
     by_patches, by_pairs = [(24, 4), (8, 8, 8, 4)], [(24,), (8, 8, 8, 4, 4)]
     for work, expected in ((VisionWork(1, 0, 4), by_patches), (VisionWork(0, 1, 4), by_pairs)):

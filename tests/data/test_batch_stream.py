@@ -133,7 +133,7 @@ def test_one_pass_reads_each_sample_once_over_all_dp_ranks(make_rows, share):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_batch_stream_error_names_line_of_missing_image_with_or_without_worker(make_rows, tmp_path, num_workers):
+def test_batch_stream_error_names_record_line_of_missing_image(make_rows, tmp_path, num_workers):
     message = {"role": "user", "content": [{"type": "image", "image": "gone.png"}]}
     path = write(tmp_path / "bad.jsonl", [{"messages": [message]}])
     with pytest.raises(DataError, match=r"bad.jsonl:1: message 1, part 1: 'gone.png' is .*does not exist"):
@@ -206,7 +206,7 @@ def test_batch_stream_raises_if_worker_gets_sigterm_that_is_not_ignored(make_row
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cycle", [False, True])
-def test_batch_stream_ends_its_workers_without_terminate_when_deleted(make_rows, monkeypatch, cycle):
+def test_batch_stream_deletion_ends_workers_without_terminating_them(make_rows, monkeypatch, cycle):
     terminated = []
     monkeypatch.setattr(BaseProcess, "terminate", terminated.append)
     others = set(multiprocessing.active_children())
@@ -295,7 +295,7 @@ class _Dies(Dataset):
     (signal.SIGKILL, r"was killed by a signal \(Killed\)\. Most likely memory ran out"),
     (signal.SIGBUS, r"was killed by a signal \(Bus error\)\. Shared memory is full"),
 ])  # fmt: skip
-def test_describe_lost_worker_names_cause_and_setting_if_signal_killed_worker(sent, words):
+def test_describe_lost_worker_names_cause_if_worker_was_killed(sent, words):
     with pytest.raises(RuntimeError) as caught:
         next(iter(DataLoader(_Dies(sent), num_workers=1)))
     said = describe_lost_worker(caught.value)

@@ -184,7 +184,7 @@ def changed(processor):
 
 
 @pytest.mark.parametrize("change", [str, without_reading_reasoning])
-def test_inline_reasoning_is_trained_on_if_template_renders_it_for_last_answer(processor, changed, change):
+def test_inline_reasoning_rendered_by_template_is_trained_on(processor, changed, change):
     expected = f"A bar.\n</think>\n\nEight{END}"
     assert trained(processor, changed(change)(TURNS)) == f"Seven{END}{expected}"
     assert trained(processor, changed(change, "last")(TURNS)) == expected
@@ -206,7 +206,7 @@ def test_encoder_causes_no_warning_if_template_does_not_read_enable_thinking(cha
 
 
 @pytest.mark.parametrize("answers", ["all", "last"])
-def test_encoder_error_advises_other_template_if_prompt_contradicts_answer(changed, answers):
+def test_encoder_raises_if_prompt_of_template_contradicts_answer(changed, answers):
     encoder = changed(
         lambda text: without_reading_reasoning(text).replace("question.last and (loop.last or thought)", "9999"),
         answers,
@@ -345,7 +345,7 @@ def test_released_thinking_template_trains_only_on_answers_and_reasoning(process
 
 @given(conversations)
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_think_end_tag_is_trained_on_if_empty_thinking_is_train(thinking, image, case):
+def test_think_end_tag_is_trained_on_with_empty_thinking_option_train(thinking, image, case):
     conversation, expected = with_reasoning(case, image)
     sample = Encoder(thinking, "last", empty_thinking="train")(conversation)
     thought, text = expected[-1]
@@ -421,7 +421,7 @@ def test_encoder_raises_if_answer_cannot_be_located_in_rendered_text(thinking, o
 
 
 @pytest.mark.parametrize("settled", [{"answers": "last"}, {}])
-def test_earlier_answer_that_cannot_be_located_can_be_excluded_from_loss(thinking, settled):
+def test_encoder_accepts_unlocatable_answer_if_excluded_from_loss(thinking, settled):
     counting = "{%- if messages[1] -%}{{- messages[1].content | length -}}{%- endif -%}{%- if add_generation"
     other = with_template(thinking, QWEN3_5.replace("{%- if add_generation", counting))
     with pytest.raises(DataError, match="on the answer: train on only the last answer with answers='last', leave this"):
@@ -430,7 +430,7 @@ def test_earlier_answer_that_cannot_be_located_can_be_excluded_from_loss(thinkin
     assert trained(other, Encoder(other, **settled)(conversation)) == f"A bar.\n</think>\n\nEight{END}"
 
 
-def test_encoder_raises_if_empty_thinking_is_invalid_or_unsupported(processor, thinking):
+def test_encoder_raises_if_empty_thinking_option_is_invalid(processor, thinking):
     with pytest.raises(
         ValueError, match="empty_thinking is 'train', but the chat template does not read 'reasoning_cont"
     ):
@@ -467,7 +467,7 @@ def test_chat_template_kwargs_raise_if_reserved_or_not_read_by_template(processo
             work(conversation)
 
 
-def test_enable_thinking_in_chat_template_kwargs_overrides_empty_thinking(processor):
+def test_enable_thinking_of_record_overrides_empty_thinking_option(processor):
     plain = Encoder(with_template(processor, QWEN3_5))
     trains = Encoder(with_template(processor, QWEN3_5), empty_thinking="train")
 

@@ -67,7 +67,7 @@ def test_columns_templates_are_filled_with_values_of_record():
     assert asked({"file_name": "1.png", "image": b"x"}, question="{file_name}?", answer="text:a")[0] == IMAGE
 
 
-def test_columns_setting_allows_record_with_messages_to_lack_image_column():
+def test_columns_setting_accepts_messages_without_image_column():
     turns = [ASK, ANSWER]
     assert read({"messages": turns}, image="img") == turns
     assert read({"messages": turns, "img": None}, image="img") == turns
@@ -106,7 +106,7 @@ def test_columns_image_wildcard_reads_numbered_columns_in_numeric_order(numbered
         read({"question": "Which?", "answer": "Seven.", "image_2": "2.png"})
 
 
-def test_columns_template_parses_options_from_text_and_omits_empty_lines():
+def test_columns_template_renders_option_list_as_lettered_lines():
     record = {"question": "Which?", "options": "['a', \"it's\", 3]", "none": "[]", "hint": "", "answer": "A"}
     assert asked(record, question=r"{hint}\n{question}\n{options:letters}") == "Which?\nA. a\nB. it's\nC. 3"
     assert asked({**record, "options": '["a", "b"]'}, question="{options:letters}") == "A. a\nB. b"
@@ -114,7 +114,7 @@ def test_columns_template_parses_options_from_text_and_omits_empty_lines():
     assert asked(record, question="{hint}: {question}") == ": Which?"
 
 
-def test_columns_setting_can_ignore_media_and_keep_placeholders_as_text():
+def test_columns_ignore_setting_skips_media_columns_of_record():
     record = {"messages": [ASK, ANSWER], "thumbnail": "1.png", "preview": {"bytes": b"x", "path": None}}
     assert read(record, ignore=("thumbnail", "preview")) == [ASK, ANSWER]
     with pytest.raises(DataError, match="found 'preview', which looks like"):
@@ -123,7 +123,7 @@ def test_columns_setting_can_ignore_media_and_keep_placeholders_as_text():
     assert read({"messages": html}, placeholders="text") == html
 
 
-def test_columns_setting_raises_unless_rejected_answers_are_ignored(tmp_path):
+def test_columns_setting_raises_for_rejected_answers_unless_ignored(tmp_path):
     for key, other in (("rejected_response", "Eight."), ("rejected", {"role": "assistant", "content": "Eight."})):
         record = {"messages": [ASK, ANSWER], key: other}
         with pytest.raises(
@@ -155,7 +155,7 @@ def test_columns_setting_raises_unless_rejected_answers_are_ignored(tmp_path):
     ({"messages": [], "q": "b"}, {"question": "q"}, r"found 'messages' in addition to columns.q.*ignore=\[mess"),
     ({"question": "a", "answer": "b", "tools": []}, {"system": "s"}, r"expected 's' \(columns.system\)"),
 ])  # fmt: skip
-def test_columns_setting_raises_if_record_does_not_match_it(record, columns, message):
+def test_columns_setting_raises_if_record_does_not_fit_columns(record, columns, message):
     with pytest.raises(DataError, match=message):
         read(record, **columns)
 
@@ -176,7 +176,7 @@ def test_columns_setting_raises_if_record_does_not_match_it(record, columns, mes
     ({"ignore": ["image_2"], "image": "image_*"}, "columns.ignore has 'image_2', which columns.image reads"),
     ({"placeholders": "none"}, "columns.placeholders is 'none', expected 'media' or 'text'"),
 ])  # fmt: skip
-def test_columns_setting_raises_if_it_is_invalid(columns, message):
+def test_columns_setting_with_invalid_value_raises(columns, message):
     with pytest.raises(ValueError, match=message):
         Columns(**columns).check()
     for provider, place in (("Qwen3VLConversationProvider", "train_path"), ("Qwen3VLEnergonProvider", "path")):
@@ -256,7 +256,7 @@ def test_open_source_reads_parquet_with_image_paths_and_json_turns(tmp_path):
     assert open_source(tmp_path / "turns.parquet", columns=Columns(messages="dialog"))[0].messages[0] == ASK
 
 
-def test_columns_overrides_are_applied_and_raise_if_key_is_unknown():
+def test_columns_overrides_set_columns_of_dataset_config():
     cfg = qwen3_vl_8b_sft_config()
     words = ["dataset.columns.image=img", "dataset.columns.ignore=[thumbnail]"]
     words += [r"dataset.columns.question='{question}\nBe brief.'", "dataset.columns.answer='{answers[0]}'"]
@@ -276,7 +276,7 @@ def test_columns_survive_yaml_round_trip_of_run_config(tmp_path):
     assert again.dataset.columns == Columns(image="img", ignore=["a", "b"])
 
 
-def test_columns_apply_to_streamed_data_and_accuracy_questions(sources, checkpoint, monkeypatch):
+def test_columns_setting_applies_to_streamed_and_accuracy_data(sources, checkpoint, monkeypatch):
     dataset, _, (_, parquet, _, _) = sources
     stream = dataset.to_iterable_dataset()
     monkeypatch.setattr(datasets, "load_dataset", lambda name, **how: stream)

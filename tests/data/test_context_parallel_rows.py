@@ -95,7 +95,7 @@ def test_cp_rows_pad_each_sample_to_smallest_multiple_that_cp_needs(make, kind, 
 @pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("loop", LOOPS)
-def test_cp_rows_keep_larger_pad_to_multiple_of_and_raise_if_indivisible(make, kind, loop):
+def test_cp_rows_use_larger_pad_to_multiple_of_from_settings(make, kind, loop):
     provider = make(kind, 16, pad_to_multiple_of=16)
     for batch in islice(loop(provider, 4), 3):
         check(batch, 16, 4)
@@ -106,7 +106,7 @@ def test_cp_rows_keep_larger_pad_to_multiple_of_and_raise_if_indivisible(make, k
 @pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("kind", ["rows", "streamed", "energon"])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_cp_rows_raise_if_padding_or_seq_length_is_not_divisible_for_cp(make, kind, loop):
+def test_cp_rows_raise_if_padding_or_seq_length_does_not_fit_cp_size(make, kind, loop):
     for settings, message in (
         ({"pad_to_multiple_of": 1}, "pad_to_multiple_of is 1, expected a multiple of 4 under context_parallel_size 2"),
         ({"pad_to_multiple_of": 2}, "pad_to_multiple_of is 2, expected a multiple of 4 under context_parallel_size 2"),
@@ -126,7 +126,7 @@ def test_cp_rows_without_packing_keep_seq_length_as_padded_length(make, loop):
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_cp_rows_raise_if_packed_offline_with_wrong_multiple(make, loop):
+def test_cp_rows_raise_if_packed_offline_with_wrong_padding_multiple(make, loop):
     for found, changes, message in (
         (1, {}, r"a multiple of 4 \(packed with 1\)\. Pack again with --pad-to-multiple-of 4$"),
         (8, {}, r"a multiple of 4 \(packed with 8\)\. Pack .* 4, or set dataset.pad_to_multiple_of=8$"),

@@ -25,7 +25,7 @@ ASK = {"role": "user", "content": "Which?"}
 ANSWER = {"role": "assistant", "content": "Seven."}
 
 
-def test_json_lines_reads_records_in_any_order_and_skips_blank_lines(tmp_path):
+def test_json_lines_random_access_skips_blank_lines(tmp_path):
     path = tmp_path / "train.jsonl"
     lines = [json.dumps({"messages": [{"role": "user", "content": text}, ANSWER]}) for text in ("één", "zwei", "3")]
     path.write_bytes(f"{lines[0]}\r\n\n  \n{lines[1]}\n{lines[2]}".encode())
@@ -119,7 +119,7 @@ def test_parse_conversation_error_names_line_of_invalid_record(tmp_path, line, m
     (("empty.jsonl",), "empty.jsonl: found no lines, expected one conversation per line"),
     (("train.jsonl", "nowhere"), "nowhere: there is no such folder, expected the media root"),
 ])  # fmt: skip
-def test_json_lines_raises_if_file_or_media_root_is_missing_or_file_is_empty(tmp_path, arguments, message):
+def test_json_lines_raises_if_file_is_empty_or_path_is_missing(tmp_path, arguments, message):
     (tmp_path / "empty.jsonl").write_text("\n \n")
     write(tmp_path / "train.jsonl", [{"messages": [ASK, ANSWER]}])
     with pytest.raises(DataError, match=message):
@@ -157,7 +157,7 @@ def spelt(content: str | list) -> str:
 
 @pytest.mark.parametrize("first", GIVES_TURNS)
 @pytest.mark.parametrize("second", GIVES_TURNS)
-def test_convert_record_raises_if_two_keys_give_turns(first, second):
+def test_convert_record_raises_if_two_keys_contain_turns(first, second):
     if first == second:
         assert told(GIVES_TURNS[first]) == [ASK, ANSWER]
         return
@@ -170,7 +170,7 @@ def test_convert_record_raises_if_two_keys_give_turns(first, second):
 
 
 @pytest.mark.parametrize("key", GIVES_TURNS)
-def test_convert_record_raises_if_history_or_input_does_not_fit_format(key):
+def test_convert_record_raises_if_history_or_input_key_is_unsupported(key):
     history, record = [["a", "b"]], GIVES_TURNS[key]
     if key in ("messages", "conversations", "texts"):
         with pytest.raises(DataError, match=rf"found 'history' next to '{key}', where .*columns.ignore=\[history"):
@@ -185,13 +185,13 @@ def test_convert_record_raises_if_history_or_input_does_not_fit_format(key):
     assert told({**record, "history": [], "input": ""}) == told({**record, "history": None, "input": None})
 
 
-def test_convert_record_ignores_prompt_or_answer_alone_next_to_turns():
+def test_convert_record_with_turns_ignores_lone_prompt_or_answer_key():
     """HuggingFaceH4/ultrachat_200k has `messages` and repeats the first one as `prompt`."""
     assert told({"prompt": "Which?", "prompt_id": "f0e", "messages": [ASK, ANSWER]}) == [ASK, ANSWER]
     assert told({"conversations": [HUMAN, GPT], "answer": "7"}) == [ASK, ANSWER]
 
 
-def test_parquet_raises_if_turn_keys_are_ambiguous_as_in_json_lines(tmp_path):
+def test_parquet_raises_if_turn_columns_are_ambiguous(tmp_path):
     def refused(record: dict, *rows: dict) -> str:
         pq.write_table(pa.Table.from_pylist([record, *rows]), tmp_path / "a.parquet")
         with pytest.raises(DataError) as caught:
@@ -211,7 +211,7 @@ def test_parquet_raises_if_turn_keys_are_ambiguous_as_in_json_lines(tmp_path):
 @pytest.mark.parametrize(
     "place", ["<img>", "<IMG>", "<ImageHere>", "<Image>", "<image_placeholder>", "<|image|>", "<img></img>"]
 )
-def test_placeholders_without_number_take_images_in_order_in_any_spelling(place):
+def test_unnumbered_placeholders_in_any_format_take_images_in_order(place):
     words = f"A {place} and {place}?"
     assert spelt(asked(words, images=["1", "2"])) == "A [1] and [2]?"
     for images in ({}, {"images": ["1"]}, {"images": ["1", "2", "3"]}):
@@ -221,7 +221,7 @@ def test_placeholders_without_number_take_images_in_order_in_any_spelling(place)
 
 
 @pytest.mark.parametrize("form", ["<image {}>", "<image_{}>", "<image{}>", "<Image-{}>", "<|image_{}|>", "<img {}>"])
-def test_placeholders_with_number_take_image_of_that_number_in_any_spelling(form):
+def test_numbered_placeholders_in_any_format_select_image_by_number(form):
     one, two, three = (form.format(number) for number in (1, 2, 3))
     assert spelt(asked(f"{two} beside {one}?", images=["a", "b"])) == "[b] beside [a]?"
     # A picture that is named twice is shown twice.
@@ -242,7 +242,7 @@ def test_img_tag_with_path_takes_image_at_that_path():
 
 
 @pytest.mark.parametrize("words", ["<image><img>", "<img><ImageHere>", "<image><image 1>", "<img>1.png</img><image>"])
-def test_convert_record_raises_if_placeholders_have_two_spellings(words):
+def test_convert_record_raises_if_placeholders_have_two_formats(words):
     with pytest.raises(DataError, match=r"found both '<.*>' and '<.*>', expected placeholders of one format; .*list"):
         asked(words, images=["a", "b"])
     part = [{"role": "user", "content": [{"type": "image"}]}, ANSWER, {"role": "user", "content": "<img>"}, ANSWER]

@@ -129,7 +129,7 @@ def test_allowed_urls_raise_if_prefix_is_invalid(prefix):
         check_url_prefix(prefix)
 
 
-def test_error_names_url_that_is_not_allowed_and_allowed_prefixes():
+def test_disallowed_url_error_names_url_and_allowed_prefixes():
     with pytest.raises(DataUnavailable, match=rf"^here: found .*evil.com/1.png', .* begins with {HOST} or http://"):
         check_allowed_url("https://evil.com/1.png", [HOST, "http://"], "here")
     with pytest.raises(DataError, match=r"found the URL 's3://bucket/1.png', expected the path of a file"):
@@ -300,7 +300,7 @@ def test_downloader_stores_video_of_any_container_and_content_type(server, get, 
     assert get("/a").read_bytes() == body
 
 
-def test_downloader_stores_image_over_pixel_limit_and_reading_it_raises(server, get, monkeypatch):
+def test_image_size_raises_if_downloaded_image_exceeds_pixel_limit(server, get, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
     server.answers["/a.png"] = png()
     with pytest.raises(DataError, match=rf"-a.png \(downloaded from {server.url}/a.png\) is too large"):

@@ -109,7 +109,7 @@ def test_downloaded_images_and_videos_are_read_in_training_without_server(
     assert next(provider.stream("train")).vision is not None
 
 
-def test_download_lists_failed_urls_in_manifest_and_retries_temporary_ones(server, run, tmp_path):
+def test_second_download_requests_only_temporarily_failed_urls(server, run, tmp_path):
     server.answers = {"/a.png": png(), "/gone.png": 404, "/busy.png": 503, "/page.png": b"<html>"}
     far = "http://far.example/1.png"
     records = [asking(f"{server.url}/{name}") for name in ("a.png", "gone.png", "busy.png", "page.png")]
@@ -243,7 +243,7 @@ def test_download_requests_urls_of_column_in_columns_option(server, download, ca
     assert not isinstance(caught.value, DataUnavailable)
 
 
-def test_training_raises_if_columns_were_not_given_to_download(download, captions, tmp_path):
+def test_training_raises_if_download_used_different_columns_setting(download, captions, tmp_path):
     rows = [{**row, "large_url": f"{row['image_url']}?large"} for row in pq.read_table(captions).to_pylist()]
     pq.write_table(pa.Table.from_pylist(rows), captions)
     options = ["question=text:Describe this image.", "answer=caption", "ignore=large_url"]
@@ -351,7 +351,7 @@ def test_download_without_failures_does_not_change_data_fingerprint(server, down
     assert len(samples_of(training(file))[0]) > 1
 
 
-def test_training_raises_if_cache_was_changed_by_download_for_other_data(server, download, training, file, tmp_path):
+def test_training_raises_if_download_for_another_dataset_changed_cache(server, download, training, file, tmp_path):
     download("--data", file)
     before = samples_of(training(file), 4)
 
@@ -375,7 +375,7 @@ def test_training_raises_if_cache_was_changed_by_download_for_other_data(server,
     assert len(samples_of(training(third))[0]) == 1
 
 
-def test_training_drops_temporarily_failed_urls_if_at_most_5_percent(server, download, training, file, tmp_path):
+def test_training_drops_samples_if_5_percent_of_urls_failed_temporarily(server, download, training, file, tmp_path):
     server.answers |= {f"/{number}.png": png() for number in range(8, 20)} | {"/5.png": 503}
     write(file, [asking(f"{server.url}/{number}.png") for number in range(20)])
     assert download("--data", file) == 1  # one of twenty may be requested again: not more than 5 %
@@ -435,7 +435,7 @@ def test_download_retries_unreachable_host_after_all_urls_were_tried(
         )
 
 
-def test_check_samples_raises_if_no_url_was_downloaded_even_if_on_bad_is_drop(training, file):
+def test_check_samples_raises_without_downloads_despite_on_bad_drop(training, file):
     message = r"train data: 8 of 8 records cannot be used:\n.*1: .* no download of it .*\n  the same in 7 more"
     with pytest.raises(DataError, match=message):
         training(file).check_samples()
@@ -466,7 +466,7 @@ def test_download_mixture_waits_for_unreachable_host_only_once(server, download,
 
 
 @pytest.mark.parametrize("kind", ["json", "parquet"])
-def test_download_writes_record_of_failures_for_each_data_set_of_mixture(server, download, file, tmp_path, kind):
+def test_download_of_mixture_records_failed_urls_of_each_data_set(server, download, file, tmp_path, kind):
     records = [json.loads(line) for line in file.read_text().splitlines()]
     other = tmp_path / f"other.{kind}"
     if kind == "json":
@@ -506,7 +506,7 @@ def test_build_datasets_raises_on_all_ranks_if_their_downloads_differ(server, do
         assert "without 1 of 8 addresses" in one and "expected " in one and "on rank 0. Every machine needs" in one
 
 
-def test_download_record_is_read_back_equal_and_raises_if_file_is_damaged(tmp_path):
+def test_download_record_written_and_read_again_is_equal(tmp_path):
     addresses = [f"http://a/{number}.png" for number in range(200)]
     record = DownloadRecord(300, frozenset(map(url_digest, addresses[::2])), 7)
     record.write(tmp_path, "data")

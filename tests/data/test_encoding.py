@@ -197,7 +197,7 @@ def test_encoder_tokens_equal_prompt_tokens_plus_separately_tokenized_answer(
 
 @given(st.lists(st.tuples(spoken, st.booleans()), min_size=1, max_size=4))
 @settings(max_examples=300, deadline=None)
-def test_encoder_each_answer_is_tokenized_as_after_generation_prompt_or_raises(joining_encoders, turns):
+def test_encoder_tokenizes_each_answer_as_after_generation_prompt(joining_encoders, turns):
     encoder = joining_encoders["released_template"]
     tokenizer_ids = functools.partial(ids, encoder.processor)
     messages, losses, expected = [], {}, []

@@ -174,7 +174,7 @@ def test_streamed_images_stay_encoded_bytes(ahead):
 
 
 @pytest.mark.parametrize("seed", [None, 0])
-def test_streamed_cache_of_rows_has_bounded_memory(seed):
+def test_streamed_dataset_row_cache_has_bounded_memory(seed):
     """Read 32 MB of images; only the latest rows and the shuffle buffer stay in memory.
 
     Not from Parquet files, because Arrow's scanner reads any number of rows ahead.
@@ -195,7 +195,7 @@ def test_streamed_cache_of_rows_has_bounded_memory(seed):
     assert not state["_kept"] and not state["_readings"]
 
 
-def test_streamed_dataset_warns_and_reads_same_samples_if_read_far_ahead(rows_stream, caplog):
+def test_streamed_dataset_warns_if_sample_far_ahead_is_read(rows_stream, caplog):
     begun = StreamedDataset(rows_stream, "x", seed=5, buffer_size=16)
     expected = epoch_of(begun, 4)
     source = StreamedDataset(rows_stream, "x", seed=5, buffer_size=16, keep=20)
@@ -359,7 +359,7 @@ def test_streamed_parts_of_ranks_and_workers_read_each_sample_once(make, divided
 
 @pytest.mark.slow
 @pytest.mark.parametrize("done", [1, 9])
-def test_streamed_position_resumes_only_with_same_number_of_parts(make, divided, done):
+def test_streamed_rows_resume_raises_if_stream_parts_differ(make, divided, done):
     rows = StreamedRows(make(dataset=divided[0])(), 4)
 
     def streams(ranks: int, workers: int) -> list[BatchStream]:
@@ -395,7 +395,7 @@ def test_streamed_part_begins_next_epoch_when_its_samples_are_used_up(make, divi
     assert [size[0] for size in sizes] == [15, 15, 10] and all(size[1] == size[0] for size in sizes)
 
 
-def test_streamed_rows_raise_if_files_are_fewer_than_parts(make, divided, stream):
+def test_streamed_rows_raise_if_files_are_fewer_than_stream_parts(make, divided, stream):
     with pytest.raises(DataError, match=r"^train: found 8 files or row groups .*expected at least 9, one for each"):
         StreamedRows(make(dataset=divided[0])(), 9)
 
@@ -447,7 +447,7 @@ class Breaks(JsonLines):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_batch_stream_raises_if_media_is_unavailable_even_if_on_bad_is_drop(make, train_file, workers):
+def test_batch_stream_raises_data_unavailable_despite_on_bad_drop(make, train_file, workers):
     stream = BatchStream(make(seed=None, on_bad="drop", source=Breaks(train_file))(), num_workers=workers)
     with pytest.raises(DataUnavailable, match=r"^train.jsonl:3: found no answer$"):
         take(stream, 8)
@@ -479,7 +479,7 @@ def test_streamed_provider_reads_hub_data_set_for_training_and_validation(provid
     assert all("of epoch 0]" in name for batch in first for name in batch.sample_ids)
 
 
-def test_streamed_build_datasets_equals_streams_of_ranks_and_resumes(provider):
+def test_streamed_build_datasets_yields_same_rows_as_rank_streams(provider):
 
     def names(rows, numbers):
         return [[sample.sample_id for sample in rows[number].samples] for number in numbers]

@@ -75,7 +75,7 @@ def test_check_fields_shows_error_that_template_raises(encoder_with):
         encoder_with(picky)(having("a tool's answer"))
 
 
-def test_check_fields_accepts_record_if_tools_are_ignored_as_advised(tmp_path, encoder_with):
+def test_check_fields_accepts_tools_listed_in_columns_ignore(tmp_path, encoder_with):
     path = write(tmp_path / "train.jsonl", [{"messages": [ASK, ANSWER], "tools": [TOOL]}])
     encoder = encoder_with(PLAIN)
     with pytest.raises(DataError, match=r"found tools, .* leave them out \(columns.ignore=\[tools\]\), or give the"):
@@ -143,7 +143,7 @@ def test_encoder_raises_if_template_drops_answer_text_at_think_tags(encoder_with
 
 
 @pytest.mark.parametrize("text", [*STRAY, "<think>\nTwo.\n</think>\n\n4"])
-def test_think_tags_stay_text_if_template_knows_no_thinking(encoder_with, text):
+def test_think_tags_stay_text_if_template_does_not_support_thinking(encoder_with, text):
     for at in (1, 3):
         assert trained(encoder_with("released_template.jinja"), said({**ANSWER, "content": text}, at)) == text + END
 
@@ -164,7 +164,7 @@ def test_inline_thinking_is_encoded_like_reasoning_content(encoder_with, templat
 
 
 @pytest.mark.parametrize("template", SPLITTING)
-def test_inline_thinking_in_answer_with_image_is_trained_on_or_raises(encoder_with, tmp_path, template):
+def test_inline_thinking_in_answer_with_image_is_trained_on(encoder_with, tmp_path, template):
     image, seen = picture(tmp_path / "7.png", 32, 32), {"type": "image", "image": ""}
     for dropped in (False, True):
         first = {"type": "text", "text": "<think>\nTwo.\n</think>\n\n" + "No </think> here. " * dropped + "See "}
@@ -177,7 +177,7 @@ def test_inline_thinking_in_answer_with_image_is_trained_on_or_raises(encoder_wi
             assert trained(encoder_with(template), conversation) == f"Two.\n</think>\n\nSee  there.{END}"
 
 
-def test_inline_thinking_raises_if_template_reads_it_as_text(encoder_with):
+def test_encoder_raises_if_template_reads_inline_thinking_as_text(encoder_with):
     for empty, before in (("prompt", ""), ("train", "\n</think>\n\n")):
         encoder = encoder_with(QWEN3_8, empty_thinking=empty)
         for at in (1, 3):

@@ -69,7 +69,7 @@ def test_inspection_shows_all_tokens_in_order(train_file, encoder, processor):
         assert words == processor.tokenizer.decode(ids)
 
 
-def test_inspection_shows_long_answer_of_replacement_characters(tmp_path, inspect):
+def test_inspection_shows_answer_of_unicode_replacement_characters(tmp_path, inspect):
     answer = "\ufffd" * 500
     (view,) = inspect(write(tmp_path / "train.jsonl", [conversation(answer)])).samples
     assert trained_text(view) == answer + END
@@ -205,7 +205,7 @@ def test_inspection_reports_all_errors_in_one_pass(tmp_path, inspect):
     assert "\nerrors         1 (--lengths 9 looks at all samples)\n" in as_text(inspect(file, show=2, lengths=1)).plain
 
 
-def test_inspection_reports_none_measured_if_all_samples_are_invalid(tmp_path, inspect):
+def test_inspection_reports_no_lengths_if_all_samples_are_invalid(tmp_path, inspect):
     file = write(tmp_path / "train.jsonl", [{"messages": "none"}] * 3)
     found = inspect(file)
     write_html(found, tmp_path / "report.html", "train.jsonl", "model")
@@ -239,7 +239,7 @@ def test_inspection_lengths_and_row_fill_match_row_plan(train_file, inspect, mak
     assert inspect(train_file, seq_length=1).row_fills == ()
 
 
-def test_inspection_selects_samples_by_start_seed_show_and_lengths(train_file, inspect):
+def test_inspection_options_select_shown_and_measured_samples(train_file, inspect):
     def lines(**how):
         return [int(view.sample_id.rpartition(":")[2]) for view in inspect(train_file, lengths=1, **how).samples]
 
@@ -312,7 +312,7 @@ def run(checkpoint):
     return lambda file, *how: main(["inspect", "--data", str(file), "--hf-model", str(checkpoint), *map(str, how)])
 
 
-def test_inspect_command_writes_report_and_overwrites_only_if_asked(run, train_file, tmp_path, capsys):
+def test_inspect_command_overwrites_report_only_with_overwrite_option(run, train_file, tmp_path, capsys):
     report = tmp_path / "report.html"
     command = (train_file, "--samples", "2", "--output", report)
     assert run(*command) == 0
@@ -341,7 +341,7 @@ def test_inspect_command_writes_no_report_if_no_record_is_valid(run, tmp_path, c
     assert run(*command) == 1 and "train.jsonl:2" in report.read_text()
 
 
-def test_inspect_command_requires_second_media_root_for_images_outside_first(run, train_file, tmp_path, capsys):
+def test_inspect_command_reads_images_below_second_media_root(run, train_file, tmp_path, capsys):
     (tmp_path / "images").symlink_to(train_file.parent / "images")
     (tmp_path / "train.jsonl").write_bytes(train_file.read_bytes())
     command = (tmp_path / "train.jsonl", "--samples", "0")
@@ -350,7 +350,7 @@ def test_inspect_command_requires_second_media_root_for_images_outside_first(run
     assert run(*command, "--media-root", tmp_path, "--media-root", train_file.parent) == 0
 
 
-def test_inspect_command_marks_only_last_answer_as_trained_if_answers_is_last(run, tmp_path, capsys):
+def test_inspect_command_with_answers_option_last_marks_last_answer(run, tmp_path, capsys):
     file = write(tmp_path / "train.jsonl", [conversation("one", "two")])
     assert run(file, "--answers", "last") == 0
     assert re.findall(r"\[\[.*\]\]", capsys.readouterr().out) == [f"[[two{END}]]"]

@@ -18,7 +18,7 @@ def first(rows, number: int = 20) -> list:
     return [rows.collate_fn([rows[row]]) for row in range(number)]
 
 
-def test_rows_accept_sample_of_seq_length_and_raise_if_it_is_longer(make_rows, encoder, train_file):
+def test_rows_accept_sample_exactly_as_long_as_seq_length(make_rows, encoder, train_file):
     file = JsonLines(train_file)
     longest = max(encoder.size(file[index]).tokens for index in range(40))
     first(make_rows(seq_length=longest)())
@@ -26,7 +26,7 @@ def test_rows_accept_sample_of_seq_length_and_raise_if_it_is_longer(make_rows, e
         first(make_rows(seq_length=longest - 1)())
 
 
-def test_rows_raise_or_drop_sample_over_seq_length(make_rows, caplog):
+def test_rows_drop_samples_over_seq_length_with_on_long_drop(make_rows, caplog):
     rows = make_rows(seq_length=64, seed=None)
     with pytest.raises(
         DataError, match=r"train.jsonl:\d+: found a sample of \d+ tokens, expected at most 64 \(dataset.seq_length"
@@ -49,7 +49,7 @@ def test_collate_fn_raises_if_microbatch_has_two_packed_rows(make_rows):
         rows.collate_fn([rows[0], rows[1]])
 
 
-def test_rows_respect_max_patches(make_rows):
+def test_rows_contain_at_most_max_patches(make_rows):
     def patches(batch) -> int:
         return 0 if batch.vision is None else len(batch.vision.pixel_values)
 
@@ -85,7 +85,7 @@ def test_assign_rows_assigns_each_row_once_and_balances_costs_of_ranks(ranks, tu
     assert waits(costs, order, ranks)[1] == pytest.approx(best / (sum(costs) / ranks))
 
 
-def test_assign_rows_shortens_waits_compared_with_rows_in_order():
+def test_assign_rows_reduces_waiting_of_ranks_versus_original_order():
     """64 full rows with a varying share of images, for 8 ranks. Measured: the longest wait at the end of a step is 1.04
     times the mean (1.19 in order); summed over turns 1.11 (1.58).
     """

@@ -361,7 +361,7 @@ def test_sample_frames_reads_mpeg_ts_video_file(secret, processor):
     ("a.m3u8", PLAYLIST), ("a.mp4", PLAYLIST), ("a.ffconcat", CONCAT), ("a.mkv", CONCAT), ("a.mpd", DASH),
     ("a.sdp", SESSION), ("a.mov", SESSION),
 ])  # fmt: skip
-def test_sample_frames_raises_if_video_is_playlist_and_opens_no_other_file(secret, processor, name, text, as_bytes):
+def test_sample_frames_raises_for_playlist_without_opening_its_files(secret, processor, name, text, as_bytes):
     path = secret.parents[1] / "root" / name
     path.write_text(text.format(secret))
     found = find_media(name, path.parent, "here")
@@ -372,7 +372,7 @@ def test_sample_frames_raises_if_video_is_playlist_and_opens_no_other_file(secre
 
 
 @pytest.mark.parametrize("read", [image_size, load_image])
-def test_load_image_runs_no_ghostscript_and_raises_if_image_is_postscript(tmp_path, monkeypatch, read):
+def test_load_image_raises_for_postscript_without_running_ghostscript(tmp_path, monkeypatch, read):
     """Pillow passes PostScript to Ghostscript, if that is installed; here it is a script that leaves a trace."""
     ghostscript, trace = tmp_path / "bin/gs", tmp_path / "trace"
     ghostscript.parent.mkdir()

@@ -54,7 +54,7 @@ EPOCHS = {"letters": {"epochs": 0.25}, "charts": {}, "talk": {"epochs": 3}}
 
 
 @pytest.mark.parametrize("pack", [True, False])
-def test_mixture_epoch_reads_samples_as_often_as_epochs_setting_says(make, sets, pack):
+def test_mixture_epochs_setting_repeats_samples_of_data_set(make, sets, pack):
     rows = make(sets(**EPOCHS), pack=pack).rows("train")
     seen = Counter(name for batch in one_pass(rows) for name in batch.sample_ids)
     found = {name: sorted(times for sample, times in seen.items() if sample.startswith(f"{name}/")) for name in SIZES}
@@ -87,7 +87,7 @@ def test_mixture_rows_do_not_depend_on_ranks_workers_or_resume(make, sets, setti
         assert same(next(resumed), whole[stop]) and same(next(stream), whole[stop])
 
 
-def test_mixture_build_datasets_with_cp_and_balancing_has_same_rows_per_batch(make, sets):
+def test_mixture_with_cp_and_balancing_keeps_rows_of_global_batches(make, sets):
     provider = make(sets(**EPOCHS), balance_over=4)
     train, valid, test = built(provider, 16, 2, dp=2, cp=2)
     expected = make(sets(**EPOCHS), pad_to_multiple_of=4).rows("train")
@@ -100,7 +100,7 @@ def test_mixture_build_datasets_with_cp_and_balancing_has_same_rows_per_batch(ma
     assert test is None and provider.position["data"]["samples"] == sum(SIZES.values())
 
 
-def test_mixture_resume_raises_if_epochs_changed_but_not_if_files_moved(make, sets, folders, tmp_path):
+def test_mixture_resume_raises_if_epochs_setting_changed(make, sets, folders, tmp_path):
     state = make(sets(**EPOCHS)).stream("train").state_dict()
     with pytest.raises(ValueError, match=r"other data: found data .*\(20 an epoch\)"):
         make(sets(**{**EPOCHS, "letters": {"epochs": 0.5}})).stream("train").load_state_dict(state)

@@ -185,7 +185,7 @@ def test_named_schema_reads_published_data_set_format(tmp_path, encoder, publish
 
 
 @pytest.mark.parametrize("published", NEED_A_SETTING, ids=[published.name for published in NEED_A_SETTING])
-def test_open_source_raises_if_published_format_lacks_its_setting(tmp_path, published):
+def test_open_source_raises_if_data_set_needs_schema_or_columns_setting(tmp_path, published):
     path = written(tmp_path, published)
     problems = r"the (columns|keys) .*, expected|1,? expected a string|'image_1', which looks|1 placeholders"
     with pytest.raises(DataError, match=f"found ({problems})"):

@@ -70,7 +70,7 @@ def test_offline_packed_rows_are_read_without_measuring_samples(packed, make_row
     assert len([rows[number] for number in range(10)]) == 10
 
 
-def test_offline_packed_rows_are_shuffled_each_epoch_and_resume(packed, make_rows):
+def test_offline_packed_rows_are_reshuffled_each_epoch(packed, make_rows):
     make = make_rows(packed=packed)
     whole, per_epoch = BatchStream(make()), len(packed)
     seen = [next(whole).sample_ids for _ in range(3 * per_epoch)]
@@ -102,7 +102,7 @@ def test_offline_packed_rows_raise_if_settings_or_data_differ(packed, make_rows,
         pack(make_rows(packed=packed)(), tmp_path / "again")
 
 
-def test_rows_packed_with_on_bad_error_are_valid_with_drop_but_not_vice_versa(packed, make_rows, tmp_path):
+def test_rows_packed_with_on_bad_error_are_accepted_with_on_bad_drop(packed, make_rows, tmp_path):
     for settings in ({"on_long": "drop", "on_bad": "drop"}, {"on_long": "truncate"}):
         found = [batch.sample_ids for batch in one_pass(make_rows(packed=packed, **settings)())]
         assert found == [batch.sample_ids for batch in one_pass(make_rows(packed=packed)())]
@@ -122,7 +122,7 @@ def test_offline_packed_rows_raise_if_chat_template_differs(packed, make_rows, p
         stream.load_state_dict(BatchStream(make_rows()()).state_dict())
 
 
-def test_offline_packed_stream_raises_if_position_is_of_online_packing(packed, make_rows):
+def test_offline_packed_stream_rejects_state_dict_of_online_packing(packed, make_rows):
     state = BatchStream(make_rows()()).state_dict()
     with pytest.raises(ValueError, match=f"found window_size None, expected 8; packed {packed.digest}, expected None"):
         BatchStream(make_rows(packed=packed)()).load_state_dict(state)
@@ -153,7 +153,7 @@ def test_packed_rows_raise_if_folder_is_damaged(packed, tmp_path):
     assert "cannot read the packed rows" in damaged("packing.json", b"[]")
 
 
-def test_packed_rows_pickle_is_small_and_reads_same_rows(packed):
+def test_packed_rows_unpickled_read_same_rows(packed):
     assert len(pickle.dumps(packed)) < 500
     assert pickle.loads(pickle.dumps(packed))[0] == packed[0]
 

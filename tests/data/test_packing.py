@@ -123,7 +123,7 @@ def plans(draw: st.DrawFn):
 
 
 @given(plans())
-def test_row_plan_epoch_contains_samples_as_often_as_order(case):
+def test_row_plan_epoch_packs_every_valid_sample_of_sample_order(case):
     lengths, order, options, make = case
     plan, first, before = make(), 0, list[int]()
     for epoch in range(3):
@@ -224,7 +224,7 @@ def test_mixed_order_sample_counts_follow_shares_after_any_number_of_epochs(case
 
 
 @given(mixtures(), st.integers(0, 3), st.integers(0, 60), st.integers(1, 30))
-def test_mixed_order_slice_equals_slice_of_whole_epoch(case, epoch, start, count):
+def test_mixed_order_partial_read_equals_slice_of_full_epoch(case, epoch, start, count):
     whole = MixedOrder(*case).sample_numbers(epoch, 0, ALL)
     assert MixedOrder(*case).sample_numbers(epoch, start, count) == whole[start : start + count]
 

@@ -141,7 +141,7 @@ def test_check_samples_reads_blocks_of_large_file_on_rank_0_only(make, tmp_path,
     assert not read
 
 
-def test_stream_error_for_bad_record_advises_on_bad_and_inspect_command(make, tmp_path):
+def test_stream_error_for_bad_record_suggests_on_bad_drop_setting(make, tmp_path):
     (tmp_path / "train.jsonl").write_text('{"messages": []}')
     for workers in (0, 1):
         stream = make(train_path=str(tmp_path / "train.jsonl"), num_workers=workers).stream("train")
@@ -165,7 +165,7 @@ def test_provider_without_packing_yields_microbatches_of_padded_rows(make):
     assert first.sample_ids == next(provider.stream("train", micro_batch_size=3)).sample_ids
 
 
-def test_provider_shuffles_only_training(make):
+def test_provider_shuffles_only_the_training_stream(make):
     provider = make(pack=False)
     in_order = [(f"train.jsonl:{line}",) for line in range(1, 41)]
     assert ids(provider.evaluation("valid")) == ids(provider.evaluation("train")) == in_order

@@ -46,7 +46,7 @@ def asked(words: str, **beside) -> list:
     return messages["messages"][0]["content"]
 
 
-def test_convert_record_speakers_such_as_human_and_gpt_become_roles():
+def test_convert_record_maps_speakers_human_and_gpt_to_roles():
     turns = [{"from": speaker, "value": speaker} for speaker in (*ROLES, *SPEAKERS)]
     roles = [message["role"] for message in told({"conversations": turns})["messages"]]
     assert roles == [*ROLES, "user", "assistant", "assistant", "system"]
@@ -80,7 +80,7 @@ def test_image_parts_without_path_take_images_of_record_in_order():
     assert found == ["1", "<image>", "own.png", "2"]
 
 
-def test_image_tags_stay_text_if_placeholders_is_text():
+def test_image_tags_stay_text_with_placeholders_setting_text():
     words = "Write <image> or <video>."
     for record in ({"conversations": [{**HUMAN, "value": words}, GPT]}, {"question": words, "answer": "Seven."}):
         own = convert_record(record, "x", placeholders="text")
@@ -224,7 +224,7 @@ def test_unknown_keys_without_media_are_ignored(beside):
     {"img_urls": ["http://a.b/1.jpg", "http://a.b/2.jpg"]},
     {"vid": "v_00017", "image_name": "0001", "image_list": ["0001"], "image_id": "COCO_1.jpg"},
 ])  # fmt: skip
-def test_keys_that_describe_image_already_read_are_ignored(beside):
+def test_record_ignores_metadata_keys_of_image_under_image_key(beside):
     assert told(keyed(image="coco/1.jpg", **beside))["messages"][0]["content"][0] == image("coco/1.jpg")
     stored = {"bytes": b"x", "path": "1.jpg"}
     assert told(keyed(image=stored, **beside))["messages"][0]["content"][0] == image(b"x")
@@ -238,12 +238,12 @@ def test_keys_that_describe_image_already_read_are_ignored(beside):
     ({"image": "A/1.png", "after": "B/1.png", "question": "Which?", "answer": "7"}, "after"),
     ({"image_id": "COCO_1.jpg", "question": "Which?", "answer": "7"}, "image_id"),
 ])  # fmt: skip
-def test_record_raises_if_another_key_names_different_media(record, key):
+def test_record_raises_if_two_keys_name_different_media(record, key):
     with pytest.raises(DataError, match=f"found '{key}', which looks like"):
         told(record)
 
 
-def test_turns_with_role_under_conversations_or_from_under_messages_are_read():
+def test_conversations_with_role_and_messages_with_from_are_read():
     turns = [{"role": "human", "content": "Which?"}, {"role": "assistant", "content": "Seven."}]
     assert told({"conversations": turns}) == told({"messages": [HUMAN, GPT]}) == {"messages": [ASK, ANSWER]}
     parts = [{"role": "user", "content": [{"type": "image"}, text("Which?")]}, ANSWER]
@@ -330,12 +330,12 @@ def test_file_urls_are_read_as_paths_inside_media_root(tmp_path):
             parse_conversation(told(keyed(image=escape)), "x", root)
 
 
-def test_sharegpt_turns_with_loss_or_weight_select_trained_answers():
+def test_loss_or_weight_key_of_sharegpt_turn_selects_trained_answers():
     turns = [HUMAN, {**GPT, "loss": False}, HUMAN, {**GPT, "weight": 1}]
     assert parse_conversation(told({"conversations": turns}), "here", Path()).losses == {1: False, 3: True}
 
 
-def test_image_part_with_max_pixels_takes_next_image_of_record():
+def test_image_part_with_only_max_pixels_takes_next_image_of_record():
     part = {"type": "image", "max_pixels": 4096}
     record = {"messages": [{"role": "user", "content": [part]}, ANSWER], "images": ["a.png"]}
     assert told(record)["messages"][0]["content"] == [{**part, "image": "a.png"}]
@@ -388,7 +388,7 @@ def test_record_raises_if_tool_call_is_invalid(call, problem):
         parse_conversation(told(record), "x", Path())
 
 
-def test_keys_with_null_value_are_ignored_in_texts_and_images():
+def test_null_values_in_texts_and_images_keys_are_ignored():
     texts = [{"user": "Which?", "assistant": "Seven.", "source": None, "score": None}]
     pictures = [{"bytes": b"one", "path": None, "url": None}, {"bytes": None, "path": None, "url": None}]
     assert told({"texts": texts})["messages"] == [ASK, ANSWER]
@@ -422,7 +422,7 @@ def test_record_raises_if_kto_label_is_false(read, turns, key):
         assert len(read(turns | {key: value}).messages) == 2
 
 
-def test_record_raises_if_kto_tag_is_zero_but_not_if_label_is_zero(read):
+def test_record_raises_if_kto_tag_is_zero_or_false(read):
     turns = {"messages": [ASK, ANSWER]}
     assert len(read(turns | {"label": 0}).messages) == 2
     for value in (0, "false", "False"):
@@ -448,7 +448,7 @@ def test_record_raises_if_it_has_rejected_answers_of_preference_data(read, key):
 
 
 @pytest.mark.parametrize("key", ["loss_mask", "loss_scale", "completion_mask", "assistant_masks"])
-def test_record_raises_if_it_has_loss_mask_next_to_turns(read, key):
+def test_record_raises_if_loss_mask_key_is_next_to_turns(read, key):
     with pytest.raises(DataError, match=f"found '{key}', which is ignored here, expected 'loss' in a message"):
         read({"messages": [ASK, ANSWER], key: [0, 1]})
 

@@ -64,7 +64,7 @@ def test_encoder_truncated_sample_is_prefix_without_partial_image_or_video(encod
     assert cut > 30
 
 
-def test_sample_filter_truncates_and_counts_samples_if_on_long_is_truncate(make_rows, caplog):
+def test_sample_filter_with_on_long_truncate_counts_truncated_samples(make_rows, caplog):
     rows = make_rows(seq_length=64, seed=None, on_long="truncate", on_bad="drop")()
     batches = list(one_pass(rows))
     assert all(batch.input_ids.shape == (1, 64) for batch in batches)
@@ -75,7 +75,7 @@ def test_sample_filter_truncates_and_counts_samples_if_on_long_is_truncate(make_
 
 
 @pytest.mark.parametrize("pack", [True, False])
-def test_sample_filter_drops_and_counts_bad_samples_if_on_bad_is_drop(make_rows, tmp_path, caplog, pack):
+def test_sample_filter_with_on_bad_drop_counts_dropped_samples(make_rows, tmp_path, caplog, pack):
     random = np.random.default_rng(1)
     records = [random_record(tmp_path, number, random) for number in range(10)]
     seen = picture(tmp_path / "broken.png", 64, 64)
@@ -104,7 +104,7 @@ def test_encoder_raises_if_answers_setting_is_invalid(processor):
         Encoder(processor, "first")
 
 
-def test_vision_limits_reduce_image_and_video_grids_and_raise_if_invalid(processor, tmp_path):
+def test_vision_limits_reduce_image_and_video_grids(processor, tmp_path):
     processor.save_pretrained(tmp_path / "hf")
     limits = VisionLimits(image_max_pixels=64 * 64, video_fps=1, video_max_frames=8, video_max_pixels=8 * 64 * 64)
     encoder = Encoder(load_processor(tmp_path / "hf", limits))
@@ -213,7 +213,7 @@ def test_image_part_raises_if_min_or_max_pixels_is_invalid(read, tmp_path, besid
     ({"min_pixels": 65 * TOKEN}, "image 2: found 'min_pixels' 66560 above 'max_pixels' 65536; if"),
     ({"min_pixels": 4096, "max_pixels": 2048}, "image 2: found 'min_pixels' 4096 above 'max_pixels' 2048; if"),
 ])  # fmt: skip
-def test_encoder_raises_if_min_and_max_pixels_are_impossible(encoder, read, tmp_path, beside, message):
+def test_encoder_raises_if_min_or_max_pixels_cannot_be_satisfied(encoder, read, tmp_path, beside, message):
     picture(tmp_path / "7.png", 64, 64)
     part = {"type": "image", "image": "7.png"}
     conversation = read(user(part, {**part, **beside}))
@@ -242,7 +242,7 @@ def trained_of(encoder: Encoder, conversation: Conversation) -> str:
 
 @given(turns, st.sampled_from(["all", "last"]), st.booleans())
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_message_loss_overrides_answers_setting(templates, case, answers, thinks):
+def test_loss_key_of_message_overrides_answers_setting(templates, case, answers, thinks):
     messages, says = [{"role": "system", "content": "Be brief."}, ASK], {}
     for number, (asks, said) in enumerate(case):
         if asks and number:
@@ -264,7 +264,7 @@ def test_message_loss_overrides_answers_setting(templates, case, answers, thinks
 
 
 @pytest.mark.parametrize(("key", "yes", "no"), [("loss", True, False), ("weight", 1, 0), ("weight", 1.0, 0.0)])
-def test_message_loss_and_weight_are_read_from_json_lines_and_parquet(encoder, tmp_path, key, yes, no):
+def test_loss_and_weight_keys_are_read_from_json_lines_and_parquet(encoder, tmp_path, key, yes, no):
     six = {**SEVEN, "content": "Six.", key: no}
     messages = [{**ASK, key: no}, six, {**ASK, key: None}, {**SEVEN, key: yes}, ASK, SEVEN]
     write(tmp_path / "train.jsonl", [{"messages": messages}])
@@ -307,7 +307,7 @@ def test_encoder_raises_if_truncated_sample_has_no_trained_answer(encoder):
     assert_refused(encoder, "and no answer among the first", conversation, tokens // 2 + 1)
 
 
-def test_prompts_ignore_loss_settings(tmp_path, make_provider, processor):
+def test_evaluation_prompts_ignore_loss_keys_of_messages(tmp_path, make_provider, processor):
     messages = [ASK, {**SEVEN, "loss": True}, ASK, {**SEVEN, "content": "Eight.", "loss": False}]
     path = write(tmp_path / "train.jsonl", [{"messages": messages}])
     rows = make_provider(train_path=path, seq_length=64, answers="last")
@@ -318,7 +318,7 @@ def test_prompts_ignore_loss_settings(tmp_path, make_provider, processor):
     assert question.references == ("Eight.",) and question.text == ASK["content"]
 
 
-def test_prompts_accept_references_of_record(tmp_path, make_provider):
+def test_evaluation_prompts_read_references_key_of_record(tmp_path, make_provider):
     records = [{"messages": [ASK, SEVEN], "references": given} for given in (["7", "seven"], "seven")]
     path = write(tmp_path / "train.jsonl", records)
     encoder = make_provider(train_path=path, seq_length=64, answers="last").checkpoint().encoder
@@ -327,7 +327,7 @@ def test_prompts_accept_references_of_record(tmp_path, make_provider):
         Prompts(open_source(path), encoder, [1])
 
 
-def test_prompts_remove_reasoning_from_answers(tmp_path, checkpoint, make_provider, templates):
+def test_evaluation_prompts_remove_reasoning_from_references(tmp_path, checkpoint, make_provider, templates):
     for name, template in (("plain", templates[0]), ("thinking", templates[1])):
         (tmp_path / name).mkdir()
         for file in checkpoint.iterdir():

@@ -193,7 +193,7 @@ def test_open_shared_sizes_removes_abandoned_files_and_keeps_used_ones(tmp_path,
     assert not list(tmp_path.glob(f"{name}*"))
 
 
-def test_shared_sizes_stay_in_process_and_warn_once_if_disk_is_full(sizes, monkeypatch, caplog):
+def test_shared_sizes_stay_in_process_memory_if_disk_is_full(sizes, monkeypatch, caplog):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -231,7 +231,7 @@ LAYOUTS = ("file", "json", "parquet", "shards", "parts", "saved", "saved splits"
 
 
 @pytest.mark.parametrize("shape", LAYOUTS)
-def test_training_inspect_and_pack_read_same_samples_from_every_data_format(
+def test_inspect_and_pack_commands_read_same_samples_as_training(
     tmp_path, checkpoint, make_provider, repository, capsys, shape
 ):
     (tmp_path / "data").mkdir()
@@ -259,7 +259,7 @@ def test_training_inspect_and_pack_read_same_samples_from_every_data_format(
         assert sum(len(batch.sample_ids) for batch in provider.evaluation("valid")) == len(TEST)
 
 
-def test_splits_in_uses_test_files_as_valid_split_if_it_is_missing(tmp_path):
+def test_missing_valid_split_falls_back_to_test_files(tmp_path):
     assert splits_in(layout(tmp_path, "shards")) == {
         "train": f"{tmp_path}/train-*.parquet",
         "valid": f"{tmp_path}/test-*.parquet",

@@ -46,7 +46,7 @@ def test_tables_read_messages_and_tools_from_json_columns(folder, tmp_path, type
     assert conversation.messages == (messages[0], ANSWER) and conversation.tools == tuple(tools)
 
 
-def test_tables_read_json_file_loaded_by_datasets(folder, tmp_path):
+def test_hub_dataset_reads_json_file_loaded_by_datasets_library(folder, tmp_path):
     path = write(tmp_path / "train.jsonl", [{"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]}])
     dataset = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
     dataset = dataset.add_column("image", ["a.png"])
@@ -157,7 +157,7 @@ def repository(tmp_path, monkeypatch):
       for name in (f"datasets/owner/several/ai2d/test-{end}.parquet" for end in ("*", "00000-of-00001"))),
 ])  # fmt: skip
 @pytest.mark.usefixtures("repository")
-def test_hub_address_with_configuration_and_split_opens_that_data(name, called, asked, streaming):
+def test_hub_address_opens_named_configuration_and_split(name, called, asked, streaming):
     source = StreamedDataset.from_hub(f"hf://{name}") if streaming else open_source(f"hf://{name}")
     assert (source[0].sample_id, source[0].messages[0]["content"]) == (f"{called}[0]", asked)
     assert source.fingerprint().startswith(f"{called}, ")
@@ -183,14 +183,14 @@ def test_hub_address_raises_if_configuration_or_split_is_missing(name, message, 
 
 
 @pytest.mark.parametrize("name", ["name", "a/b/c", "", "a/../b", "a/b:", "a/b#", "datasets/a"])
-def test_hub_address_raises_if_it_is_malformed(name):
+def test_open_source_raises_if_hub_address_is_malformed(name):
     with pytest.raises(DataError, match="expected hf://owner/name, hf://owner/name:configuration#split or"):
         open_source(f"hf://{name}")
 
 
 @pytest.mark.parametrize("revision", ["v1.0", "refs%2Fconvert%2Fparquet"])
 @pytest.mark.usefixtures("repository")
-def test_hub_revision_is_requested(monkeypatch, revision):
+def test_hub_address_with_revision_loads_that_revision(monkeypatch, revision):
     asked = []
     load = datasets.load_dataset
     # And for nothing else: no argument lets the library run a loading script.
@@ -203,7 +203,7 @@ def test_hub_revision_is_requested(monkeypatch, revision):
     assert asked == [revision.replace("%2F", "/")]
 
 
-def test_saved_dataset_raises_if_it_has_splits_missing_files_or_no_rows(tmp_path):
+def test_saved_dataset_raises_if_split_is_unnamed_damaged_or_empty(tmp_path):
     dataset = datasets.Dataset.from_list([{"messages": [ASK, ANSWER]}])
     datasets.DatasetDict(train=dataset, test=dataset).save_to_disk(tmp_path / "saved")
     with pytest.raises(DataError, match=r"found the splits test, train, expected one, as .*saved/SPLIT"):
@@ -456,7 +456,7 @@ IMAGE = pa.array([b"\x89PNG"], pa.binary())
     ("loss", pa.array([False])), ("tool_calls", pa.array([[{"name": "f"}]])), ("loss_mask", pa.array([[0, 1]])),
     ("rejected", pa.array(["No."]).dictionary_encode()), ("label", pa.array([False])),
 ])  # fmt: skip
-def test_parquet_rejects_columns_that_json_lines_reject_unless_ignored(tmp_path, key, column):
+def test_parquet_raises_if_unsupported_column_is_not_ignored(tmp_path, key, column):
     pq.write_table(pa.table({"messages": [[ASK, ANSWER]], key: column}), tmp_path / "train.parquet")
     with pytest.raises(DataError, match=f"'{key}'"):
         Parquet(tmp_path / "train.parquet")[0]

@@ -72,7 +72,7 @@ def test_encoder_encodes_all_frames_of_frame_list(processor, encoder, read, tmp_
 
 
 @pytest.mark.parametrize("rates", [["1", None, 4], [1, None, "4.0"], ["1e0", None, "4"]])
-def test_sample_fps_of_record_equals_sample_fps_of_video_parts(encoder, read, tmp_path, rates):
+def test_sample_fps_key_of_record_acts_like_sample_fps_of_video_parts(encoder, read, tmp_path, rates):
     for name in ("a.png", "b.png"):
         picture(tmp_path / name, 64, 64)
     clip(tmp_path / "c.mkv", 4)

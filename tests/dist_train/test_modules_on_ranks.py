@@ -221,7 +221,7 @@ def test_dist_train_counts_each_packed_row_once_in_consumed_samples(found, scrat
 @pytest.mark.parametrize(
     ("run", "one"), [("two", "whole"), ("sharded", "whole"), ("MoE", "whole, MoE"), ("sharded, MoE", "whole, MoE")]
 )
-def test_dist_train_checkpoint_exports_weights_of_one_process_run(found, inputs, moe_folder, scratch, run, one):
+def test_dist_train_exported_weights_match_one_process_run(found, inputs, moe_folder, scratch, run, one):
     hf = moe_folder if "MoE" in run else inputs.hf
     whole, mine = (weights(scratch / name, scratch / f"hf_{name}_{run}", hf) for name in (one, run))
     assert mine.keys() == whole.keys()

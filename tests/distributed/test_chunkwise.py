@@ -33,7 +33,7 @@ def folders(tmp_path_factory):
 
 
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))])
-def test_chunkwise_cp_trains_as_one_process(folders, ranks):
+def test_chunkwise_context_parallel_training_matches_one_process(folders, ranks):
     """Packed rows, padded rows and rows that a caller has split, with images, videos and text."""
     chosen = [
         (topology.families[turn % len(topology.families)], name, "mixed", rows)

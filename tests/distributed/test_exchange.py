@@ -81,7 +81,7 @@ def crossings(batch: TokenBatch, frames: Sequence[Sequence[int]]) -> list[int]:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_vision_exchange_sends_only_used_tokens_as_benchmark_page_states(untied_folder, ranks):
+def test_vision_exchange_sends_only_tokens_that_ranks_use(untied_folder, ranks):
     found = results_of_ranks(count_all, ranks, untied_folder, ranks)
     for rows in ROWS:
         batch, frames, width = (found[rows][0][name] for name in ("batch", "frames", "width"))

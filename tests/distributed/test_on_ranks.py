@@ -39,23 +39,23 @@ def folders(models, tmp_path_factory):
     return with_references(models, tmp_path_factory.mktemp("references"))
 
 
-def test_each_parallelism_trains_as_transformers_in_one_process(models, tmp_path):
+def test_training_with_each_parallelism_matches_transformers(models, tmp_path):
     check(EACH, *with_references(models, tmp_path, ["mixed"]), ranks=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", CHOSEN)
-def test_combined_parallelism_trains_as_transformers_in_one_process(folders, ranks):
+def test_training_with_combined_parallelism_matches_transformers(folders, ranks):
     check(some_cases(ranks, **CHOSEN[ranks]), *folders, ranks)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", list(WHOLE))
-def test_separate_vision_ranks_train_as_transformers_in_one_process(folders, ranks):
+def test_training_with_separate_vision_ranks_matches_transformers(folders, ranks):
     check(of_modules(ranks), *folders, ranks)
 
 
-def test_chosen_cases_cover_every_topology_batch_content_and_row_format():
+def test_selected_cases_cover_every_topology_and_batch_format():
     everything = cases(2) + cases(4)
     chosen = [case for ranks, how in CHOSEN.items() for case in some_cases(ranks, **how)]
     assert len(set(chosen)) == len(chosen) and set(chosen) <= set(everything)
@@ -77,7 +77,7 @@ def test_cases_with_separate_vision_ranks_cover_every_parallel_layout():
         assert {case for case in every if case[1] == name} == whole
 
 
-def test_comparison_reports_nan_error_as_wrong():
+def test_comparison_reports_case_with_nan_error_as_failed():
     good, limits = dict.fromkeys(ERRORS, 0.0), dict.fromkeys(("dense", "MoE"), dict.fromkeys(ERRORS, 1.0))
     found = {("dense", "TP2", "image", "packed"): good, ("MoE", "TP2", "image", "packed"): good | {"loss": torch.nan}}
     assert list(wrong(found, limits)) == [("MoE", "TP2", "image", "packed")]

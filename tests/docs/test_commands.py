@@ -148,7 +148,7 @@ def test_quickstart_page_training_on_a_cpu_runs(places, tmp_path):
     assert (tmp_path / "exported" / "config.json").is_file()
 
 
-def test_quickstart_page_commands_occur_in_readme_convert_or_train_page():
+def test_quickstart_page_commands_occur_on_pages_with_tested_commands():
     tested = {line for page in (README, CONVERT, TRAIN) for line in commands(page)}
     for command in commands(QUICKSTART):
         assert command in tested or command.startswith(("qwen3vl train ", "make ")), command
@@ -273,7 +273,7 @@ def test_train_page_script_runs_offline_on_two_processes(places, tmp_path):
     assert config["data"]["seq_length"] == 2048 and (iteration / "hf" / "tokenizer.json").is_file()
 
 
-def test_evaluation_page_commands_run_on_its_record(untied_folder, tmp_path, monkeypatch):
+def test_evaluation_page_commands_run_on_example_record_of_page(untied_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("test.jsonl").write_text(only(EVALUATION, "json"))
     Image.new("RGB", (64, 64), "gray").save("IMAGE.png")
@@ -362,7 +362,7 @@ def test_recipes_page_slurm_script_starts_one_run_on_two_nodes(tmp_path, untied_
     assert ranks == {"0", "1"}
 
 
-def test_recipes_page_slurm_script_matches_torchrun_options_and_recipe():
+def test_recipes_page_slurm_script_resources_match_torchrun_and_recipe():
     from torch.distributed.run import get_args_parser
 
     directives = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", SLURM, re.MULTILINE))

@@ -85,7 +85,7 @@ def test_files_tests_and_make_targets_named_on_page_exist(page):
         assert subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True).returncode == 0, target
 
 
-def test_pages_named_in_code_exist():
+def test_docs_pages_named_in_source_code_exist():
     for name in tracked_files():
         if name.endswith((".py", ".sh", ".toml")) or name == "Makefile":
             for page in re.findall(r"docs/[\w/]+\.md", read(name)):
@@ -131,7 +131,7 @@ ROWS = [line.strip("|").split("|") for line in PAGES["docs/coming_from.md"].spli
 OUR_WORDS = [word for row in ROWS for code in re.findall(r"`([^`]+)`", row[-1]) for word in code.split()]
 
 
-def test_coming_from_page_settings_and_options_exist():
+def test_coming_from_md_names_existing_settings_and_options():
     settings = [word for word in OUR_WORDS if re.match(r"[a-z_.]+=", word)]
     for make in (qwen3_vl_30b_a3b_peft_config, qwen3_vl_30b_a3b_sft_config):
         words = [word for word in settings if not word.startswith("peft.") or make is qwen3_vl_30b_a3b_peft_config]
@@ -141,7 +141,7 @@ def test_coming_from_page_settings_and_options_exist():
     assert {word for word in OUR_WORDS if word.startswith("--") and word not in known} == {"--propose"}
 
 
-def test_coming_from_page_matches_hints_of_command_line():
+def test_coming_from_md_matches_hints_of_command_line():
     for row in ROWS:
         for alias in re.findall(r"`-{0,2}(\w+)`", " ".join(row[1:-1])):
             for name in re.findall(r"[a-z]+\.[\w.]+", translate_setting(alias) or ""):

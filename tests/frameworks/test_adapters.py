@@ -140,7 +140,7 @@ class TestNemoRL:
         lora_A_init_method="xavier", lora_B_init_method="zero", a2a_experimental=False, lora_dtype=None,
     )  # fmt: skip
 
-    def test_logits_with_nemo_rl_merged_export_and_saved_adapter_match_model(self, folder, tmp_path):
+    def test_logits_with_nemo_rl_merged_or_saved_adapter_match_model(self, folder, tmp_path):
         """Merged weights for generation; convert_lora_to_hf.py, both of its ways."""
         peft = LoRA(**self.FIELDS)
         model = Model(folder, lambda chunks: peft(chunks, training=True))
@@ -167,7 +167,7 @@ class TestMiles:
 
     @pytest.mark.one_case_in(3)
     @pytest.mark.parametrize(("lora", "targets"), [(LoRA, ALL), (CanonicalLoRA, SPLIT)], ids=["lora", "canonical_lora"])
-    def test_adapters_streamed_and_saved_by_miles_are_equal_and_load_in_peft(self, folder, lora, targets, tmp_path):
+    def test_peft_logits_with_adapter_saved_by_miles_match_model(self, folder, lora, targets, tmp_path):
         """Tensors for SGLang, and a folder with them; each rank's own shards by their names."""
         peft = lora(
             target_modules=targets, exclude_modules=[], dim=4, alpha=8, dropout=0.0,

@@ -142,7 +142,7 @@ def test_miles_gradients_match_transformers(folder, truth, per_token):
     assert support.gradient_error(actor.bridge, unwrap_model(actor.model), expected) <= support.GRADIENT
 
 
-def test_miles_export_writes_weights_that_caller_puts_into_conversion_tasks(actor, folder):
+def test_miles_export_writes_weights_replaced_in_conversion_tasks(actor, folder):
     """HfWeightIteratorBridge: an export whose tasks have other weights, as they are on the host.
 
     Of its own Megatron-Bridge miles takes a third entry with each weight, Megatron's name.

@@ -100,7 +100,7 @@ def test_provider_accepts_overrides_of_megatron_bridge_pretrain_example():
     set_on(provider, OVERRIDES)
 
 
-def test_provider_accepts_vision_dp_when_cp_setting():
+def test_provider_accepts_setting_named_vision_dp_when_cp():
     """The setting has no effect: our model always divides images over context-parallel ranks."""
     for shared in (True, False):
         set_on(provider_of(DENSE, {}), dict(context_parallel_size=2, vision_dp_when_cp=shared))

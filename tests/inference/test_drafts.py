@@ -77,7 +77,7 @@ def accepted_by_hand(model: nn.Module, prompt: Sample, answer: torch.Tensor) -> 
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_accepted_drafts_match_modules_of_transformers(folders, kind):
+def test_count_of_accepted_mtp_drafts_matches_transformers_modules(folders, kind):
     pair = pair_with_mtp(folders, kind)
     found = count_drafts(pair)
     for sample, answer, accepted in found:
@@ -101,13 +101,13 @@ def counts_of_ranks(folders: dict[str, Path], kind: str, layout: str) -> list[in
 
 @pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(("kind", "layout"), [("dense", "PP2"), ("dense", "TP2+SP"), ("dense", "CP2"), ("moe", "EP2")])
-def test_accepted_drafts_on_two_ranks_match_one(folders, kind, layout):
+def test_accepted_mtp_drafts_on_two_ranks_match_one_rank(folders, kind, layout):
     expected = counts(folders, kind)
     assert sum(expected) and results_of_ranks(counts_of_ranks, 2, folders, kind, layout) == expected
 
 
 @pytest.mark.slow
-def test_training_with_mtp_loss_raises_acceptance(qwen3_5_folders):
+def test_training_with_mtp_loss_increases_draft_acceptance(qwen3_5_folders):
     """The task is to count, from any number on, modulo 12."""
     numbers = [torch.arange(first, first + 4 + TOKENS) % 12 + 40 for first in range(12)]
     samples = [Sample(row, (torch.arange(len(row)) < len(row) - 1).float(), {}) for row in numbers]
@@ -133,7 +133,7 @@ def test_training_with_mtp_loss_raises_acceptance(qwen3_5_folders):
     assert max(found[:2]) < 0.1 and found[2] > 0.9, found  # measured: 0.01, 0.01 and 1.00
 
 
-def test_evaluate_prints_acceptance_of_drafts(folders, tmp_path, capsys):
+def test_evaluate_prints_acceptance_rate_of_mtp_drafts(folders, tmp_path, capsys):
     data = tmp_path / "data.jsonl"
     turns = [{"role": "user", "content": "Which digit?"}, {"role": "assistant", "content": "7"}]
     data.write_text(json.dumps({"messages": turns}) + "\n")

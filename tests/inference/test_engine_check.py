@@ -90,7 +90,7 @@ def exported(models, tmp_path_factory) -> Callable[[str], Path]:
 
 @pytest.mark.parametrize("name", EXPORTS)
 @pytest.mark.parametrize("engine", ALL)
-def test_check_of_exported_model_finds_no_fault(exported, name, engine):
+def test_engine_check_accepts_export_only_for_supporting_engines(exported, name, engine):
     folder = exported(name)
     report = check_for_engine(folder, engine)
     assert (report.faults == ()) == (engine in EXPORTS[name][3]), report.faults
@@ -136,7 +136,7 @@ def adapters(models, tmp_path_factory) -> Callable[[str], Path]:
 
 @pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_check_of_adapters_finds_layers_that_engine_does_not_adapt(adapters, name):
+def test_engine_check_finds_adapters_of_unsupported_layers(adapters, name):
     for engine in ALL:
         report = check_for_engine(adapters(name), engine)
         assert (report.faults == ()) == (engine in ADAPTERS[name][2]), (engine, report.faults)
@@ -145,7 +145,7 @@ def test_check_of_adapters_finds_layers_that_engine_does_not_adapt(adapters, nam
         assert all(option in note for option, note in zip(expected, report.notes, strict=True))
 
 
-def test_check_of_merged_adapters_finds_no_fault(models, tmp_path):
+def test_engine_check_of_merged_adapters_finds_no_fault(models, tmp_path):
     for name in ("moe", "3.5"):
         adapted = adapt(models[name], Qwen3VLLoRA(dim=4, alpha=8))
         adapted.pair.bridge.save_hf_pretrained([adapted.model], tmp_path / name, show_progress=False)
@@ -289,7 +289,7 @@ def check_faults(folder: Path, expected: dict[str, list[str]], **options: Any) -
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_check_finds_planted_fault_of_model(exported, name, tmp_path):
+def test_engine_check_finds_each_planted_fault_of_model(exported, name, tmp_path):
     fault = FAULTS[name]
     check_faults(changed(exported(fault.export), tmp_path / "changed", fault.change), fault.faults)
 
@@ -344,12 +344,12 @@ ADAPTER_FAULTS = {
 
 
 @pytest.mark.parametrize("name", ADAPTER_FAULTS)
-def test_check_finds_planted_fault_of_adapters(adapters, name, tmp_path):
+def test_engine_check_finds_each_planted_fault_of_adapters(adapters, name, tmp_path):
     fault = ADAPTER_FAULTS[name]
     check_faults(changed(adapters(fault.export), tmp_path / "changed", fault.change), fault.faults)
 
 
-def test_sglang_check_of_single_expert_adapters_finds_no_fault(adapters, tmp_path):
+def test_sglang_check_of_per_expert_adapters_finds_no_fault(adapters, tmp_path):
     """SGLang reads experts one by one, and no adapters of the dense layer of such a model."""
 
     def split(tensors: dict[str, torch.Tensor], _: dict) -> None:
@@ -368,7 +368,7 @@ def test_sglang_check_of_single_expert_adapters_finds_no_fault(adapters, tmp_pat
     assert fault.startswith("108 tensors are of layers whose adapters vLLM does not read; merge the adapters")
 
 
-def test_check_of_adapters_of_another_base_model_finds_faults(adapters, models):
+def test_engine_check_of_adapters_with_wrong_base_model_finds_faults(adapters, models):
     check_faults(
         adapters("attention"), both("29 tensors are of another shape", "of no layer"), base_model=models["3.5"]
     )
@@ -377,7 +377,7 @@ def test_check_of_adapters_of_another_base_model_finds_faults(adapters, models):
 
 @pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("moe", [None, False, True])
-def test_check_of_modelopt_export_finds_faults_of_scales_and_list(untied_folder, tmp_path, moe):
+def test_engine_check_finds_wrong_ignore_list_of_modelopt_export(untied_folder, tmp_path, moe):
     source = untied_folder if moe is None else make_qwen3_5(tmp_path / "source", moe=moe)
     pair = quantised_pair(source, mtq.FP8_DEFAULT_CFG)
     folder = tmp_path / "exported"
@@ -406,7 +406,7 @@ def test_check_of_modelopt_export_finds_faults_of_scales_and_list(untied_folder,
         check_for_engine(folder, "vllm")
 
 
-def test_convert_check_prints_verdict_and_returns_status(exported, adapters, tmp_path, capsys):
+def test_convert_check_command_exits_with_code_1_if_faults_are_found(exported, adapters, tmp_path, capsys):
     folder = str(exported("dense"))
     assert main(["check", "--engine", "vllm", folder]) == 0
     line = f"vLLM 0.33.0 (described on 2026-11-30): 122 tensors of {folder} checked, no fault\n"
@@ -431,7 +431,7 @@ def test_convert_check_prints_verdict_and_returns_status(exported, adapters, tmp
     assert "names no base model; set --base-model" in capsys.readouterr().err
 
 
-def test_check_raises_if_engine_is_not_described_for_model(exported, tmp_path):
+def test_engine_check_raises_if_model_type_is_unsupported(exported, tmp_path):
     folder = shutil.copytree(exported("3.5"), tmp_path / "copy")
     path = folder / "config.json"
     path.write_text(path.read_text().replace('"qwen3_5"', '"qwen3_7"'))

@@ -240,7 +240,7 @@ def test_generate_raises_if_arguments_are_invalid(one, arguments, message):
         generate(one.megatron, **arguments)
 
 
-def test_generate_raises_for_other_model_or_separate_vision_ranks(one, monkeypatch):
+def test_generate_raises_if_model_class_or_layout_is_unsupported(one, monkeypatch):
     ids = torch.ones(1, 4, dtype=torch.long)
     with pytest.raises(ValueError, match=r"model is \['Linear'\], expected a VisionLanguageModel"):
         generate(torch.nn.Linear(1, 1), ids, max_new_tokens=1)
@@ -250,7 +250,7 @@ def test_generate_raises_for_other_model_or_separate_vision_ranks(one, monkeypat
 
 
 @of_both_families
-def test_generate_with_cache_has_logits_of_full_rows(pair, monkeypatch):
+def test_generate_logits_with_cache_match_logits_without_cache(pair, monkeypatch):
     """Compare the logits of every step with those of a forward pass over the full rows."""
     batch, found = prompts("mixed", pair.config), {True: [], False: []}
     compute = Decoder.next_logits
@@ -269,7 +269,7 @@ def test_generate_with_cache_has_logits_of_full_rows(pair, monkeypatch):
 
 
 @of_both_families
-def test_forward_with_inference_context_continues_images_and_videos(pair):
+def test_forward_with_inference_context_matches_generate_with_images(pair):
     """A caller's loop with megatron-core's static context, in which rows have the same length."""
     batch = prompts("mixed", pair.config)
     (row,) = (batch["input_ids"] == pair.config.video_token_id).any(-1).nonzero()[:1, 0].tolist() or [0]
@@ -288,7 +288,7 @@ def test_forward_with_inference_context_continues_images_and_videos(pair):
 
 
 @of_both_families
-def test_generate_cache_has_bytes_of_formula(pair, monkeypatch):
+def test_generate_cache_size_matches_documented_formula(pair, monkeypatch):
     """The formula of docs/evaluation.md, for padded rows and one rank."""
     caches = []
 
@@ -385,7 +385,7 @@ def check_ranks(request, kind: str, layout: str, ranks: int) -> None:
     # Experts are needed for EP, and linear attention with TP needs SP.
     if (layout != "EP 2" or "moe" in kind) and (layout != "TP 2" or "3.5" not in kind)
 ] + [("3.5 dense", *CHUNKWISE), ("3.5 moe", *CHUNKWISE)])  # fmt: skip
-def test_generate_on_two_ranks_has_tokens_of_one(request, kind, layout):
+def test_generate_on_two_ranks_matches_tokens_of_one_rank(request, kind, layout):
     check_ranks(request, kind, layout, ranks=2)
 
 
@@ -395,7 +395,7 @@ def test_generate_on_two_ranks_has_tokens_of_one(request, kind, layout):
     *(("untied", layout) for layout in ON_FOUR), ("3.5 dense", "PP 2 x CP 2"), ("3.5 moe", "PP 2 x CP 2"),
     ("3.5 dense", "CP 4"), ("3.5 moe", "TP 2 x CP 2"),
 ])  # fmt: skip
-def test_generate_on_four_ranks_has_tokens_of_one(request, kind, layout):
+def test_generate_on_four_ranks_matches_tokens_of_one_rank(request, kind, layout):
     check_ranks(request, kind, layout, ranks=4)
 
 
@@ -412,7 +412,7 @@ def short_answers_of_ranks(folder: Path, fields: dict[str, str]) -> torch.Tensor
 @pytest.mark.parametrize(
     ("kind", "fields"), [("untied", {}), ("3.5 dense", {}), ("3.5 dense", dict(linear_cp_mode="chunkwise"))]
 )
-def test_generate_for_prompts_shorter_than_context_parallel_chunks_has_tokens_of_one_rank(request, kind, fields):
+def test_generate_prompts_shorter_than_cp_chunks_matches_one_rank(request, kind, fields):
     folder = folder_of(kind, request)
     assert torch.equal(results_of_ranks(short_answers_of_ranks, 2, folder, fields), short_answers(folder))
 
@@ -438,7 +438,7 @@ def answers_of_virtual_stages(folder: Path) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_generate_on_interleaved_pipeline_stages_has_tokens_of_one_rank(untied_folder):
+def test_generate_on_interleaved_pipeline_stages_matches_one_rank(untied_folder):
     alone = make_pair(untied_folder)
     expected = answers(alone, prompts("mixed", alone.config))
     assert torch.equal(results_of_ranks(answers_of_virtual_stages, 2, untied_folder), expected)

@@ -15,7 +15,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
     seed=st.integers(0, 2**31), vocabulary=st.integers(1, 300), temperature=st.floats(0.05, 20),
     top_k=st.integers(0, 400), top_p=st.floats(0.01, 1), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )  # fmt: skip
-def test_filter_keeps_tokens_and_probabilities_of_transformers(seed, vocabulary, temperature, top_k, top_p, dtype):
+def test_sampling_filter_matches_transformers_logits_warpers(seed, vocabulary, temperature, top_k, top_p, dtype):
     logits = (5 * torch.randn(3, vocabulary, generator=torch.Generator().manual_seed(seed))).to(dtype)
     warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
     if top_k:
@@ -33,14 +33,14 @@ def test_filter_keeps_tokens_and_probabilities_of_transformers(seed, vocabulary,
     torch.testing.assert_close(found[~differs], expected[~differs], rtol=1e-6, atol=0)
 
 
-def test_filter_leaves_logits_unchanged():
+def test_sampling_filter_does_not_modify_given_logits():
     logits = torch.randn(2, 50)
     copy = logits.clone()
     Sampling(True, 0.5, 4, 0.9).filter(logits)
     assert torch.equal(logits, copy)
 
 
-def test_sampling_draws_tokens_with_their_probabilities():
+def test_sampling_draws_tokens_with_filtered_probabilities():
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -9.0])
     sampling = Sampling(True, 0.7, 4, 0.99)
     drawn = sampling.choose(logits.expand(40_000, -1), torch.Generator().manual_seed(0))
@@ -49,13 +49,13 @@ def test_sampling_draws_tokens_with_their_probabilities():
     assert not found[4]
 
 
-def test_sampling_depends_on_seed_only():
+def test_sampling_with_same_seed_draws_same_tokens():
     logits = torch.randn(8, 100)
     first, again, other = (Sampling(True).choose(logits, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
-def test_choose_is_greedy_by_default():
+def test_sampling_choose_takes_largest_logit_by_default():
     logits = torch.randn(8, 100)
     assert torch.equal(Sampling().choose(logits, torch.Generator()), logits.argmax(-1))
 

@@ -25,7 +25,7 @@ OTHERWISE = {"multiple_choice": ("Failed to obtain answer via API",), "normalize
 
 
 @pytest.mark.parametrize("name", [name for name in SCORERS if name not in ("exact", "contains", "box_accuracy")])
-def test_scorer_gives_scores_of_reference_implementation(name):
+def test_scorer_matches_scores_of_reference_implementation(name):
     cases, skipped = [case for case in CASES if case[0] == name], 0
     assert len(cases) == 1000
     for _, answer, accepted, options, score in cases:
@@ -43,10 +43,10 @@ def test_scorer_gives_scores_of_reference_implementation(name):
     ("box_accuracy", "[0, 0, 2, 1]", ["[0, 0, 1, 1]"], 1), ("box_accuracy", "[0, 0, 2.1, 1]", ["[0, 0, 1, 1]"], 0),
     ("box_iou", "no box", ["[0, 0, 1, 1]"], 0), ("box_iou", "[0, 0, 0, 0]", ["[1, 1, 1, 1]"], 0),
 ])  # fmt: skip
-def test_scorer_by_definition(name, answer, accepted, score):
+def test_scorer_gives_expected_score_for_example_answers(name, answer, accepted, score):
     assert SCORERS[name](answer, Reference(tuple(accepted))) == score
 
 
-def test_choices_in_question_are_lines_with_letters():
+def test_answer_choices_are_read_from_lettered_lines_of_question():
     question = "Which animal?\nA. a dog\n(B) a cat \n C: none\nD) \nA mouse\n"
     assert choices_in(question) == {"A": "a dog", "B": "a cat", "C": "none"}

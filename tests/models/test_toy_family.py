@@ -69,7 +69,7 @@ def test_toy_family_import_and_export_restore_every_weight(ckpt_format, folder, 
     assert same(folder, tmp_path / "hf")
 
 
-def test_toy_family_training_lowers_loss_and_export_keeps_trained_weights(folder, tmp_path):
+def test_toy_family_export_after_training_keeps_trained_weights(folder, tmp_path):
     from qwen3vl_bridge.training.process_groups import initialize
     from qwen3vl_bridge.training.step import forward_step
     from qwen3vl_bridge.weights.bridge_mappings import param_mappings

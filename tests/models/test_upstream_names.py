@@ -99,7 +99,7 @@ def test_building_two_models_warns_once_about_our_model_class(untied_folder, cap
     assert said[0].levelno == logging.WARNING  # which frameworks show without being asked
 
 
-def test_model_tells_nemo_rl_that_it_packs_rows_itself(pair):
+def test_model_has_attribute_model_owns_packing_for_nemo_rl(pair):
     """NeMo-RL reads the attribute of every model except Megatron-Bridge's own."""
     chunks = unwrap_model([pair.megatron])
     assert any(bool(getattr(chunk, "model_owns_packing", False)) for chunk in chunks)

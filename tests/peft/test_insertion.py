@@ -126,7 +126,7 @@ class TestTrainedParameters:
             layers = attention | {f"{mlp}.linear_{last}" for last in ("fc1", "fc2")}
             assert {re.sub(r".*layers\.\d+\.", "", name) for name in adapted} == layers
 
-    def test_vlm_lora_trains_vision_projection_if_neither_flag_freezes_it(self, untied_folder):
+    def test_vlm_lora_trains_vision_projection_unless_provider_freezes_it(self, untied_folder):
         """Components as in the provider's flags: mergers are the projection, although they are modules of the tower."""
         fields = dict(dim=4, target_modules=[f"{TEXT}linear_qkv"], freeze_vision_projection=False)
         (model,) = VLMLoRA(**fields)([model_of(untied_folder)])
@@ -219,7 +219,7 @@ class TestInvalidSettings:
         with pytest.raises(ValueError, match=r"queries, keys and values of language_model.*layers\.3.* rows of gates"):
             CanonicalLoRA(dim=4)([model_of(qwen3_5_folders["dense"])])
 
-    def test_lora_accepts_all_layers_if_tied_output_layer_is_excluded(self, tied_folder):
+    def test_lora_targets_all_layers_if_tied_output_layer_is_excluded(self, tied_folder):
         model = LoRA(target_modules=[], exclude_modules=["output_layer"])(model_of(tied_folder))
         assert not any("output_layer.adapter" in name for name, _ in model.named_parameters())
 

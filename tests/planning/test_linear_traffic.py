@@ -55,7 +55,7 @@ def sent_in_forward_and_backward(mode: str) -> list[int]:
 
 
 @pytest.mark.parametrize("mode", [HEADWISE, CHUNKWISE])
-def test_bytes_sent_equals_bytes_of_collectives(mode):
+def test_bytes_sent_estimate_equals_counted_bytes_of_collectives(mode):
     forward, backward = results_of_ranks(sent_in_forward_and_backward, 2, mode)
     dims: Any = DIMS
     planned = bytes_sent(
@@ -64,7 +64,7 @@ def test_bytes_sent_equals_bytes_of_collectives(mode):
     assert forward == backward == planned
 
 
-def test_bytes_sent_chunkwise_long_document_is_less_than_headwise():
+def test_chunkwise_cp_sends_fewer_bytes_than_headwise_for_long_document():
     """A document of 256K tokens of the 9B on 16 ranks."""
     dims: Any = dict(l_value_heads=32, l_qkv=8192, l_value=4096, l_key_dim=128, l_value_dim=128, l_conv=4)
     layout, tokens = ParallelLayout(16, cp=16), 262_144 / 16

@@ -108,7 +108,7 @@ def test_plan_command_prints_first_two_and_last_of_16_pipeline_stages(capsys):
     assert len(json.loads(capsys.readouterr().out)["stages"]) == 16
 
 
-def test_plan_options_lower_or_raise_total_memory(capsys):
+def test_plan_command_options_change_total_memory_as_expected(capsys):
     _, plain = run(capsys, "--tp", "2")
     fewer = ("--recompute full", "--recompute selective --recompute-modules mlp", "--vision-recompute full", "--fsdp",
              "--kind peft", "--freeze language_model", "--cp 2")  # fmt: skip
@@ -183,13 +183,13 @@ RELEASE_NAMES = {
 
 
 @pytest.mark.parametrize(("size", "name"), [(size, name) for size, names in RELEASE_NAMES.items() for name in names])
-def test_preset_of_release_name_equals_preset_of_its_size(size, name):
+def test_preset_of_release_name_equals_preset_of_model_size(size, name):
     assert preset(f"Qwen/{name}") == preset(size)
     with pytest.raises(ValueError, match=rf"the nearest name whose dimensions are known is Qwen/{name}\Z"):
         preset(f"Qwen/{name}!")
 
 
-def test_preset_name_ignores_case_and_unknown_name_suggests_nearest():
+def test_preset_lookup_ignores_case_of_model_name():
     assert preset("30b-a3b") == preset("qwen/qwen3-vl-30b-a3b-instruct") == preset("30B-A3B")
     assert nearest_name("Qwen/Qwen3-VL-8B").endswith("is Qwen/Qwen3-VL-8B-Instruct")
     for other in ("Qwen/Qwen2.5-VL-7B", "Qwen/Qwen2.5-VL-7B-Instruct"):
@@ -198,7 +198,7 @@ def test_preset_name_ignores_case_and_unknown_name_suggests_nearest():
     assert nearest_name("me/mine") == nearest_name("27B-of-mine") == ""
 
 
-def test_plan_command_fails_for_unknown_hub_id_unless_hub_cache_has_config(capsys, tmp_path, monkeypatch):
+def test_plan_command_reads_config_of_unlisted_model_from_hub_cache(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     ask = ["--model", "Qwen/Qwen3.9-27B", "--gpus", "64", "--seq-length", "8192", "--max-patches", "8192"]
@@ -265,7 +265,7 @@ def sort_key(proposal) -> tuple:
 @pytest.mark.parametrize(
     ("size", "world", "seq_length"), [("8B", 16, 32768), ("30B-A3B", 16, 8192), ("235B-A22B", 128, 8192)]
 )
-def test_propose_returns_first_in_sort_order_of_all_layouts_that_fit(size, world, seq_length):
+def test_propose_returns_first_layouts_of_sorted_fitting_layouts(size, world, seq_length):
     """Each proposal also equals an estimate of all stages, although only some are estimated in the search."""
     config, gpu = presets.config_dict(size), GPUS["H100"]
     training = TrainingSettings(seq_length=seq_length, max_patches=4096, global_batch_size=256)
@@ -291,7 +291,7 @@ def test_plan_command_says_what_to_change_if_no_layout_fits(capsys):
 
 @pytest.mark.parametrize(("size", "world", "fixed"), [("8B", 2, {}), ("30B-A3B", 8, {"tp": 2})])
 @pytest.mark.parametrize("sharding", [Sharding.OPTIMIZER, Sharding.ALL])
-def test_propose_returns_smallest_layout_as_soon_as_memory_suffices(size, world, fixed, sharding):
+def test_propose_returns_smallest_layout_only_if_gpu_memory_suffices(size, world, fixed, sharding):
     dims = dimensions_of(presets.config_dict(size))
     training = TrainingSettings(seq_length=4096, max_patches=4096, sharding=sharding)
     none, smallest = propose(dims, world, replace(GPUS["H100"], memory_bytes=1), training, fixed=fixed)
@@ -322,7 +322,7 @@ def test_dist_train_vision_and_language_parameters_add_up_to_model(name):
     st.sampled_from(list(presets.PRESETS)), st.frozensets(st.sampled_from(list(Component)), max_size=2),
     st.sampled_from([Recompute(), FULL]), st.sampled_from([Recompute(), FULL]),
 )  # fmt: skip
-def test_dist_train_vision_and_language_memory_adds_up_to_one_rank(name, parts, recompute, vision_recompute):
+def test_dist_train_vision_and_language_memory_adds_up_to_full_model(name, parts, recompute, vision_recompute):
     config, sent = presets.config_dict(name), "sent between towers"
     training = replace(
         ROWS, global_batch_size=1, frozen=parts, recompute=recompute, vision_recompute=vision_recompute,
@@ -341,7 +341,7 @@ def test_dist_train_vision_and_language_memory_adds_up_to_one_rank(name, parts, 
 
 
 @pytest.mark.parametrize(("vision", "share"), [(1, 4), (2, 2), (4, 1), (8, 1 / 2)])
-def test_dist_train_vision_rank_memory_scales_with_number_of_served_replicas(vision, share):
+def test_dist_train_vision_memory_scales_with_language_replicas_served(vision, share):
     """Vision ranks hold one microbatch more than the first stage, unless the step has fewer."""
     dims = dimensions_of(presets.config_dict("2B"))
     equal, *_ = estimate(dims, ParallelLayout(8, pp=2), ROWS, vision_layout=ParallelLayout(4)).stages

@@ -270,7 +270,7 @@ def test_flops_of_frozen_language_model_have_no_weight_gradients():
     assert full.token_pair == forward.token_pair  # the indexer has no backward pass
 
 
-def test_planned_ngram_table_is_frozen_with_language_model():
+def test_planned_ngram_table_is_frozen_if_language_model_is_frozen():
     states = estimate_states(
         RELEASED, ONE, (only_chunk(RELEASED),), TrainingSettings(frozen=frozenset({Component.LANGUAGE_MODEL}))
     )

@@ -263,7 +263,7 @@ def test_dry_run_succeeds_if_excess_memory_is_within_estimation_error(capsys):
 
 
 @pytest.mark.usefixtures("no_groups")
-def test_dry_run_with_mixture_shows_validation_and_missing_paths(digits, capsys, tmp_path):
+def test_dry_run_with_mixture_names_all_missing_paths(digits, capsys, tmp_path):
     file = tmp_path / "mixture.yaml"
     sets = "".join(f"- {{path: {digits}, name: {name}, weight: 1}}\n" for name in "abcd")
     file.write_text(sets)

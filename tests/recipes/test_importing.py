@@ -34,7 +34,7 @@ print(json.dumps([[name for name in before if before[name] != after[name]], sort
 """
 
 
-def test_import_has_no_side_effects():
+def test_import_of_plugin_and_recipes_has_no_side_effects():
     environment = {name: value for name, value in os.environ.items() if not name.endswith("_ALLOC_CONF")}
     done = subprocess.run([sys.executable, "-c", IMPORTING], capture_output=True, text=True, env=environment)
     assert done.returncode == 0 and not done.stderr, done.stderr

@@ -50,7 +50,7 @@ def test_apply_copies_weight_decay_to_scheduler_unless_scheduler_is_overridden(c
 
 
 @pytest.mark.usefixtures("no_groups")
-def test_short_run_shortens_warmup_of_recipe_and_raises_for_warmup_of_user(cfg, caplog, tmp_path):
+def test_short_run_shortens_warmup_of_recipe_but_not_of_user_override(cfg, caplog, tmp_path):
     """A warm-up from the command line is never shortened; too long, it raises an error."""
     with caplog.at_level("INFO", logger="qwen3vl_bridge"):
         short = finalize_copy(overrides.apply(cfg, ["train.train_iters=40"]), 8)
@@ -69,7 +69,7 @@ def test_short_run_shortens_warmup_of_recipe_and_raises_for_warmup_of_user(cfg, 
         finalize_copy(given, 8)
 
 
-def test_apply_sets_settings_whose_value_is_none(cfg):
+def test_apply_overrides_settings_with_default_none(cfg):
     words = ["dataset.max_patches=4096", "optimizer_config_override_provider.vision_model_lr=1e-6"]
     words += ["train.exit_duration_in_mins=30", "logger.tensorboard_dir=/logs", "checkpoint.ckpt_step=3", "guard=null"]
     overrides.apply(cfg, words)

@@ -130,7 +130,7 @@ def test_finalized_recipe_has_settings_that_recipe_name_states(name):
 
 @pytest.mark.usefixtures("no_groups")
 @pytest.mark.parametrize("name", sorted(DIST_TRAIN))
-def test_dist_train_recipe_uses_all_gpus_and_raises_for_other_counts(name):
+def test_dist_train_recipe_raises_if_gpu_count_differs(name):
     recipe = find(name)
     cfg = finalize_copy(recipe(), recipe.gpus)
     split, replicas = cfg.model.dist_train, dist_train_replicas(cfg.model)
@@ -235,7 +235,7 @@ def test_stored_simulated_memory_of_recipes_matches_planned_memory():
 
 
 @pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn is installed")
-def test_flash_attn_stub_imports_and_returns_right_shapes(tmp_path, monkeypatch):
+def test_flash_attn_stub_returns_tensors_with_right_shapes(tmp_path, monkeypatch):
     """Transformer Engine finds and imports the stub."""
     monkeypatch.syspath_prepend(flash_attn_shapes.provide(tmp_path))
     assert importlib.metadata.version("flash-attn") == flash_attn_shapes.VERSION

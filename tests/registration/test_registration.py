@@ -167,7 +167,7 @@ def test_replacement_adam_steps_equal_torch_adam_bit_exactly(decoupled):
     assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-def test_replacement_adam_state_has_format_of_fused_adam_and_resumes():
+def test_replacement_adam_state_has_format_of_fused_adam():
     """Steps are counted by group, every parameter has moments, and another instance resumes from the state."""
     parameters = [torch.nn.Parameter(torch.randn(4)) for _ in range(3)]
     adam = Adam([dict(params=parameters[:2]), dict(params=[]), dict(params=parameters[2:])], **SETTINGS)
@@ -246,7 +246,7 @@ def test_megatron_modules_without_cuda_create_cuda_tensors_on_cpu():
 
 
 @without_cuda
-def test_torch_outside_megatron_modules_still_raises_without_cuda():
+def test_cuda_calls_outside_megatron_modules_raise_without_cuda():
     assert torch.zeros(1).type() == "torch.FloatTensor"
     for attempt in (lambda: torch.zeros(1, device="cuda"), lambda: torch.zeros(1).cuda(), torch.cuda.current_device):
         with pytest.raises((RuntimeError, AssertionError)):
@@ -390,7 +390,7 @@ def test_gloo_group_in_forked_process_starts_new_thread():
     del group
 
 
-def test_import_stand_ins_restore_modules_that_existed_before(monkeypatch):
+def test_import_stand_ins_restore_previously_imported_modules(monkeypatch):
     stub = ModuleType("transformer_engine")
     monkeypatch.setitem(sys.modules, "transformer_engine", stub)
     with import_hook._stand_ins("transformer_engine", "transformer_engine.pytorch"):

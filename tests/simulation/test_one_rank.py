@@ -161,7 +161,7 @@ def test_full_row_for_sparse_attention_has_segment_longer_than_budget(length, lo
     assert max(one_rank.full_row(dry_run.finalize_copy(cfg, 8)).layout.lengths) == longest
 
 
-def test_largest_row_returns_packed_row_of_data_with_most_patches(tmp_path):
+def test_largest_row_returns_data_row_with_most_patches(tmp_path):
     make_rows(tmp_path)
     cfg = set_paths(qwen3_vl_8b_peft_config(), hf_path=tmp_path / "model", data_path=tmp_path)
     cfg.dataset.seq_length = 64
@@ -181,7 +181,7 @@ SIZES = dict(
     (dict(hc_count=4), (16, 1, 32)),
     (dict(hc_count=4, trains_mtp=True), (16, 1, 40)),  # next tokens beside streams
 ])  # fmt: skip
-def test_assume_lengths_gives_shape_of_tensors_between_stages(monkeypatch, settings, shape):
+def test_assume_lengths_sets_tensor_shape_between_pipeline_stages(monkeypatch, settings, shape):
     seen = []
     monkeypatch.setattr(one_rank.simulated_gpu, "receive_shape", seen.append)
     monkeypatch.setattr(one_rank.NgramEmbedding, "exchanged_tokens", None)  # put back after the test
@@ -189,7 +189,7 @@ def test_assume_lengths_gives_shape_of_tensors_between_stages(monkeypatch, setti
     assert seen == [shape]
 
 
-def test_simulate_rank_raises_if_lengths_vary_and_model_uses_deepstack(tmp_path):
+def test_simulate_rank_raises_for_deepstack_with_variable_seq_lengths(tmp_path):
     cfg = qwen3_vl_8b_peft_config()
     cfg.model.variable_seq_lengths = True
     with pytest.raises(ValueError, match="how many DeepStack features"):

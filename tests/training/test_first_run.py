@@ -47,7 +47,7 @@ class Limit(Callback):
     ("train.max_steps", "train.train_iters"), ("peft.target_module", "peft.target_modules"),
     ("chekpoint", "checkpoint.*"), ("train.gibberish", "train.*"), ("dataset.vision.max_pixel", "dataset.vision.*"),
 ])  # fmt: skip
-def test_run_raises_and_suggests_name_if_script_assigns_unknown_setting(name, meant, tmp_path):
+def test_run_error_suggests_name_if_script_assigns_unknown_setting(name, meant, tmp_path):
     cfg = qwen3vl_recipes.qwen3_vl_2b_peft_config()
     (tmp_path / "train.jsonl").touch()
     cfg.dataset.path = cfg.checkpoint.pretrained_checkpoint = str(tmp_path)

@@ -198,7 +198,7 @@ def test_resume_raises_if_data_seed_differs(unbroken_run, inputs, tmp_path):
         train(again)
 
 
-def test_resume_raises_if_schedule_differs_without_override(unbroken_run, inputs, tmp_path):
+def test_resume_raises_if_lr_schedule_differs_from_checkpoint(unbroken_run, inputs, tmp_path):
     make, log, save = unbroken_run
     shutil.copytree(save, tmp_path, dirs_exist_ok=True)
     said = r"train.train_iters \(or .*\) is 7, the checkpoint has 6, in steps of \d rows; set scheduler.override"
@@ -341,7 +341,7 @@ def take_steps(run: Run) -> None:
             train_step(run)
 
 
-def test_resumed_run_copies_batch_rows_after_last_step_to_gpu(inputs, tmp_path: Path, copied):
+def test_resumed_run_reads_rows_that_follow_last_step(inputs, tmp_path: Path, copied):
     rows = replicated(inputs, None).train.global_batch_size
     whole = replicated(inputs, None).dataset.stream("train")
     expected = [next(whole).input_ids for _ in range(2 * STEPS * rows)]
@@ -462,7 +462,7 @@ def test_run_raises_at_start_if_host_memory_does_not_suffice_to_save(inputs, mon
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_check_rows_raises_if_pipeline_stages_expect_another_batch_shape(untied_folder, packed):
+def test_check_rows_raises_if_batch_shape_misfits_pipeline_stages(untied_folder, packed):
     config = AutoConfig.from_pretrained(untied_folder)
     batch = make_batch(make_samples("video", config, seed=0), config, packed=packed)
     rows, tokens = batch.input_ids.shape

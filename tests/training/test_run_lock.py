@@ -62,7 +62,7 @@ def holder(tmp_path):
     process.communicate()
 
 
-def test_run_lock_second_process_raises(holder, tmp_path):
+def test_run_lock_raises_if_held_by_running_process(holder, tmp_path):
     before = (tmp_path / FILE).read_text()
     with pytest.raises(FolderInUseError, match=rf"process {holder.pid} on \S+ \(started 2.*Slurm job 77.*is running"):
         lock_folder(tmp_path)
@@ -136,7 +136,7 @@ def on_another_node(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_run_lock_raises_if_different_node_renews_it(on_another_node):
+def test_run_lock_renewed_by_process_on_different_node_raises(on_another_node):
     timer = threading.Timer(0.5, os.utime, [on_another_node / FILE])
     timer.start()
     with pytest.raises(FolderInUseError, match=r"on node7 .*: it renewed its lock just now"):
@@ -145,7 +145,7 @@ def test_run_lock_raises_if_different_node_renews_it(on_another_node):
 
 
 @pytest.mark.parametrize("content", [None, ""])
-def test_run_lock_is_taken_over_if_different_node_does_not_renew_it(content, on_another_node, caplog):
+def test_run_lock_not_renewed_by_different_node_is_taken_over(content, on_another_node, caplog):
     if content is not None:  # the node failed before the holder was written
         (on_another_node / FILE).write_text(content)
     begun = time.monotonic()

@@ -64,7 +64,7 @@ def check_names(checks: Iterable[Check], settings: Any) -> int:
 
 
 @pytest.mark.parametrize(("family", "size"), MODELS)
-def test_provider_has_every_setting_that_model_checks_name(family, size):
+def test_provider_has_every_setting_named_in_model_checks(family, size):
     config = registry.family(family).presets.hf_config(size)
     provider = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
     kind = model_validation.MOE if isinstance(provider, ExpertsMixin) else model_validation.DENSE
@@ -78,7 +78,7 @@ def test_provider_has_every_setting_that_model_checks_name(family, size):
     assert check_names((*checks, *model_validation.ON_TRAIN), provider) > 190
 
 
-def test_run_config_has_every_setting_that_run_checks_name():
+def test_run_config_has_every_setting_named_in_run_checks():
     cfg = qwen3_vl_2b_sft_config()
     cfg.straggler, cfg.inprocess_restart = StragglerDetectionConfig(), InProcessRestartConfig()
     cfg.comm_overlap, cfg.mixed_precision = CommOverlapConfig(tp_comm_overlap=False), MixedPrecisionConfig()
@@ -96,6 +96,6 @@ def test_check_names_fails_with_name_of_setting_missing_in_megatron():
         check_names([row], provider)
 
 
-def test_checks_name_every_setting_that_only_some_releases_have():
+def test_setting_checks_include_settings_missing_in_some_releases():
     names = set(names_in((*model_validation.MOE, *model_validation.BEFORE_FINALIZE, *run_validation.AFTER_VALIDATE)))
     assert IN_SOME_RELEASES.keys() <= names

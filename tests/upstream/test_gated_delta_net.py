@@ -44,7 +44,7 @@ def test_split_tensor_factory_has_expected_parameters():
     CONTRACT.mentions(f"{GDN}.common", "_GDNBase.sharded_state_dict", "_split_tensor_factory")
 
 
-def test_gated_delta_net_functions_of_generation_have_expected_parameters():
+def test_gated_delta_net_generation_functions_have_expected_parameters():
     CONTRACT.takes(
         f"{GDN}.common", "_GDNBase._prepare_input_for_gated_delta_rule",
         "self", "qkv", "gate", "batch", "seq_len", "*gate_feats",

@@ -17,7 +17,7 @@ def test_column_parallel_linear_reads_gradient_fusion_flag():
 
 
 @pytest.mark.parametrize("available", [True, False])
-def test_output_layer_fuses_returns_megatron_core_fusion_flag(available, monkeypatch):
+def test_output_layer_fuses_function_returns_megatron_core_flag(available, monkeypatch):
     from qwen3vl_bridge.upstream.weight_gradients import output_layer_fuses
 
     monkeypatch.setattr(f"{LAYERS}._grad_accum_fusion_available", available)

@@ -82,7 +82,7 @@ def test_import_with_unwritable_stdout_keeps_converted_checkpoint(full, untied_f
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", pytest.param("import", marks=pytest.mark.slow)])
-def test_convert_commands_that_only_print_exit_with_code_2_if_stdout_is_full(
+def test_read_only_convert_commands_exit_with_code_2_if_stdout_is_full(
     command, full, imported, untied_folder, tmp_path
 ):
     arguments = {
@@ -177,7 +177,7 @@ def test_import_by_two_processes_writes_same_bytes_as_one_process(moe_folder, tm
     assert found.returncode and found.stderr.count("error: ") == 1 and "exists already" in found.stderr
 
 
-def test_convert_with_strict_false_ignores_unexpected_but_not_missing_tensors(tmp_path, untied_folder, imported):
+def test_convert_with_strict_false_ignores_unexpected_tensors(tmp_path, untied_folder, imported):
     folder = model_with(tmp_path / "model", untied_folder, CHANGES["extra"])
     with pytest.raises(CheckpointError, match="1 unexpected"):
         import_checkpoint(folder, tmp_path / "megatron")
@@ -215,7 +215,7 @@ def test_convert_of_model_with_remote_code_requires_trust_remote_code(capsys, tm
     ({"text_config": {"_target_": "os.system", "_args_": ["true"]}}, "the key '_target_'"),
     ({"note": [{"deep": "${oc.env:HOME}"}]}, "would replace"),
 ])  # fmt: skip
-def test_import_raises_if_config_json_has_target_key_or_interpolation(capsys, tmp_path, untied_folder, change, part):
+def test_import_raises_if_config_json_has_hydra_target_or_interpolation(capsys, tmp_path, untied_folder, change, part):
     folder = model_with_config(tmp_path / "model", untied_folder, change)
     expect_error(capsys, importing(folder, tmp_path), "config.json", part)
 

@@ -203,7 +203,7 @@ def test_overwrite_replaces_earlier_conversion(ckpt_format, tmp_path, tied_folde
     assert not list((tmp_path / "hf").glob("model-*"))
 
 
-def test_overwrite_raises_if_result_is_of_other_kind_or_lacks_file_digests(tmp_path, imported):
+def test_overwrite_raises_if_manifest_lacks_digests_or_kind_differs(tmp_path, imported):
     export_checkpoint(imported, tmp_path / "hf")
     EarlierResult(".", "huggingface").check(tmp_path / "hf")
     with pytest.raises(CheckpointError, match="conversion of this kind"):

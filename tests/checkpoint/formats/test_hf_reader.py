@@ -112,7 +112,7 @@ class Hostile:
 @pytest.mark.parametrize("value", [
     Hostile(), {"x": Hostile()}, print, os.system, eval, [1, {2: (3, 4)}], None, torch.nn.Linear(1, 1), ValueError("x"),
 ])  # fmt: skip
-def test_read_metadata_runs_no_code_and_raises_if_pickle_has_unexpected_object(value, folder, tmp_path, monkeypatch):
+def test_read_metadata_raises_without_running_code_of_unexpected_pickle(value, folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (folder / ".metadata").write_bytes(pickle.dumps(value))
     with pytest.raises(CheckpointError):
@@ -151,7 +151,7 @@ def test_find_payload_raises_if_tensor_in_distcp_file_is_compressed(tmp_path):
 
 
 @pytest.mark.parametrize("value", [Hostile(), 3])
-def test_find_payload_runs_no_code_and_raises_if_pickle_is_not_a_tensor(value, tmp_path, monkeypatch):
+def test_find_payload_raises_without_running_code_of_non_tensor_pickle(value, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save(value, tmp_path / "item")
     with pytest.raises(CheckpointError, match=f"{tmp_path}/item, a: the item at byte 0 cannot be read: "):

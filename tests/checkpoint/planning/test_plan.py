@@ -93,7 +93,7 @@ def test_prove_raises_if_plan_skips_or_repeats_elements(plan, message):
         prove(plan, specs({"a": (4,)}), {"out": (4,)})
 
 
-def test_prove_raises_if_plan_leaves_source_elements_unread_except_padding():
+def test_prove_raises_if_plan_leaves_non_padding_elements_unread():
     prove(tasks(("a", 0, 4)), specs({"a": (4,)}), {"out": (4,)})
     prove(tasks(TURNED.cut(2, 2), TURNED.cut(0, 2)), specs({"a": (4,)}), {"out": (4,)})
     prove(tasks(("a", 0, 4), ZeroSlice(2), shape=(6,)), specs({"a": (4,)}), {"out": (6,)}, padded={"out"})
@@ -104,7 +104,7 @@ def test_prove_raises_if_plan_leaves_source_elements_unread_except_padding():
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
 @pytest.mark.parametrize("shape", [(), (7,), (1, 9), (24, 10), (25, 3, 2), (8, 1000)])
-def test_split_into_chunks_covers_tensor_and_cuts_at_owner_boundaries_if_large(shape, parts):
+def test_split_into_chunks_cuts_large_tensor_at_owner_boundaries(shape, parts):
     spec = TensorSpec("x", "bfloat16", shape)
     rows = shape[0] if shape else 1
     held = [OwnedRows(i * rows // parts, (i,)) for i in range(parts)] if rows >= parts else [OwnedRows(0, (0,))]
@@ -143,7 +143,7 @@ def test_topology_check_raises_if_parallel_sizes_are_invalid(size, sizes, messag
         Topology(**sizes).check(dimensions_of(config_dict(size)), stages=True)
 
 
-def test_topology_check_raises_if_tp_is_no_multiple_or_divisor_of_query_groups():
+def test_topology_check_raises_if_tp_and_query_groups_are_indivisible():
     config = config_dict("32B")
     config["text_config"] |= {"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 96}
     config["vision_config"] |= {"num_heads": 12, "hidden_size": 96, "intermediate_size": 96}

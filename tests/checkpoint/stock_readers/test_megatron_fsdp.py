@@ -216,7 +216,7 @@ def check_reads(anyhow: list[list[int]], stated: list[list[int]]) -> None:
         assert opened <= 0.9 * opened_before, (opened, opened_before)  # found: 29 of 34, and 25 of 33
 
 
-def test_megatron_fsdp_loads_imported_checkpoint_and_export_reads_its_save(
+def test_imported_checkpoint_loads_in_megatron_fsdp_with_same_tensors(
     untied_folder, tied_folder, moe_folders, tmp_path, monkeypatch
 ):
     sources = {"untied": untied_folder, "tied": tied_folder, "moe": moe_folders[ExpertLayout.INPUT_MAJOR]}

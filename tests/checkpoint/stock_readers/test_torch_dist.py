@@ -82,7 +82,7 @@ def load(hf_folder: Path, folder: Path, settings: dict[str, Any], save_to: Path 
 
 
 @pytest.mark.slow
-def test_megatron_core_loads_imported_checkpoint_and_export_reads_its_save(
+def test_imported_checkpoint_loads_in_megatron_core_with_same_tensors(
     untied_folder, tied_folder, moe_folders, all_moe_folder, tmp_path
 ):
     released = moe_folders[ExpertLayout.INPUT_MAJOR]

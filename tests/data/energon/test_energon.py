@@ -104,7 +104,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("parts", "problem"), BAD)
-def test_energon_raises_or_drops_bad_sample_as_on_bad_says(make, tmp_path, caplog, parts, problem):
+def test_energon_bad_sample_raises_or_is_dropped_with_on_bad_drop(make, tmp_path, caplog, parts, problem):
     folder = write_folder(tmp_path / "wds", train=[[("good", {"json": {"messages": ASKED}}), ("bad", parts)]])
     with pytest.raises(DataError, match=rf"^train-0.tar:bad: .*{problem}"):
         list(islice(make(folder, pack=False).stream("train"), 2))
@@ -114,7 +114,7 @@ def test_energon_raises_or_drops_bad_sample_as_on_bad_says(make, tmp_path, caplo
 
 
 @pytest.mark.parametrize("pack", [True, False])
-def test_energon_raises_or_excludes_truncated_image_from_loss(make, tmp_path, caplog, pack):
+def test_energon_truncated_image_raises_or_is_dropped_with_on_bad_drop(make, tmp_path, caplog, pack):
     whole = picture(tmp_path / "a.jpg", 96, 96).read_bytes()
     broken = {"jpg": whole[: len(whole) // 2], "json": {"messages": ask({"type": "image", "image": "jpg"})}}
     folder = write_folder(tmp_path / "wds", train=[[("good", {"json": {"messages": ASKED}}), ("bad", broken)]])
@@ -138,7 +138,7 @@ def test_energon_raises_if_all_samples_are_dropped(make, tmp_path):
         next(make(folder, on_bad="drop").stream("train"))
 
 
-def test_energon_renamed_columns_give_same_batch(make, files, samples, tmp_path):
+def test_energon_columns_setting_reads_renamed_columns(make, files, samples, tmp_path):
     ours = dict(samples)["image"] | {"json": {"question": "Which digit?", "answer": "Seven.", "image": "png"}}
     theirs = ours | {"json": {"q": "Which digit?", "label": ["Seven."], "img": "png"}}
     rows = []
@@ -157,7 +157,7 @@ def test_energon_renamed_columns_give_same_batch(make, files, samples, tmp_path)
 @pytest.mark.parametrize(("record", "setting", "time"), [
     ({"sample_fps": ["4"]}, None, "0.1"), ({"sample_fps": ["4"]}, 1.0, "0.1"), ({}, 1.0, "0.5"),
 ])  # fmt: skip
-def test_energon_sample_fps_of_record_overrides_setting(make, files, encoder, tmp_path, record, setting, time):
+def test_energon_record_sample_fps_overrides_dataset_setting(make, files, encoder, tmp_path, record, setting, time):
     chat = {"messages": [{"role": "user", "content": "<video>Which?"}, {"role": "assistant", "content": "Seven."}]}
     parts = {"json": chat | {"videos": [["0.png", "0.png"]]} | record, "0.png": files["0.png"]}
     folder = write_folder(tmp_path / "wds", train=[[("a", parts)]])

@@ -159,7 +159,7 @@ def test_energon_evaluation_reads_requested_split(make, folder):
         provider.evaluation("val")
 
 
-def test_energon_evaluation_raises_or_excludes_bad_sample_from_loss(make, tmp_path):
+def test_energon_evaluation_with_on_bad_drop_skips_loss_of_bad_sample(make, tmp_path):
     whole = picture(tmp_path / "a.jpg", 96, 96).read_bytes()
     bad = {"json": {"messages": ask({"type": "image", "image": "jpg"})}, "jpg": whole[: len(whole) // 2]}
     good = {"json": {"messages": ASKED}}

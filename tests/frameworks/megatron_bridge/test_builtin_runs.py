@@ -51,7 +51,7 @@ def test_megatron_bridge_qwen3_vl_differs_from_transformers_only_in_merger_gelu(
     assert theirs() <= limit
 
 
-def test_our_routers_get_padding_mask_and_megatron_bridge_routers_do_not(moe_folder, tmp_path):
+def test_routers_get_padding_mask_unlike_megatron_bridge_routers(moe_folder, tmp_path):
     """The same rows with padding on the right: which tokens every router is told to leave out."""
     folder = rewrite(
         make_experts_everywhere(moe_folder, tmp_path / "all"), tmp_path / "released", ExpertLayout.INPUT_MAJOR
@@ -71,7 +71,7 @@ def test_our_routers_get_padding_mask_and_megatron_bridge_routers_do_not(moe_fol
     assert theirs and all(value is None for given in theirs for value in given)
 
 
-def test_video_timestamps_span_whole_video_unlike_those_of_megatron_bridge(untied_folder, tmp_path):
+def test_video_timestamps_span_full_video_unlike_megatron_bridge(untied_folder, tmp_path):
     """46 frames, two a second: 23 seconds."""
     names = [f"{number}.png" for number in range(46)]
     for number, name in enumerate(names):

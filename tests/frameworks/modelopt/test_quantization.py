@@ -175,7 +175,7 @@ def prefill(model: nn.Module, sample: Sample) -> None:
     )
 
 
-def test_quantization_scales_are_equal_with_quantize_vlm_calls_and_our_batches(untied_folder):
+def test_quantization_with_quantize_vlm_calls_gives_equal_scales(untied_folder):
     one, other = (make_pair(untied_folder) for _ in range(2))
     samples = make_samples("many images", one.config, seed=1)
     with torch.no_grad():

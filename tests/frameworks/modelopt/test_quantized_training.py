@@ -152,7 +152,7 @@ def larger(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     "distils", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["alone", "from a teacher"]
 )
-def test_resumed_quantized_run_equals_uninterrupted_and_exports_its_weights(inputs, floats, larger, tmp_path, distils):
+def test_resumed_quantized_run_equals_uninterrupted_run(inputs, floats, larger, tmp_path, distils):
     teacher = larger if distils else None
     whole = train(training(inputs, floats, tmp_path / "whole", teacher))
     first = train(training(inputs, floats, tmp_path / "halves", teacher), stop_after=3)
@@ -175,7 +175,7 @@ def test_resumed_quantized_run_equals_uninterrupted_and_exports_its_weights(inpu
     torch.testing.assert_close(weight.float() * scale, trained, rtol=2**-4, atol=scale.item() * 2**-9)
 
 
-def test_adapter_run_on_quantized_checkpoint_starts_at_its_loss_and_resumes(inputs, floats, tmp_path):
+def test_adapter_run_on_quantized_checkpoint_starts_at_quantized_loss(inputs, floats, tmp_path):
     """They begin with what it computes, and go on where they stopped."""
     often = dict(train__train_iters=2, logger__log_interval=1, checkpoint__save_interval=1, validation__eval_interval=0)
 
@@ -199,7 +199,7 @@ def test_quantized_training_raises_if_checkpoint_is_not_quantized(inputs):
             train(training(inputs, folder, None))
 
 
-def test_quantized_training_raises_if_checkpoint_has_more_layers(inputs, floats):
+def test_quantized_run_raises_if_checkpoint_has_more_layers_than_model(inputs, floats):
     """Megatron-Bridge would train without them."""
     cfg = training(inputs, floats, None)
     cfg.model.num_layers -= 1
@@ -207,7 +207,7 @@ def test_quantized_training_raises_if_checkpoint_has_more_layers(inputs, floats)
         train(cfg)
 
 
-def test_run_and_export_raise_if_they_would_drop_quantization_scales(inputs, floats, tmp_path):
+def test_run_and_export_raise_if_quantization_scales_would_be_lost(inputs, floats, tmp_path):
     """A run that does not restore the scales, and our export, would lose them."""
     with pytest.raises(CheckpointError, match="ModelOpt quantized it"):
         train(training(inputs, floats, None, model__restore_modelopt_state=False))
@@ -231,7 +231,7 @@ def allowed_but_for(monkeypatch, cfg: Any, says: str) -> Iterator[None]:
 SHORT = dict(train__train_iters=2, checkpoint__save_interval=2)
 
 
-def test_quantized_fsdp_run_is_rejected_since_its_checkpoint_lacks_quantizers(inputs, floats, tmp_path, monkeypatch):
+def test_checkpoint_of_quantized_fsdp_run_lacks_quantizer_state(inputs, floats, tmp_path, monkeypatch):
     start = dict(checkpoint__pretrained_checkpoint=str(floats), model__restore_modelopt_state=True)
     cfg = sharded(inputs, tmp_path, **start, **SHORT)
     with allowed_but_for(monkeypatch, cfg, "its checkpoints have no quantizers"):

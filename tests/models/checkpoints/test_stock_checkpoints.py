@@ -117,7 +117,7 @@ def test_export_of_megatron_bridge_checkpoint_restores_hf_tensors(kind, sources,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_conversion_raises_if_config_json_describes_another_model(kind, sources, checkpoints, tmp_path):
+def test_conversion_raises_if_config_json_differs_from_run_config(kind, sources, checkpoints, tmp_path):
     """The other model has the same shapes: as many heads of another width, or another rotary base."""
     model = shutil.copytree(sources[kind], tmp_path / "model")
     config = json.loads((model / "config.json").read_text())

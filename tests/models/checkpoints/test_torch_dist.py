@@ -155,7 +155,7 @@ def test_sharded_state_dict_of_vision_tower_matches_megatron_bridge(folders, met
     assert shapes(tower.sharded_state_dict("decoder.", (), dict(metadata))) == theirs
 
 
-def test_sharded_state_dict_names_norms_as_transformer_engine_layer_spec(folders):
+def test_sharded_state_dict_has_norm_names_of_transformer_engine_spec(folders):
     """There the norm before a dense MLP belongs to its first linear layer, and the norm before experts is a module."""
     fused, own = "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"
     names = {kind: shapes(sharded(*build(folders[kind]))) for kind in ("untied", "mixed", "experts")}

@@ -152,7 +152,7 @@ TEXT = torch.tensor([[11, 12, 13, 14, 15, 16], [21, 22, 23, 24, 25, 26]])
     dict(input_ids=TEXT.view(1, 12), packed_seq_params=packed_params([0, 6, 12])),
     dict(input_ids=TEXT.view(1, 12), packed_seq_params=packed_params([0, 4, 10], [0, 6, 12])),
 ], ids=["rows", "left", "right", "rows packed", "rows packed and padded", "flat", "flat and padded"])  # fmt: skip
-def test_every_parameter_gets_gradient_from_text_only_batch_in_every_format(pair, given):
+def test_text_only_batch_of_any_format_gives_every_parameter_gradient(pair, given):
     """Without images no layer gets DeepStack features, but every parameter gets a gradient."""
     pair.megatron.zero_grad()
     features = []
@@ -171,7 +171,7 @@ def test_every_parameter_gets_gradient_from_text_only_batch_in_every_format(pair
     assert not any(p.grad.any() for p in pair.megatron.vision_model.parameters())
 
 
-def test_forward_with_inference_context_raises_for_wrong_step(pair):
+def test_forward_with_inference_context_raises_for_invalid_arguments(pair):
     context = StaticInferenceContext(2, 8)
     more = dict(inference_context=context, runtime_gather_output=True, position_ids=torch.arange(6).expand(2, 6))
     for _ in range(2):  # Megatron-Bridge's inference wrapper passes all tokens again for each new token
@@ -213,7 +213,7 @@ def test_forward_of_padded_rows_with_packed_seq_params_returns_packed_logits(pai
     assert (unpack(losses, lengths, padded) - wanted).abs().max() <= LOGITS
 
 
-def test_logits_of_padded_rows_with_packed_seq_params_only_match_transformers(pair):
+def test_logits_with_packed_seq_params_and_no_mask_match_transformers(pair):
     """Without a mask, the offsets determine the real tokens of rows padded on the right."""
     rows = rows_of(pair, "right")
     params = packed_params(offsets(rows.lengths))

@@ -204,7 +204,7 @@ def test_context_parallel_slices_with_equal_or_repeated_tokens_are_gathered(prov
     assert [inputs.input_ids.tolist() for inputs in found] == [[one], [other]]
 
 
-def test_every_context_parallel_rank_needs_pixels_if_one_slice_has_image_tokens(provider, config, monkeypatch):
+def test_every_cp_rank_raises_if_one_rank_omits_pixels_of_full_row(provider, config, monkeypatch):
     """All ranks must pass the images of the full row; if one rank omits them, all raise."""
     ids = torch.full((1, 16), 5)
     ids[0, 1:3] = torch.tensor([config.vision_start_token_id, config.image_token_id])
@@ -226,7 +226,7 @@ ROUNDED_UP = dict(attention_mask=torch.ones(1, 8).bool(), packed_seq_params=pack
 
 
 @pytest.mark.parametrize("ids", [IDS, IDS * 0 + 7], ids=["text", "one token over and over"])
-def test_full_row_is_not_gathered_if_it_is_as_long_as_a_slice(provider, monkeypatch, ids):
+def test_full_row_as_long_as_a_slice_is_not_gathered(provider, monkeypatch, ids):
     found = Ranks(2, monkeypatch).inputs(provider, lambda rank: dict(ROUNDED_UP, input_ids=ids))
     for rank, inputs in enumerate(found):
         row = torch.nn.functional.pad(ids, (0, 8), value=inputs.input_ids[0, -1] if rank else 0)
@@ -235,7 +235,7 @@ def test_full_row_is_not_gathered_if_it_is_as_long_as_a_slice(provider, monkeypa
         assert torch.equal(inputs.input_ids[kept], share_of(row, (16,), 2, rank)[kept])
 
 
-def test_labels_sliced_for_rank_are_kept_if_input_ids_are_full_row(provider, monkeypatch):
+def test_sliced_labels_are_kept_if_input_ids_are_full_row(provider, monkeypatch):
     """Verl's fused kernels pass full rows and sliced labels: only the labels differ between ranks."""
     labels = torch.arange(1, 17)[None]
     found = Ranks(2, monkeypatch).inputs(

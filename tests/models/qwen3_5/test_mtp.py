@@ -88,7 +88,7 @@ def test_mtp_treats_labels_of_minus_100_like_loss_mask_of_0(pair, packed):
     assert ignored.labels.min() >= 0
 
 
-def test_load_weights_raises_if_checkpoint_has_no_mtp(qwen3_5_folders, tmp_path):
+def test_load_weights_raises_if_checkpoint_lacks_mtp_weights(qwen3_5_folders, tmp_path):
     shutil.copytree(qwen3_5_folders["dense"], without := tmp_path / "without")
     tensors = load_file(without / "model.safetensors")
     left = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}

@@ -90,7 +90,7 @@ def folders(both, tmp_path_factory):
     return with_references(both, tmp_path_factory.mktemp("references"), **MATRIX.settings)
 
 
-def test_qwen3_5_on_two_ranks_trains_as_transformers_in_one_process(both, tmp_path):
+def test_qwen3_5_training_on_two_ranks_matches_transformers(both, tmp_path):
     chosen = [("MoE", split, "mixed", "packed") for split in ("TP2+SP+EP2", "CP2+EP2", "PP2")]
     references = with_references({"MoE": both["MoE"]}, tmp_path, ["mixed"], **MATRIX.settings)
     check_matrix(chosen, *references, ranks=2)
@@ -98,7 +98,7 @@ def test_qwen3_5_on_two_ranks_trains_as_transformers_in_one_process(both, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_qwen3_5_combined_parallelism_trains_as_transformers_in_one_process(folders, ranks):
+def test_qwen3_5_with_combined_parallelism_matches_transformers(folders, ranks):
     chosen = [case for case in some_cases(ranks, each=1, both=False) if case[1] not in MATRIX.refused]
     check_matrix(chosen, *folders, ranks)
 

@@ -72,7 +72,7 @@ def test_plan_counts_mtp_training_memory_on_last_pipeline_stage():
     assert "multi-token prediction" not in kept.peak.activations
 
 
-def test_plan_command_rejects_mtp_for_qwen3_vl_and_unsupported_recompute(capsys):
+def test_plan_command_rejects_mtp_option_for_model_without_mtp(capsys):
     run = ["--gpus", "8", "--tp", "2", "--mtp"]
     assert main(["--model", "8B", *run]) == 2
     assert "this model has no multi-token prediction to train" in capsys.readouterr().err
@@ -112,7 +112,7 @@ def test_plan_command_rejects_separate_vision_ranks_for_qwen3_5(capsys):
         assert "qwen3_5 does not support separate vision ranks" in capsys.readouterr().err
 
 
-def test_planned_activations_divide_by_tensor_and_context_parallel_sizes():
+def test_planned_activations_are_divided_by_tp_and_cp_sizes():
     config, rows = config_dict("9B"), TrainingSettings(seq_length=32768, max_patches=0, loss_chunk_tokens=0)
 
     def kept(**sizes) -> float:

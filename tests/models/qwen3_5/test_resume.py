@@ -81,7 +81,7 @@ def test_resume_that_starts_training_mtp_raises_unless_load_optim_is_false(make,
 
 
 @pytest.mark.parametrize("change", [(0.0, 0.1), (0.1, 0.0)])
-def test_resume_raises_if_mtp_training_changes_and_optimizer_state_is_by_index(change, inputs, tmp_path):
+def test_resume_with_optimizer_state_by_index_raises_if_mtp_changes(change, inputs, tmp_path):
     before, after = change
     step(run(replicated, inputs, tmp_path / "before", **{FACTOR: before}, **NUMBERED))
     with pytest.raises(

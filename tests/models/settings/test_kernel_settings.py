@@ -307,7 +307,7 @@ def test_model_with_invalid_training_settings_raises_in_first_training_step(firs
     assert first_of_two.train()(ids).requires_grad
 
 
-def test_model_checks_settings_once_per_mode_and_again_after_change(pair, monkeypatch):
+def test_forward_checks_settings_again_only_after_a_setting_changes(pair, monkeypatch):
     """Settings are not checked in every forward pass, but again after a change."""
     ids, checked = torch.arange(8)[None], []
     monkeypatch.setattr("qwen3vl_bridge.models.common.model.run_checks", lambda checks, _: checked.append(checks))
@@ -322,7 +322,7 @@ def test_model_checks_settings_once_per_mode_and_again_after_change(pair, monkey
     assert checked == [ON_TRAIN, ON_FORWARD, ON_TRAIN]
 
 
-def test_provider_attribute_changes_counts_assignments_of_public_settings():
+def test_provider_changes_attribute_counts_assignments_of_settings():
     provider = Qwen3VLModelProvider()
     before = provider.changes
     provider._private, _ = 1, provider.hidden_size
@@ -463,7 +463,7 @@ def test_no_code_reads_run_settings_listed_as_ignored():
 
 
 @pytest.mark.parametrize("off", [None, False, 0, 0.0, "", []])
-def test_finalize_accepts_every_off_value_of_ignored_setting(off):
+def test_finalize_accepts_falsy_values_of_ignored_settings(off):
     """ms-swift sets dsa_indexer_loss_coeff to 0.0 where megatron-core has None."""
     fields = Qwen3VLModelProvider.__dataclass_fields__
     names = [

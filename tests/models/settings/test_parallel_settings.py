@@ -324,7 +324,7 @@ def test_finalize_turns_on_sequence_parallel_for_moe_with_tensor_parallelism(siz
     assert ("sequence_parallel is set to True" in caplog.text) is turned_on
 
 
-def test_check_world_raises_if_process_count_is_not_divisible():
+def test_check_world_raises_if_parallel_sizes_do_not_divide_world_size():
     provider = provider_of(DENSE, SP2 | PP2)
     check_world(provider, 8)
     for world, words in ((1, "1 process,"), (6, "6 processes,")):
@@ -358,7 +358,7 @@ def test_vision_tp_size_equals_language_tp_size_without_separate_vision_ranks():
 
 
 @given(few=st.integers(1, 8), times=st.integers(1, 8), more_vision=st.booleans())
-def test_vision_replicas_encode_each_share_of_every_language_replica_once(few, times, more_vision):
+def test_each_language_replica_share_is_encoded_by_one_vision_replica(few, times, more_vision):
     """Neighboring replicas are paired in their order, as in megatron-core."""
     vision, language = (few * times, few) if more_vision else (few, few * times)
     replicas = Replicas(vision, language)

@@ -133,7 +133,7 @@ def test_square_expert_weights_are_transposed_as_expert_layout_requires(moe_fold
 
 
 @pytest.mark.parametrize("kind", ["untied", "moe"])
-def test_to_megatron_model_without_prior_setup_loads_every_weight(kind, request):
+def test_to_megatron_model_loads_every_weight_of_checkpoint(kind, request):
     folder = request.getfixturevalue(f"{kind}_folder")
     bridge = AutoBridge.from_hf_pretrained(str(folder))
     model = bridge.to_megatron_model(wrap_with_ddp=False, use_cpu_initialization=True)
@@ -206,7 +206,7 @@ def test_provider_dimensions_match_hf_config(moe_folder):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("hidden", "moe_ffn"), [(64, 24), (64, 32), (64, 64)])
-def test_detect_expert_layout_recognizes_layout_even_of_square_experts(layout, hidden, moe_ffn):
+def test_detect_expert_layout_recognizes_layout_of_square_weights(layout, hidden, moe_ffn):
     sizes = dict(hidden=hidden, moe_ffn=moe_ffn, moe_gate_up=2 * moe_ffn, experts=4)
     dimensions = Dimensions(sizes, dict(moe_layers=(1, 2), experts=range(4)), "qwen3_vl")
     shapes = {

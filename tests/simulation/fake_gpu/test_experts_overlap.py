@@ -121,7 +121,7 @@ def test_forward_and_backward_nodes_of_two_microbatches_alternate(nodes):
     assert names.count("f layer_output") == names.count("b layer_output") == 2 * 4  # DeepStack's three, and the last
 
 
-def test_step_with_expert_overlap_keeps_losses_and_frees_hidden_states(run):
+def test_step_with_expert_overlap_frees_hidden_states_after_step(run):
     """The guard keeps a copy of the losses, which megatron-core frees; no layer keeps hidden states after the step."""
     assert run.result["losses"] == 3 * 2 * [8192 * 4]
     allocated = run.result["allocated"]

@@ -35,7 +35,7 @@ result = dict(shapes=shapes, syncs=syncs, device=str(found.device))
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
-def test_generate_without_end_tokens_synchronizes_only_for_prompts(on_fake_gpu, tmp_path, family):
+def test_generate_without_eos_token_does_not_sync_per_new_token(on_fake_gpu, tmp_path, family):
     run = on_fake_gpu(GENERATE, family, str(tmp_path / "model"))
     assert run.result["shapes"] == [[2, 18], [2, 18], [2, 26]] and run.result["device"] == "cuda:0"
     _, few, many = run.result["syncs"]

@@ -52,7 +52,7 @@ class TestStep:
     """A class, so that xdist runs all tests in one process and the program runs once."""
 
     @of_each_case
-    def test_training_step_outside_megatron_code_synchronizes_once(self, run, case):
+    def test_our_code_in_training_step_synchronizes_once(self, run, case):
         assert own_syncs(run, case) == {SUMS: 1}
 
     @of_each_case
@@ -125,7 +125,7 @@ class TestStep:
         assert (numbers["all_to_all_single"], numbers["all_gather_into_tensor"]) == (4 * 2, 4 * 4 + 1)
 
     @pytest.mark.parametrize("case", ["dense packed", "moe packed", "LoRA packed"])
-    def test_checkpoint_saved_between_steps_has_current_weights_of_simulated_gpu(self, run, case):
+    def test_checkpoint_saved_between_simulated_steps_has_current_weights(self, run, case):
         """The step after the save passes the other tests."""
         assert run.result[case]["complete"]
 

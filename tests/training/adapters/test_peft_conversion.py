@@ -123,7 +123,7 @@ def test_merge_adapters_raises_if_config_of_base_model_differs(run, tmp_path):
         merge_adapters(folder / DIST, tmp_path / "merged", base_model=model)
 
 
-def test_merge_adapters_raises_if_vocab_padding_is_neither_zero_nor_dropped(run, tmp_path):
+def test_merge_adapters_raises_if_vocab_padding_is_not_zero(run, tmp_path):
     inputs, _, _, folder = run
     import_checkpoint(inputs.hf, tmp_path / "m")
     iteration = tmp_path / "m" / "iter_0000000"
@@ -185,7 +185,7 @@ def test_merge_adapters_in_bfloat16_rounds_weights_once(run, tmp_path):
     assert all(name.endswith((".linear_attn.A_log", ".linear_attn.norm.weight")) for name in kept)
 
 
-def test_adapters_command_exports_adapters_and_merges_in_dry_run(run, tmp_path, capsys):
+def test_adapters_merge_command_with_dry_run_writes_no_files(run, tmp_path, capsys):
     _, adapted, _, folder = run
     source = ["--megatron-path", str(folder / FSDP), "--no-progress"]
     assert convert.main(["adapters", "merge", *source, "--hf-path", str(tmp_path / "m"), "--dry-run"]) == 0
@@ -205,7 +205,7 @@ def save_beside(its: Path, tensors: dict[str, torch.Tensor], folder: Path) -> Pa
     return folder
 
 
-def test_export_adapters_writes_same_files_if_gate_and_up_are_stored_apart(run, tmp_path):
+def test_export_adapters_joins_separately_stored_gate_and_up(run, tmp_path):
     """Runs of earlier versions stored gate and up separately."""
     _, adapted, _, folder = run
     its = find_iteration(folder / FSDP)
@@ -268,7 +268,7 @@ def bridges_own(run) -> LoRA | DoRA | None:
     return method(dim=its.dim, alpha=its.alpha, target_modules=its.target_modules)
 
 
-def test_logits_are_equal_after_loading_adapter_checkpoint_as_verl_does(run):
+def test_adapter_checkpoint_loaded_as_in_verl_gives_same_logits(run):
     """`lora.adapter_path` uses Megatron-Bridge's loader with its own adapter class."""
     if (peft := bridges_own(run)) is None:
         return

@@ -30,7 +30,7 @@ ENTRIES = [
     ("valid_loss", [2, 4, 6, 8], (4, 1.0)), ("valid_loss", [2, 6, 7], (6, 2.0)), ("valid_loss", [8], None),
     ("accuracy", [2, 4, 6, 8], (2, 0.5)), ("accuracy", [8], (8, 0.25)), ("accuracy", [], None),
 ])  # fmt: skip
-def test_find_best_takes_evaluated_checkpoint_with_best_value(tmp_path, metric, saved, best):
+def test_find_best_returns_saved_checkpoint_with_best_metric(tmp_path, metric, saved, best):
     folder = make_run(tmp_path, ENTRIES, saved)
     assert find_best(folder, metric, saved) == best
     path = record_best(folder, metric, saved_steps(folder))
@@ -40,7 +40,7 @@ def test_find_best_takes_evaluated_checkpoint_with_best_value(tmp_path, metric, 
         assert json.loads((folder / BEST).read_text()) == written and path == folder / written["checkpoint"]
 
 
-def test_run_keeps_newest_and_best_checkpoint_also_if_resumed(inputs, tmp_path):
+def test_resumed_run_keeps_newest_and_best_checkpoint(inputs, tmp_path):
     every_step = dict(train__train_iters=4, checkpoint__save_interval=1, validation__eval_interval=1)
     # The learning rate is so high that the loss rises.
     settings = dict(checkpoint__keep_best="valid_loss", checkpoint__most_recent_k=1, optimizer__lr=0.3)
@@ -62,6 +62,6 @@ def test_run_keeps_newest_and_best_checkpoint_also_if_resumed(inputs, tmp_path):
     (dict(checkpoint__keep_best="valid_loss", validation__eval_iters=0), "validation.eval_iters is 0 .*, expected 1"),
     (dict(checkpoint__keep_best="loss", validation__eval_interval=3), "keep_best is 'loss', expected one of"),
 ])  # fmt: skip
-def test_validate_raises_if_best_checkpoint_could_not_be_found(inputs, tmp_path, settings, message):
+def test_validate_raises_if_settings_contradict_keep_best(inputs, tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
         replicated(inputs, tmp_path, **settings).validate()

@@ -84,7 +84,7 @@ def test_exported_config_has_rope_scaling_of_run(inputs, tmp_path):
         set_up(replicated(replace(inputs, hf=tmp_path / "hf"), None, model__rope_parameters=None))
 
 
-def test_run_resumes_from_ckpt_step_or_raises_if_checkpoint_is_missing(saved, inputs):
+def test_run_resumes_from_checkpoint_named_by_ckpt_step(saved, inputs):
     make, folder, _ = saved
     assert resume(make, inputs, folder, checkpoint__ckpt_step=1).progress.step == 1
     with pytest.raises(CheckpointError, match=r"iter_0000007 is not a checkpoint.*iterations found"):
@@ -224,7 +224,7 @@ TWO = [ONE[0], optimizer(group(1.0, experts=True))]
 
 
 @pytest.mark.parametrize(("before", "after"), [(TWO, ONE), (ONE, TWO)], ids=["EP to none", "none to EP"])
-def test_convert_optimizer_state_to_different_expert_parallel_size_keeps_groups(before, after):
+def test_convert_optimizer_state_to_new_ep_size_keeps_param_groups(before, after):
     groups = [[one | {"step": 7} for one in reversed(part.param_groups)] for part in before]
     settings = [{"optimizer": {"param_groups": each}, "param_state_sharding_type": KIND} for each in groups]
     tensors = [{"param_state": {"tensor": i}} for i in range(len(after))]
@@ -321,7 +321,7 @@ def test_load_fsdp_weights_raises_if_optimizer_state_is_renamed(fsdp_state):
         load(fsdp_state.state)
 
 
-def test_load_fsdp_weights_calls_megatron_bridge_for_models_of_other_providers(fsdp_state):
+def test_load_fsdp_weights_for_foreign_provider_calls_megatron_bridge(fsdp_state):
     fsdp_state.chunk.config = types.SimpleNamespace()
     assert load(fsdp_state.state) == load(None, rank0=True) == "theirs"
     assert fsdp_state.read == []

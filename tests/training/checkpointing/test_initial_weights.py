@@ -119,7 +119,7 @@ def test_tensor_parallel_run_starts_from_any_checkpoint_format(found, expected, 
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
-def test_expert_parallel_run_starts_from_either_megatron_format(found, moe_folder, kind):
+def test_expert_parallel_run_starts_from_each_megatron_format(found, moe_folder, kind):
     run = found[f"experts, {kind}"]
     assert run["first_step"] == 0 and same_as(moe_folder, run["weights"]) and len(run["log"]) == 1
 
@@ -130,7 +130,7 @@ def test_loss_on_two_ranks_without_per_token_loss_matches_one_process(found, mos
     check(errors(log, right), most[torch.float32])
 
 
-def test_moe_run_resumed_with_other_expert_parallel_size_matches_one_process(found, most):
+def test_moe_run_resumed_with_changed_ep_size_matches_one_process(found, most):
     """EP 2, then EP 1 on both ranks, then EP 2 again."""
     chain = [found[f"experts, {n} steps"] for n in (1, 2, 3)]
     assert [run["first_step"] for run in chain] == [0, 1, 2]
@@ -156,7 +156,7 @@ def test_fsdp_run_losses_do_not_depend_on_meta_device_init(found):
     assert run["first_step"] == 0 and run["log"] == found["sharded, exact"]["log"][:2]
 
 
-def test_fsdp_run_starts_from_torch_dist_checkpoint_and_resumes_bit_exactly(found, expected, most):
+def test_fsdp_run_from_torch_dist_checkpoint_resumes_bit_exactly(found, expected, most):
     """Also covers ranks that have no elements of some parameters of this small model."""
     first, second = found["sharded"], found["sharded, goes on"]
     log = first["log"] + second["log"]
@@ -172,7 +172,7 @@ def test_run_with_distributed_optimizer_resumes_bit_exactly(found, expected, mos
     check(errors(found["distributed, whole"]["log"], expected), most[torch.float32])
 
 
-def test_lora_run_starts_from_any_checkpoint_format_and_resumes_bit_exactly(found, expected, most, inputs):
+def test_lora_run_resumed_equals_uninterrupted_run_bit_exactly(found, expected, most, inputs):
     whole, first, second = (found[f"adapters{name}"] for name in (", whole", "", ", go on"))
     assert same_as(inputs.hf, first["weights"])  # adapters add nothing yet
     check({"loss": errors(first["log"][:1], expected[:1])["loss"]}, most[torch.float32])
@@ -227,7 +227,7 @@ class TestConfiguration:
         cfg.validate()
         assert cfg.checkpoint.custom_manager_class == own and cfg.model.pre_wrap_hook is None
 
-    def test_fsdp_run_raises_if_it_would_save_in_float32(self, inputs, tmp_path):
+    def test_fsdp_run_raises_if_model_to_save_is_float32(self, inputs, tmp_path):
         def cfg(**given):
             places = str(inputs.hf), str(inputs.data), None, str(tmp_path)
             made = Start("sharded", *places, steps(1), **given).config()

@@ -226,7 +226,7 @@ def test_check_step_reports_loss_above_factor_times_median_as_spike(values, wind
 
 
 @given(st.lists(st.sampled_from([1.0, 2.5, math.nan, None]), max_size=20), st.integers(2, 5), st.integers(0, 20))
-def test_latest_losses_of_log_equal_losses_that_guard_remembers(values, window, step):
+def test_latest_losses_read_from_log_equal_losses_kept_by_guard(values, window, step):
     guard, lines = Guard(GuardConfig(spike_window=window)), []
     for number, value in enumerate(values, 1):
         tokens = 0 if value is None else 20
@@ -279,7 +279,7 @@ class Rates(Before):
         self.seen.append({name: mains[getattr(p, "main_param", p)] for name, p in named})
 
 
-def test_component_learning_rates_follow_schedule_and_only_matrices_decay(inputs):
+def test_component_learning_rates_follow_scheduled_learning_rate(inputs):
     rates = Rates()
     cfg = config_with_rates(inputs, None, vision_model_lr=1e-3, vision_projection_lr=6e-3)
     cfg.optimizer.min_lr = 3e-4

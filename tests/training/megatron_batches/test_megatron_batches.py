@@ -266,7 +266,7 @@ def video():
     return GenericVisualInputs(pixel_values_videos=torch.zeros(32, 1536), video_grid_thw=grid)
 
 
-def test_from_collator_warns_once_about_each_fault_of_collator(provider, rows, caplog):
+def test_from_collator_warns_once_per_kind_of_collator_problem(provider, rows, caplog):
     megatron_batches._warn.cache_clear()
     ids = torch.tensor([[5, *[provider.video_token_id] * 4, 6, *[provider.video_token_id] * 4, 7, 8]])
     batch = dict(input_ids=ids, labels=ids.roll(-1), loss_mask=torch.ones(1, 12), visual_inputs=video())
@@ -398,7 +398,7 @@ def test_run_on_megatron_bridge_dataset_resumes_bit_exactly(inputs, conversation
         assert [entry["step"] for entry in steps(train(make("halves", **longer)))] == [4]
 
 
-def test_train_raises_if_dataloader_type_is_batch_and_data_has_images(inputs, conversations):
+def test_train_with_dataloader_type_batch_raises_if_data_has_images(inputs, conversations):
     with pytest.raises(ValueError, match="use 'single' or 'cyclic' for data with images"):
         train(config(inputs, None, direct(inputs.hf, conversations, dataloader_type="batch")))
 
@@ -414,7 +414,7 @@ def test_run_on_megatron_bridge_mock_dataset_trains_two_steps(inputs, packed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-def test_run_on_energon_dataset_trains_and_is_reproducible(inputs, tmp_path, packed):
+def test_run_on_energon_dataset_is_reproducible(inputs, tmp_path, packed):
     path = write_webdataset(tmp_path)
 
     def run():
