@@ -21,6 +21,7 @@ from megatron.bridge import AutoBridge
 from megatron.bridge.training.model_load_save import load_megatron_model, save_megatron_model
 from megatron.core import dist_checkpointing
 from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from tests.models.qwen3_5.conftest import RELEASED
 from tests.models.qwen3_5.tiny import make_checkpoint, rewritten, weights
@@ -144,6 +145,10 @@ def test_load_model_from_imported_checkpoint_restores_every_weight(qwen3_5_folde
     check_parameters(load_model(folder, tmp_path / "megatron"), expected)
 
 
+@pytest.mark.skipif(
+    "strides" in TensorProperties.__dataclass_fields__,
+    reason="megatron-core passes all of torch's TensorProperties to torch.empty, which has no argument strides",
+)
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_megatron_core_strict_load_of_imported_checkpoint_restores_weights(qwen3_5_folders, kind, tmp_path):
     model = load_model(qwen3_5_folders[kind])
