@@ -1,4 +1,4 @@
-"""The loss of pairs and its metrics equal those of TRL 1.16's own trainer, for the same log-probabilities of tokens.
+"""Losses of preference data and their metrics equal those of TRL 1.16's own trainers, for equal log-probabilities.
 
 Values are recorded. With `trl` in PYTHONPATH (see CONTRIBUTING.md), TRL's function computes them again.
 """
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from qwen3vl_bridge.training.objectives import ObjectiveConfig
-from qwen3vl_bridge.training.preference import dpo_losses, dpo_metrics
+from qwen3vl_bridge.training.preference import dpo_losses, dpo_metrics, kto_losses
 
 import pytest
 import torch
@@ -95,3 +95,66 @@ def test_label_smoothing_is_mean_of_losses_with_and_without_swapped_answers():
         return dpo_losses(objective, *((x.flip(1) if swap else x) for x in (policy, before, counts)))
 
     torch.testing.assert_close(losses(False, 0.2), 0.8 * losses(False) + 0.2 * losses(True))
+
+
+# Settings of KTO here and in TRL, and the recorded loss and divergence for two scales of the reference.
+KTO = dict(beta=0.3, desirable_weight=1.5, undesirable_weight=0.75)
+KTO_CASES = {
+    ("kto", 1.0): (0.5219300762232683, 3.4967142796835105),
+    ("kto", 2.0): (0.4891449972089078, 16.41601650332981),
+    ("apo_zero_unpaired", 1.0): (0.4142205857780694, 0.0),
+}
+LABELS = torch.tensor([True, False, False, True, True])
+
+
+def kto_inputs(scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probabilities of the tokens of answers and mismatched answers, of both answers, and of the reference."""
+    logps, _, reference = token_logps()
+    return logps.view(2, PAIRS, LENGTH), logps.sum(1).view(2, PAIRS), scale * reference.view(2, PAIRS)
+
+
+def kto_of_ours(loss_type: str, scale: float) -> tuple[float, float]:
+    """Return loss and divergence of this package; the divergence is 0 if the loss does not use it."""
+    _, policy, reference = kto_inputs(scale)
+    objective = ObjectiveConfig(kind="kto", loss_type=loss_type, **KTO)
+    ones = torch.ones(PAIRS, dtype=torch.float64)
+    losses, divergence = kto_losses(objective, policy.T, reference.T, LABELS.double(), ones)
+    return losses.mean().item(), divergence.item() if loss_type == "kto" else 0.0
+
+
+def kto_of_trl(loss_type: str, scale: float) -> tuple[float, float]:
+    """Return loss and divergence of `KTOTrainer._compute_loss`, with a model that returns the log-probabilities."""
+    from trl.trainer.kto_trainer import KTOTrainer
+
+    tokens, _, reference = kto_inputs(scale)
+    outputs = [tokens[1], tokens[0]] if loss_type == "kto" else [tokens[0]]  # mismatched answers come first
+
+    def model(**_: Any) -> SimpleNamespace:
+        logps = outputs.pop(0)
+        return SimpleNamespace(log_probs=logps, entropy=torch.zeros_like(logps), mean_logits=torch.zeros_like(logps))
+
+    model.training = False
+    same = SimpleNamespace(device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x)
+    trainer = SimpleNamespace(
+        model=model, accelerator=same, aux_loss_enabled=False, precompute_ref_logps=True, loss_type=loss_type,
+        calculate_KL=loss_type == "kto", _metrics={"eval": defaultdict(list)}, _total_train_tokens=0, _tp_size=1, **KTO,
+    )  # fmt: skip
+    trainer._compute_kl_logps = lambda *arguments: KTOTrainer._compute_kl_logps(trainer, *arguments)
+    ids, mask = torch.zeros(PAIRS, LENGTH + 1, dtype=torch.int64), torch.ones(PAIRS, LENGTH + 1, dtype=torch.int64)
+    inputs = dict(
+        input_ids=ids, attention_mask=mask, completion_mask=mask, KL_input_ids=ids, KL_attention_mask=mask,
+        KL_completion_mask=mask, label=LABELS, ref_logps=reference[0], ref_KL_logps=reference[1],
+    )  # fmt: skip
+    loss = KTOTrainer._compute_loss(trainer, model, inputs, return_outputs=False)
+    return float(loss), trainer._metrics["eval"]["kl"][0]
+
+
+@pytest.mark.parametrize("case", KTO_CASES, ids=str)
+def test_kto_losses_match_recorded_values_of_trl(case):
+    assert kto_of_ours(*case) == pytest.approx(KTO_CASES[case], rel=1e-7)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed")
+@pytest.mark.parametrize("case", KTO_CASES, ids=str)
+def test_recorded_kto_values_match_trl(case):
+    assert kto_of_trl(*case) == pytest.approx(KTO_CASES[case], rel=1e-7)
