@@ -144,7 +144,14 @@ def test_export_raises_if_distcp_file_is_damaged_or_missing(capsys, tmp_path, im
 @pytest.mark.parametrize("text", ["", "x", "-1", "9" * 5000, "3"])
 def test_export_raises_if_latest_checkpointed_iteration_file_is_invalid(capsys, tmp_path, checkpoint, text):
     (checkpoint / "latest_checkpointed_iteration.txt").write_text(text)
+    (checkpoint / "latest_train_state.pt").unlink()  # Megatron-LM's own checkpoints do not have it
     expect_error(capsys, exporting(checkpoint, tmp_path), "expected an iteration number" if text != "3" else "iter_")
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"PK\x03\x04"])
+def test_export_raises_if_latest_train_state_file_is_invalid(capsys, tmp_path, checkpoint, content):
+    (checkpoint / "latest_train_state.pt").write_bytes(content)
+    expect_error(capsys, exporting(checkpoint, tmp_path), "latest_train_state.pt cannot be read", "iter_*")
 
 
 @pytest.mark.parametrize(("text", "parts"), [

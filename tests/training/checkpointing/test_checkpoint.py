@@ -1,6 +1,7 @@
 """Resume from checkpoints; reject checkpoints and weights that do not fit; find weights of other layer specs."""
 
 import multiprocessing
+import shutil
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -127,6 +128,13 @@ def test_load_from_empty_folder_raises_only_if_checkpoint_is_required(inputs, tm
         settings = dict(checkpoint__pretrained_checkpoint=first, checkpoint__exit_on_missing_checkpoint=True)
         with pytest.raises(CheckpointError, match=r"which contains no checkpoint\. Set it to a folder with"):
             set_up(replicated(inputs, tmp_path, **settings))
+
+
+def test_run_resumes_if_it_was_killed_before_writing_first_tracker_file(saved, inputs, tmp_path):
+    """Two files name the latest checkpoint, which are written one after the other. Megatron-Bridge reads this one."""
+    shutil.copytree(saved[1], tmp_path / "run")
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").unlink()
+    assert resume(saved[0], inputs, tmp_path / "run").progress.step == 2
 
 
 def test_load_raises_if_tracker_file_names_missing_checkpoint(saved, inputs, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -115,6 +116,17 @@ def find_iteration(path: Path, iteration: int | None = None) -> Path:
 
 
 def _find_latest(path: Path) -> Path:
+    """Return the folder of the latest iteration, which Megatron-Bridge reads from its own file before the tracker."""
+    if (path / LATEST_TRAIN_STATE).is_file():
+        import torch  # imported here because it is slow
+
+        try:
+            return iteration_folder(path, int(torch.load(path / LATEST_TRAIN_STATE, weights_only=True)["step"]))
+        except (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, pickle.UnpicklingError) as error:
+            raise CheckpointError(
+                f"{path / LATEST_TRAIN_STATE} cannot be read ({type(error).__name__}): give one of the folders iter_* "
+                f"instead, or replace the file by a copy of {TRAIN_STATE} in the latest of them"
+            ) from error
     tracker = path / TRACKER
     try:
         text = tracker.read_text(errors="replace").strip()
