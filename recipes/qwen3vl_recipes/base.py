@@ -214,7 +214,8 @@ def dpo(size: str, *, kind: str = "dpo", **settings: Any) -> Qwen3VLConfigContai
 def kto(size: str, **settings: Any) -> Qwen3VLConfigContainer:
     """KTO with LoRA, rows of 8K tokens.
 
-    The data are labeled answers. The reference is the model without its adapters. `settings` are arguments of `sft`.
+    Return the configuration. The data are labeled answers. The reference is the model without its adapters. `settings`
+    are arguments of `sft`.
     """
     return dpo(size, kind="kto", **settings)
 
@@ -222,7 +223,7 @@ def kto(size: str, **settings: Any) -> Qwen3VLConfigContainer:
 def embedding(size: str, *, kind: str = "embedding", **settings: Any) -> Qwen3VLConfigContainer:
     """Embedding model with LoRA (InfoNCE), rows of 8K tokens.
 
-    Image and video limits are those of Qwen3-VL-Embedding. `settings` are arguments of `sft`.
+    Return the configuration. Image and video limits are those of Qwen3-VL-Embedding. `settings` are arguments of `sft`.
     """
     from qwen3vl_bridge.data.encoding import VisionLimits
 
@@ -237,7 +238,7 @@ def embedding(size: str, *, kind: str = "embedding", **settings: Any) -> Qwen3VL
 def reranker(size: str, **settings: Any) -> Qwen3VLConfigContainer:
     """Reranker with LoRA, rows of 8K tokens.
 
-    Image and video limits are those of Qwen3-VL-Reranker. `settings` are arguments of `sft`.
+    Return the configuration. Image and video limits are those of Qwen3-VL-Reranker. `settings` are arguments of `sft`.
     """
     return embedding(size, kind="reranker", **settings)
 
@@ -324,7 +325,10 @@ def on(
 
 
 def fsdp(cfg: Qwen3VLConfigContainer) -> Qwen3VLConfigContainer:
-    """Shard weights, gradients and optimizer states with Megatron-FSDP, and save in its checkpoint format."""
+    """Shard weights, gradients and optimizer states with Megatron-FSDP, and save in its checkpoint format.
+
+    Return `cfg`, which is changed in place.
+    """
     import torch
 
     cfg.ddp.use_megatron_fsdp = True
@@ -337,13 +341,13 @@ def fsdp(cfg: Qwen3VLConfigContainer) -> Qwen3VLConfigContainer:
 
 
 def use_fp8(cfg: Qwen3VLConfigContainer, precision: str) -> Qwen3VLConfigContainer:
-    """Compute and store the linear layers of the text model in 8 bits.
+    """Use FP8 for the linear layers of the text model, and return `cfg`.
 
     The vision tower, embeddings, the router and the output layer stay in bfloat16.
 
     Args:
         cfg: changed in place.
-        precision: name of a mixed precision of Megatron-Bridge.
+        precision: name of a mixed precision of Megatron-Bridge with FP8, such as "bf16_with_mxfp8_mixed".
     """
     cfg.mixed_precision = precision
     # Set even if Transformer Engine is not installed. The run then reports that it is missing.
@@ -374,7 +378,7 @@ def recompute_layers(cfg: Qwen3VLConfigContainer, layers: int | Literal["all"] =
 
 
 def keep_vision_activations(cfg: Qwen3VLConfigContainer) -> Qwen3VLConfigContainer:
-    """Turn off recomputation of the vision tower."""
+    """Turn off recomputation of the vision tower in `cfg`, and return `cfg`."""
     model = cfg.model
     model.vision_recompute_granularity = model.vision_recompute_method = model.vision_recompute_num_layers = None
     return cfg

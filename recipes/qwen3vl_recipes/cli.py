@@ -285,7 +285,7 @@ def _run(cfg: ConfigContainer, *, needs_weights: bool) -> None:
         else:
             from megatron.bridge.training.pretrain import pretrain as loop
     except ModuleNotFoundError as error:
-        raise ValueError(f"Megatron-Bridge's training loop needs {error.name}, which is missing") from error
+        raise ValueError(f"Megatron-Bridge's training loop needs {error.name}, which is missing; install it") from error
     callbacks = training_callbacks(cfg)
     *_, log = callbacks
     assert isinstance(log, RunLog)

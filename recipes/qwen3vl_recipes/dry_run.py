@@ -367,7 +367,11 @@ def _describe_weights(cfg: ConfigContainer, from_scratch: bool) -> str:
 
 
 def _describe_objective(cfg: ConfigContainer) -> dict[str, str]:
-    """Return a summary line about the objective, unless it is supervised training. Check the reference model."""
+    """Return a summary line about the objective, by title; {} for supervised training.
+
+    Raises:
+        ValueError: log-probabilities of the reference model are missing, or were computed by another model.
+    """
     from qwen3vl_bridge.training.objectives import objective_of
     from qwen3vl_bridge.training.reference_scores import check_reference_model
 
@@ -382,7 +386,10 @@ def _describe_objective(cfg: ConfigContainer) -> dict[str, str]:
 
 
 def _describe_data(cfg: ConfigContainer, complete: ConfigContainer) -> dict[str, str]:
-    """Return summary lines about samples, rows and epochs, by title. Measure the samples of the first window.
+    """Return summary lines about samples, rows and epochs, by title.
+
+    If the data set has several packing windows and was not packed before training, rows and epochs are estimated from
+    the token lengths of the first packing window.
 
     Raises:
         ValueError: the data cannot be read, or no sample can be trained on.
@@ -426,7 +433,7 @@ def _describe_data(cfg: ConfigContainer, complete: ConfigContainer) -> dict[str,
 def _describe_linear_attention(cfg: ConfigContainer, gpus: int) -> dict[str, str]:
     """Return a summary line about the bytes that a rank sends in a layer with linear attention, by title.
 
-    Empty without such layers or without context parallelism.
+    Return {} if the model has no such layers, or if the run has no context parallelism.
     """
     from qwen3vl_bridge.config.divisibility import CHUNKWISE, HEADWISE
     from qwen3vl_bridge.planning.from_config import read_layouts

@@ -14,7 +14,7 @@ on = partial(base.on, family="qwen4_exp")
 
 
 def with_stages(kind):
-    """Return a function like `kind`, with a configuration that supports several pipeline stages.
+    """Wrap `kind`, a function such as `sft`, so that its configuration supports several pipeline stages.
 
     The stages exchange residual streams, and megatron-core does not know the size of these tensors in advance.
     """

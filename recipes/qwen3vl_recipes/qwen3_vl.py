@@ -1,6 +1,6 @@
-"""Recipes of Qwen3-VL, small models first. Each gives the number of GPUs, the kind of training, and the size.
+"""Recipes of Qwen3-VL, small models first: `on(number of GPUs, kind of training, size of the model)`.
 
-Further arguments are differences from the kind.
+Further arguments of `on` state how a recipe differs from its kind of training.
 """
 
 from qwen3vl_recipes.base import (

@@ -78,7 +78,7 @@ def find(name: str) -> Recipe:
             raise ValueError(f"{where}: {error}; {wrong}") from error
         found = getattr(module, function, None)
         if not callable(found):
-            raise ValueError(f"{where} has no function {function!r}")
+            raise ValueError(f"{where} has no function {function!r}, expected one that returns a configuration")
         return found if isinstance(found, Recipe) else recipe(gpus=0)(found)
     known = recipes()
     if name.endswith(".py"):

@@ -331,7 +331,8 @@ def _verify(options: argparse.Namespace) -> int:
         how["drop_vocab_padding"] = options.drop_vocab_padding
     elif options.drop_vocab_padding:
         raise CheckpointError(
-            "--drop-vocab-padding: checksums cover all rows of the vocabulary; omit it, or add --hf-model or --new-path"
+            "--drop-vocab-padding: checksums cover all rows of the vocabulary, with padding; omit this option, or name "
+            "a model to compare with (--hf-model or --new-path)"
         )
     if options.new_path is not None:
         report = verify_reformatted(options.megatron_path, options.new_path, hf_model=options.hf_model, **how)

@@ -123,7 +123,7 @@ def _plan(options: argparse.Namespace) -> int:
                 "--propose chooses recomputation and sequence parallelism; omit these options, or --propose"
             )
         if wrong := sizes.keys() & {"vpp", "etp"}:
-            raise ValueError(f"--propose does not try {', '.join(sorted(wrong))}; leave it out")
+            raise ValueError(f"--propose does not try {', '.join(sorted(wrong))}; omit these options, or --propose")
         proposals, least = propose(dims, options.gpus, gpu, training, fixed=sizes, vision_layout=vision_layout)
         if options.json:
             print(json.dumps([plan_reports.dump_estimate(proposal, memory) for proposal in proposals], indent=2))

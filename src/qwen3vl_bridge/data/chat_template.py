@@ -192,7 +192,10 @@ class ChatTemplate:
             return False
 
     def _prompt(self, conversation: Conversation, thinking: bool) -> str:
-        """Return the text that add_generation_prompt appends to a user message; empty if it cannot be determined."""
+        """Return the text that `add_generation_prompt` appends to a user message, with `enable_thinking=thinking`.
+
+        Return "" if the template fails for this message, or also changes the text of the message.
+        """
         given = _template_variables(conversation, thinking)
         if (key := repr(given)) not in self._prompts:
             if len(self._prompts) >= _MOST_PROMPTS:  # each record may have its own variables
@@ -252,7 +255,11 @@ class ChatTemplate:
         return text, [self._span(conversation, text, number, thinking) for number in numbers]
 
     def _span(self, conversation: Conversation, text: str, number: int, thinking: bool) -> Span:
-        """Return the character span of one answer in the rendered text; raise DataError if it cannot be located."""
+        """Return the character span, in the rendered text, of the answer in the message with index `number`.
+
+        Raises:
+            DataError: the answer cannot be located, or the template drops a part of it.
+        """
         message, where = conversation.messages[number], f"{conversation.sample_id}: message {number + 1}"
         is_last = number + 1 == len(conversation.messages)
 

@@ -73,15 +73,15 @@ class Conversation:
 
     @property
     def documents(self) -> tuple[Conversation, ...]:
-        """The conversations of the record: this one, and `others`."""
+        """All conversations of the record: first this conversation, then `others`."""
         return (self, *self.others)
 
 
 class GroupRecord(dict[str, Any]):
-    """A record with several conversations. As a dict it is the first one; `others` are records of the others.
+    """A record of several conversations, such as a pair of answers. The dict is the record of the first conversation.
 
     Attributes:
-        others: (what the conversation is, for messages; its record), in order.
+        others: (description for error messages, record) of each further conversation, in order.
         is_desirable: the label of the answer in KTO data; None without a label.
     """
 
@@ -466,7 +466,7 @@ class Columns:
 
     @classmethod
     def of(cls, columns: Columns) -> Self:
-        """Return the same column names for records of this class."""
+        """Return a copy of `columns` as an instance of this class, for example of `PairColumns`."""
         return cls(**{field.name: getattr(columns, field.name) for field in fields(Columns)})
 
     @classmethod

@@ -381,7 +381,11 @@ class Qwen3VLConversationProvider(ConversationRows):
         tokenizer = self.checkpoint().encoder.processor.tokenizer
         answers = [tokenizer.encode(word, add_special_tokens=False) for word in ("yes", "no")]
         if any(len(ids) != 1 for ids in answers):
-            raise DataError(str(self.hf_processor_path), "'yes' and 'no' are several tokens, expected one token each")
+            raise DataError(
+                str(self.hf_processor_path),
+                "the tokenizer splits 'yes' or 'no' into several tokens, expected one token each; use the tokenizer of "
+                "a Qwen3-VL model",
+            )
         return replace(collator, answer_tokens=(answers[0][0], answers[1][0]))
 
     def sample_filter(self) -> SampleFilter:

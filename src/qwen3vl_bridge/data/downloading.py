@@ -236,8 +236,8 @@ def _collect_urls(
 class _RetryableError(Exception):
     """Error of an attempt to download a URL, after which another attempt may succeed.
 
-    The arguments are (problem, server, weight). `server` is None unless it did not respond, or sent a status of 5xx. If
-    the server has never responded, the failure counts as `weight` failed URLs.
+    The arguments are (problem, server, weight). `server` is the server if it did not respond or sent a status of 5xx,
+    otherwise None. A failure of a server that has never responded counts as `weight` failed URLs.
     """
 
 

@@ -139,7 +139,7 @@ class EncodedSample:
 
     @property
     def documents(self) -> tuple[EncodedSample, ...]:
-        """The documents of the record: this one, and `others`."""
+        """All documents of the record: first this sample, then `others`."""
         return (self, *self.others)
 
     @property

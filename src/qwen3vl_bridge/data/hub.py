@@ -191,7 +191,7 @@ _MANY = 10  # with this many files per part, an uneven division makes no differe
 
 @dataclass
 class _ReadState:
-    """Position up to which one process has read a stream: the next row has index `place` in the epoch."""
+    """Position of one process in a stream. The process reads the row with index `place` of the epoch next."""
 
     epoch: int
     tables: Generator[Any]
@@ -245,7 +245,7 @@ class StreamedDataset:
         return cls(dataset, called, media_root, **how)
 
     def divide(self, parts: int) -> Self:
-        """Return a copy from which `part` can select `parts` parts, with equally many files each if possible.
+        """Return a copy that `part` can split into `parts` parts, each with equally many files if possible.
 
         Raises:
             DataError: there are fewer files (or row groups of Parquet files) than parts.
@@ -260,7 +260,7 @@ class StreamedDataset:
                 f"found {found} files or row groups of Parquet files, expected at least {parts}, one for each part "
                 f"of the "
                 "stream: data-parallel ranks x data-loading processes (dataset.num_workers, at least 1) x rows of a "
-                "microbatch, or dataset.stream_parts. Use fewer, or turn dataset.streaming off",
+                "microbatch, or dataset.stream_parts. Use fewer parts, or turn dataset.streaming off",
             )
         if found % parts and found < _MANY * parts:
             text = (

@@ -129,8 +129,8 @@ class RowDataset(Dataset[EncodedRow]):
             length: the result of `len`.
             begin: window to start at; None for the first.
             ranks: number of data-parallel ranks.
-            repeat: number of rows to repeat without end, for evaluations. Of these, rows after the first epoch have no
-                loss. None to continue with new rows instead.
+            repeat: number of rows of an evaluation: the first `repeat` rows are repeated without end. Rows after the
+                first epoch have no loss. None to continue with new rows instead.
         """
         self.samples, self.settings, self._len, self.ranks, self.repeat = samples, settings, length, ranks, repeat
         if settings.packed is not None:
@@ -172,10 +172,10 @@ class RowDataset(Dataset[EncodedRow]):
         return NumberedOrder(total, seed)
 
     def epoch(self, *, counted: bool = False) -> Epoch | None:
-        """Return the size of the first epoch; None for a stream, which has no known length.
+        """Return the numbers of samples, rows and tokens in the first epoch; None for a stream.
 
-        The plan must begin with that epoch. Without `counted`, the size of a long epoch that is not packed yet is
-        estimated from its first window, so that not all samples are measured.
+        The plan must begin with that epoch. If `counted` is False and the rows were not packed before training, rows
+        and tokens are estimated from the samples of the first packing window.
         """
         order, packed = self.order(self.settings.seed), self.settings.packed
         if isinstance(order, StreamedDataset):
@@ -372,7 +372,10 @@ class BatchStream(Iterator[TokenBatch]):
         return iter(loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the stream and a fingerprint of its data; only "window" differs between ranks."""
+        """Return the position of the stream and a fingerprint of its data.
+
+        The state is equal on all data-parallel ranks, except for the entry "window".
+        """
         return {
             "row": self._next_row,
             "window": asdict(self._window),
@@ -446,8 +449,8 @@ def check_position(found: Mapping[str, Any], expected: Mapping[str, Any]) -> Non
         raise ValueError(
             f"the position is in a stream that was read in {then} parts, but this run reads {now}. Use as many "
             f"data-parallel "
-            f"ranks x data-loading processes as before, or set dataset.stream_parts={then} and use a number that "
-            f"divides it"
+            f"ranks x data-loading processes as before, or set dataset.stream_parts={then} and use a product of them "
+            f"that divides {then}"
         )
     if names := [name for name in {**expected, **found} if found.get(name) != expected.get(name)]:
         differ = "; ".join(f"{name} {found.get(name)}, expected {expected.get(name)}" for name in names)
@@ -475,8 +478,8 @@ def check_dp_rank(dp_rank: int, dp_size: int, micro_batch_size: int = 1) -> None
     """Raise ValueError if a data-parallel rank is outside its group, or a microbatch has no rows."""
     if not 0 <= dp_rank < dp_size or micro_batch_size < 1:
         raise ValueError(
-            f"found data-parallel rank {dp_rank} of {dp_size} and {micro_batch_size} rows a microbatch, "
-            "expected a rank inside its group and at least one row"
+            f"found data-parallel rank {dp_rank} of {dp_size}, expected a rank from 0 to {dp_size - 1}; found "
+            f"{micro_batch_size} rows in a microbatch, expected at least 1"
         )
 
 

@@ -162,7 +162,10 @@ class Mixture:
     def __init__(
         self, names: Sequence[str], sources: Sequence[ConversationSource], taken: Sequence[Fraction] | None = None
     ) -> None:
-        """Mix named sources. `taken` is the number of samples per epoch of each source; None for each sample once."""
+        """Mix named sources; raise DataError if a source has no conversations.
+
+        `taken` is the number of samples per epoch of each source; None to read each sample once per epoch.
+        """
         self.names, self.sources = tuple(names), tuple(sources)
         lengths = tuple(map(len, sources))
         for name, length in zip(names, lengths, strict=True):

@@ -17,5 +17,5 @@ RECORDS: dict[str, type[Columns]] = {
 
 
 def columns_for(objective: str, columns: Columns) -> Columns:
-    """Return the same column names for records of an objective."""
+    """Return `columns` as an instance of the class for an objective, such as `PairColumns` for "dpo"."""
     return columns if objective == "sft" else RECORDS[objective].of(columns)

@@ -149,7 +149,10 @@ class MixedOrder(Order):
         ]
 
     def are_first_reads(self, epoch: int, start: int, count: int) -> list[bool]:
-        """Return, for each of `count` samples from position `start` of an epoch, whether this is its first read."""
+        """Return True for each sample that is read for the first time in the run, else False.
+
+        The list is for `count` samples of an epoch, from position `start` on.
+        """
         return [passed == 0 for _, passed, _ in self._positions(epoch, start, count)]
 
     def _positions(self, epoch: int, start: int, count: int) -> Iterator[tuple[int, int, int]]:
@@ -232,7 +235,10 @@ class _FreeSpace:
             insort(self._shelves[patches * len(self._shelves) // self._most], (tokens, row, patches))
 
     def take(self, tokens: int, patches: int) -> tuple[int, int, int] | None:
-        """Remove the fullest row with enough space; return (free tokens, row number, free patches), or None."""
+        """Remove the fullest row with space for a sample, and return (free tokens, row number, free patches) of it.
+
+        Return None if no row has enough space for `tokens` and `patches`.
+        """
         lowest, found = patches * len(self._shelves) // self._most, []
         for number in range(lowest, len(self._shelves)):
             shelf = self._shelves[number]
@@ -321,7 +327,7 @@ class RowPlan:
         return self._pack_window(self.window(number))[1].dropped
 
     def second_window(self) -> Window:
-        """Return the window after the first one."""
+        """Return the second window of the plan."""
         if len(self._windows) == 1:
             self._extend()
         return self._windows[1]

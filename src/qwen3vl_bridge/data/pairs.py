@@ -49,7 +49,7 @@ _EXPECTED = (
 
 @dataclass(kw_only=True)
 class PairColumns(Columns):
-    """Names of the columns of a data set of pairs. `answer` names the chosen answer, if it is not in `chosen`."""
+    """Column names of a data set of pairs. Set `answer` if the column of the chosen answer is not named "chosen"."""
 
     @property
     def name(self) -> str:
@@ -57,7 +57,11 @@ class PairColumns(Columns):
         return f"{super().name} of pairs".strip()
 
     def convert_record(self, record: Any, place: str) -> Any:
-        """Return the conversations with both answers as a `GroupRecord`; raise DataError if the record has no pair."""
+        """Return a `GroupRecord` of two conversations, with the chosen answer and with the rejected answer.
+
+        Raises:
+            DataError: the record has no pair of answers, or its format is not supported.
+        """
         if not isinstance(record, dict):
             return record
         chosen, rejected = self._split(drop_nulls(record), place)
@@ -77,7 +81,11 @@ class PairColumns(Columns):
         return [name for name in names if name in read or name in ("chosen", *_REJECTED_KEYS, _REJECTED_IMAGES)]
 
     def _split(self, record: dict[str, Any], place: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the records with the chosen and with the rejected answer."""
+        """Return two records of supervised data: with the chosen answer, and with the rejected answer.
+
+        Raises:
+            DataError: the record is not a valid pair.
+        """
         keys = [key for key in _REJECTED_KEYS if key in record and key not in self.ignore]
         if len(keys) != 1:
             found = f"both {' and '.join(map(repr, keys))}" if keys else f"the keys {', '.join(map(str, record))}"
@@ -106,7 +114,9 @@ class PairColumns(Columns):
             return own | {answer: chosen}, self._with_rejected_images(own, record) | {answer: rejected}
         else:
             found = f"'chosen' {short_repr(chosen)} and {keys[0]!r} {short_repr(rejected)}"
-            raise DataError(place, f"found {found} without a question: add 'prompt', or give both as messages with it")
+            raise DataError(
+                place, f"found {found} without a question: add 'prompt', or begin both with messages of the question"
+            )
         answers = [_as_messages(answer) for answer in (chosen, rejected)]
         if answers[0] == answers[1] and _REJECTED_IMAGES not in record:
             raise DataError(place, "found equal answers, expected two different ones")
@@ -120,7 +130,7 @@ class PairColumns(Columns):
         return own | first, self._with_rejected_images(own, record) | second
 
     def _with_rejected_images(self, own: dict[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a record for the rejected answer, with its own images if there are any."""
+        """Return `own` with the images of the rejected answer, if `record` has separate images for it."""
         if _REJECTED_IMAGES not in record:
             return own
         name = self.images or self.image or "images"
@@ -128,7 +138,7 @@ class PairColumns(Columns):
         return others | {name: record[_REJECTED_IMAGES]}
 
     def _answer_key(self, record: Mapping[str, Any]) -> str | None:
-        """Return the key under which an answer belongs to the question of a record; None if there is no question."""
+        """Return the key to store an answer under, next to the question of a record; None if there is no question."""
         if self.answer is not None and not is_template(self.answer):
             return self.answer
         if self.question is not None:
@@ -189,7 +199,7 @@ _LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.
 
 
 def _parse_turns(turns: Any, place: str) -> list[Any]:
-    """Return a list of turns, which tables may store as JSON."""
+    """Return a list of messages, decoded if it is JSON text; raise DataError for an empty list or another value."""
     if isinstance(turns, str):
         try:
             turns = parse_record(turns)
@@ -211,7 +221,11 @@ def _has_prompt(turns: Any) -> TypeGuard[list[Any]]:
 
 
 def _common_prompt(chosen: list[Any], rejected: list[Any], place: str) -> tuple[list[Any], list[Any], list[Any]]:
-    """Return the messages with which two conversations begin, and the rest of each."""
+    """Return the messages that both conversations begin with, the rest of `chosen`, and the rest of `rejected`.
+
+    Raises:
+        DataError: one conversation begins with the other, or they are equal.
+    """
     same = next((i for i, pair in enumerate(zip(chosen, rejected, strict=False)) if pair[0] != pair[1]), None)
     if same is None:
         raise DataError(place, "found equal conversations, or one that begins with the other, expected two answers")
@@ -219,7 +233,11 @@ def _common_prompt(chosen: list[Any], rejected: list[Any], place: str) -> tuple[
 
 
 def _repeats(value: Any, prompt: list[Any], full: list[Any]) -> bool:
-    """Return whether the value of a key for questions is a message of `prompt`, or messages that `full` begins with."""
+    """Return whether `value`, from a key such as "prompt", only repeats text of a conversation.
+
+    A list must equal the first messages of the conversation `full`. Another value must be empty, or be the content of
+    a message in `prompt`.
+    """
     if isinstance(value, list):
         return value == full[: len(value)]
     texts = [message.get("content", message.get("value")) for message in prompt if isinstance(message, dict)]
@@ -241,7 +259,7 @@ def _without_loss(message: Any) -> Any:
 
 
 def reference_rules(source: Conversations, sample_filter: SampleFilter) -> dict[str, str]:
-    """Return what the log-probabilities of a data set's answers depend on, except for the model."""
+    """Return fingerprints of the data and of the encoding, to detect log-probabilities that no longer fit them."""
     return {"data": source.fingerprint(), "encoding": sample_filter.encoder.fingerprint}
 
 
@@ -263,7 +281,11 @@ def write_reference_logps(folder: Path, split: str, logps: Tensor, rules: Mappin
 
 
 def read_reference_logps(folder: str | Path, split: str, rules: Mapping[str, str]) -> Tensor:
-    """Return the log-probabilities [samples, 2] of a split; raise DataError if they are of other data."""
+    """Return the log-probabilities [samples, 2] of a split.
+
+    Raises:
+        DataError: the file is missing or damaged, or was written for other `rules` (see `reference_rules`).
+    """
     metadata, logps = _read(folder, split)
     found = parse_json(metadata["rules"])
     if names := [name for name in rules if found.get(name) != rules[name]]:
@@ -277,7 +299,7 @@ def read_reference_logps(folder: str | Path, split: str, rules: Mapping[str, str
 
 
 def reference_model_digest(folder: str | Path, split: str) -> str:
-    """Return the digest of the weights that have computed the log-probabilities of a split."""
+    """Return the digest of the model weights with which the log-probabilities of a split were computed."""
     return _read(folder, split)[0]["model"]
 
 

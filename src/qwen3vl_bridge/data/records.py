@@ -181,9 +181,9 @@ def check_unread_keys(record: Mapping[str, Any], known: Collection[str], message
 
 
 def check_object_tags(record: Mapping[str, Any], messages: list[Any], place: str) -> None:
-    """Raise DataError if a record has the key "objects" and a text has its placeholders, <ref-object> or <bbox>.
+    """Raise DataError if a record has the key "objects", and a text contains <ref-object> or <bbox>.
 
-    The placeholders are ms-swift's, and are not filled here.
+    In ms-swift's format these placeholders stand for values under "objects". They are not filled here.
     """
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
     parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
@@ -217,9 +217,9 @@ def _kind_of_key(key: str) -> str:
 
 
 def _first_media(value: Any, *, named: bool = False) -> list[Any]:
-    """Return the media in a value as bytes, URLs or paths. Read only the first four items of a list.
+    """Return the values in `value` that may be media; from an object such as {"bytes": ...}, return the bytes or path.
 
-    With `named`, prefer the path of a medium to its bytes, and read all items.
+    Read only the first four items of a list. With `named`, read all items, and prefer the path to the bytes.
     """
     if isinstance(value, list):
         return [leaf for item in (value if named else value[:4]) for leaf in _first_media(item, named=named)]
@@ -397,7 +397,7 @@ def _normalize_key(key: object) -> str:
 
 
 def is_checked_key(key: str) -> bool:
-    """Return whether the checks of a record depend on a key with this name, even if its value is a number."""
+    """Return whether the checks of a record need this key, so that a table must read even a column of numbers."""
     return _normalize_key(key) in _SIMILAR_KEYS or key == "objects" or bool(MEDIA_NAME.fullmatch(key))
 
 

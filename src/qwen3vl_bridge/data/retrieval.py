@@ -1,10 +1,11 @@
-"""Records of a query with a relevant document and irrelevant ones, for embedding models and rerankers.
+"""Records of a query with relevant and irrelevant documents, for embedding models and rerankers.
 
-Formats are {"query", "positive", "negatives"}, with the names of sentence-transformers and FlagEmbedding too, and
-ms-swift's (`messages` with `positive_messages` and `negative_messages`). Prompts are those of the scripts in
-QwenLM/Qwen3-VL-Embedding, `src/models/qwen3_vl_embedding.py` and `qwen3_vl_reranker.py`. A prompt ends where an answer
-would begin; its last token has the embedding or the score. The answer is not part of the result: text for an embedding
-model ends with a full stop, a reranker's answer is the label of the document.
+Two formats are read. One has the keys "query", "positive" and "negatives", or the names that sentence-transformers and
+FlagEmbedding give them. The other is ms-swift's: `messages` with `positive_messages` and `negative_messages`.
+
+Prompts are those of the scripts in QwenLM/Qwen3-VL-Embedding, `src/models/qwen3_vl_embedding.py` and
+`qwen3_vl_reranker.py`. The last token of a prompt has the embedding or the score. The answer after the prompt completes
+the conversation: "." for an embedding model; for a reranker "yes" or "no", the label of the document.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class _RetrievalColumns(Columns):
         return f"{super().name} of {type(self).__name__}".strip()
 
     def convert_record(self, record: Any, place: str) -> Any:
-        """Return the conversations of a record as a `GroupRecord`; raise DataError if its format is another one."""
+        """Return the conversations of a record as a `GroupRecord`; raise DataError for an unsupported format."""
         if not isinstance(record, dict):
             return record
         given = {key: value for key, value in drop_nulls(record).items() if key not in self.ignore}
@@ -68,7 +69,11 @@ class _RetrievalColumns(Columns):
         return self.make_record(parts, encoded["positive"], encoded["negative"], instruction, place)
 
     def columns_to_read(self, names: Sequence[str], place: str) -> list[str]:
-        """Return the columns to read from a table with the columns `names`; raise DataError if some are missing."""
+        """Return the columns to read from a table with the columns `names`.
+
+        Raises:
+            DataError: there is no column of positive documents.
+        """
         documents = [key for keys in _DOCUMENT_KEYS.values() for key in keys]
         known = (*_QUERY_KEYS, *_INSTRUCTION_KEYS, *documents, *_MESSAGES_KEYS.values(), *_MEDIA_KEYS, "messages")
         positive = {*_DOCUMENT_KEYS["positive"], _MESSAGES_KEYS["positive"]}
@@ -81,7 +86,7 @@ class _RetrievalColumns(Columns):
         self, query: list[Any], positives: list[list[Any]], negatives: list[list[Any]], instruction: str | None,
         place: str,
     ) -> GroupRecord:  # fmt: skip
-        """Return the conversations of a record. The query and documents are lists of content parts."""
+        """Return the conversations for a query and its documents, which are given as lists of content parts."""
 
     def _parts(self, value: Any, place: str) -> list[Any]:
         """Return the content parts of a query or document.
@@ -114,15 +119,19 @@ class _RetrievalColumns(Columns):
 
 
 class EmbeddingColumns(_RetrievalColumns):
-    """Column names of data for an embedding model: a query, its document, and documents of other queries."""
+    """Column names of data for an embedding model: a query, one relevant document, and irrelevant documents."""
 
     def make_record(
         self, query: list[Any], positives: list[list[Any]], negatives: list[list[Any]], instruction: str | None,
         place: str,
     ) -> GroupRecord:  # fmt: skip
-        """Return one conversation for the query, the positive document and each negative one, in this order."""
+        """Return one conversation each for the query, the positive document and every negative document, in order.
+
+        Raises:
+            DataError: there are several positive documents.
+        """
         if len(positives) != 1:
-            raise DataError(place, f"found {len(positives)} positive documents, expected one")
+            raise DataError(place, f"found {len(positives)} positive documents, expected one in each record")
         instruction = (instruction or "").strip()
         if instruction and not unicodedata.category(instruction[-1]).startswith("P"):
             instruction += "."
@@ -137,13 +146,13 @@ class EmbeddingColumns(_RetrievalColumns):
 
 
 class RerankerColumns(_RetrievalColumns):
-    """Column names of data for a reranker: a query, and documents that are relevant or not."""
+    """Column names of data for a reranker: a query, and relevant and irrelevant documents."""
 
     def make_record(
         self, query: list[Any], positives: list[list[Any]], negatives: list[list[Any]], instruction: str | None,
         place: str,
     ) -> GroupRecord:  # fmt: skip
-        """Return one conversation for each document, with the answer "yes" for positive and "no" for negative ones."""
+        """Return one conversation per document. Its answer is "yes" for a positive and "no" for a negative document."""
         rule = (
             "Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that "
             'the answer can only be "yes" or "no".'
@@ -170,7 +179,17 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _swift_documents(kind: str, listed: Any, given: dict[str, Any], place: str) -> list[dict[str, Any]]:
-    """Return the documents in ms-swift's keys for `kind`, and remove their media from `given`."""
+    """Return ms-swift's documents of a kind ("positive" or "negative"), with media that are removed from `given`.
+
+    Args:
+        kind: kind of the documents.
+        listed: messages of each document; None for no documents.
+        given: the record, with lists of media under keys such as "positive_images".
+        place: location of the record, for error messages.
+
+    Raises:
+        DataError: a list of media has no entry for each document.
+    """
     documents = [{"messages": messages} for messages in listed or ()]
     for key in [key for key in given if _MEDIA_KEYS.get(key) == kind]:
         media = given.pop(key)

@@ -78,10 +78,10 @@ class Sizes:
             del self._kept[next(iter(self._kept))]
 
     def lock(self, sample: int, *, wait: bool) -> AbstractContextManager[bool]:
-        """Return a context manager that locks a sample for its measurement. It yields whether this process got it.
+        """Return a context manager that locks a sample while it is measured, and yields True if it got the lock.
 
-        With `wait`, wait for a process that has the lock: afterwards it has measured the sample, or has died. The sizes
-        of this class are not shared, so it yields True without a lock.
+        With `wait`, wait until another process that has the lock has measured the sample, or has died. Other processes
+        do not use the sizes of this class, so there is no lock, and the context manager always yields True.
         """
         return nullcontext(True)
 
@@ -297,7 +297,7 @@ class SampleFilter:
         return shared
 
     def with_document_tokens(self, tokens: int) -> SampleFilter:
-        """Return a copy for which a document takes at least `tokens` in a row, to limit the documents of a row."""
+        """Return a copy that counts at least `tokens` tokens for each document, to limit the documents of a row."""
         limited = copy.copy(self)
         limited.document_tokens = tokens
         return limited
@@ -347,7 +347,10 @@ class SampleFilter:
         return MeasuredConversation(conversation, size)
 
     def _total(self, sizes: Iterable[Size]) -> Size:
-        """Return the size of a sample: of its only document, or of several documents with their padding."""
+        """Return the sum of the sizes of a sample's documents, each with its padding.
+
+        A single document is not padded, unless `with_document_tokens` sets a minimum.
+        """
         first, *others = sizes
         if not others and self.document_tokens == 1:
             return first
@@ -358,8 +361,8 @@ class SampleFilter:
     def encode(self, read: Callable[[], MeasuredConversation], kind: DropReason = "dropped") -> EncodedSample | None:
         """Return the tokens and pixels of a sample; None if encoding finds an error and `on_bad` is "drop".
 
-        For example, measuring does not detect a truncated image file. `kind` is the reason that is counted. It is
-        "unreadable" if a blank token takes the sample's place in a row.
+        For example, measuring does not detect a truncated image file. A dropped sample is counted under `kind`, which
+        is "unreadable" if a blank token takes the sample's place in a row.
 
         Raises:
             DataError: the sample is bad and `on_bad` is "error", or its size differs from the measured size.
@@ -470,7 +473,13 @@ class Samples:
             return size
 
     def encode(self, index: int) -> EncodedSample:
-        """Return the tokens and pixels of a sample; a single token for a dropped sample (`encode_or_blank`)."""
+        """Return the tokens and pixels of a sample, and its `reference_logps` if there are any.
+
+        The result for a dropped sample is a single token without loss (`encode_or_blank`).
+
+        Raises:
+            DataError: the sample is bad and is not dropped, or its `reference_logps` are missing.
+        """
         sample = self.sample_filter.encode_or_blank(
             lambda: MeasuredConversation(self.file[index], self.size(index)), self.file.sample_id(index)
         )

@@ -137,7 +137,7 @@ def _read_timestamps(video: Media, place: str) -> tuple[int, int, float, Sequenc
     with _open_container(video, place) as container:
         stream = container.streams.video[0]
         if stream.codec_context is None:
-            raise DataError(place, f"{name} has frames in a format that FFmpeg does not decode here")
+            raise DataError(place, f"{name} has frames in a format that this FFmpeg does not decode. Re-encode it.")
         check_pixels(stream.width, stream.height, name, place)
         rate = stream.average_rate or stream.guessed_rate
         first = next(container.decode(stream), None)
@@ -159,9 +159,9 @@ def _read_timestamps(video: Media, place: str) -> tuple[int, int, float, Sequenc
             if packet.size and packet.pts is not None and not packet.is_discard:
                 shown.append(packet.pts)
             if len(shown) > _MOST_FRAMES:
-                raise DataError(place, f"{name} has over {_MOST_FRAMES:,} frames, expected fewer")
+                raise DataError(place, f"{name} has over {_MOST_FRAMES:,} frames, expected fewer. Split it.")
         if not shown:
-            raise DataError(place, f"{name} has no timestamps")
+            raise DataError(place, f"{name} has no timestamps. Re-encode it.")
         shown.sort()
         seconds = [float((time - shown[0]) * stream.time_base) for time in shown]
     # For a constant frame rate, timestamps from frame indices have no rounding; otherwise the header's rate is
@@ -169,7 +169,7 @@ def _read_timestamps(video: Media, place: str) -> tuple[int, int, float, Sequenc
     if rate and all(abs(time - number / float(rate)) < 0.5 / float(rate) for number, time in enumerate(seconds)):
         return height, width, float(rate), [number / float(rate) for number in range(len(seconds))]
     if not seconds[-1]:
-        raise DataError(place, f"{name} has no frame rate")
+        raise DataError(place, f"{name} has no usable frame rate: its timestamps are equal. Re-encode it.")
     return height, width, (len(seconds) - 1) / seconds[-1], seconds
 
 
@@ -184,7 +184,7 @@ def _decode_frames(video: Media, indices: Sequence[int], place: str) -> Iterator
             number += 1
             if not wanted:
                 return
-        raise DataError(place, f"{describe(video)} ends after {number} frames, expected frame {wanted[0]}")
+        raise DataError(place, f"{describe(video)} ends after {number} frames, before frame {wanted[0]}. Re-encode it.")
 
 
 def _rotate_upright(image: np.ndarray, frame: Any) -> np.ndarray:

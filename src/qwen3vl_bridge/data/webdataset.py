@@ -229,7 +229,7 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         for loaded in datasets:
             if loaded.aux:
                 found = f"found auxiliary data ({', '.join(loaded.aux)})"
-                raise DataError(_dataset_paths([loaded]), f"{found}, expected media in the tars")
+                raise DataError(_dataset_paths([loaded]), f"{found}, expected images and videos in the tar files")
             dataset, kind = loaded.dataset, loaded.dataset.__sample_type__
             if not issubclass(kind, CrudeSample):
                 found = f"found a {type(dataset).__name__} of {kind.__name__}"
@@ -250,7 +250,7 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         if self._left_out > self._num_samples:  # training would loop over the data forever
             raise DataError(
                 sample_location(sample),
-                f"{self._left_out} consecutive samples were dropped, expected a valid one",
+                f"{self._left_out} consecutive samples were dropped, expected a valid one; see the log for the reasons",
             )
         raise SkipSample
 
@@ -594,4 +594,4 @@ class EnergonStream(Iterator[TokenBatch]):
         try:
             self._loader.restore_state(state)
         except AssertionError as error:
-            raise ValueError(f"energon rejects the position: {error}; use the settings it was saved with") from error
+            raise ValueError(f"energon rejects the position: {error}; use the settings of the saved run") from error

@@ -2,7 +2,7 @@
 
 A stage receives hidden states from the previous one and sends them to the next, as in training. Each rank holds the
 cache of its own layers. Context-parallel ranks divide the prompts as in training, and all compute the new tokens. A
-step of one token is padded to the number of tokens that sequence parallelism and the products of FP8 layers need.
+step of one token is padded to the number of tokens that sequence parallelism and the GEMMs of FP8 layers need.
 
 Legend of shapes: b rows, S tokens of a row with space for the answer, s tokens of a step, h hidden size.
 """
@@ -29,12 +29,12 @@ from torch import Tensor, nn
 
 
 def step_multiple(model: VisionLanguageModel) -> int:
-    """Return the number that must divide the tokens of a step on each rank, for sequence parallelism and FP8."""
+    """Return the number that must divide the tokens of a row in each step, for sequence parallelism and FP8 GEMMs."""
     return model.config.local_arguments(model.pg_collection)["sp_size"] * token_multiple(model.config)
 
 
 def row_multiple(model: VisionLanguageModel) -> int:
-    """Return the number that must divide the length of a row."""
+    """Return the number that must divide the length of a row, for `step_multiple` and context parallelism."""
     return step_multiple(model) * segment_multiple(model.pg_collection.cp.size())
 
 
@@ -155,7 +155,7 @@ class Decoder:
             self.ends = self.ends + 1
 
     def _encode(self, chunk: VisionLanguageModel, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """Return the vision tokens of a step. With a cache, steps after the first one have none."""
+        """Return the vision tokens and DeepStack features for a step; none for steps that only decode a new token."""
         if self.cache is not None and self.newest is not None:
             return chunk.no_vision_tokens(self.device)
         # Longer rows are divided differently over context-parallel ranks, which then need other vision tokens.
@@ -164,7 +164,7 @@ class Decoder:
         return self.encoded
 
     def _columns(self, step: TokenBatch) -> Tensor:
-        """Return the positions [s, b] that the tokens of this context-parallel rank have in their rows."""
+        """Return the index in its row of each token that this context-parallel rank computes, [s, b]."""
         return token_index(step.layout, self.groups.cp.size(), self.groups.cp.rank()) % step.input_ids.size(1)
 
     def _full_rows(self) -> TokenBatch:
@@ -183,7 +183,11 @@ class Decoder:
         )
 
     def _newest_tokens(self, tokens: Tensor) -> ModelInputs:
-        """Return the latest token [b] of each row, and padding, as inputs of this rank."""
+        """Return the inputs of this rank for a step with one token per row, and advance the positions by one.
+
+        `tokens` [b] are the latest tokens. Padding follows each token, because sequence parallelism and FP8 GEMMs need
+        `step_multiple` tokens per row.
+        """
         padding = self.step_multiple - 1
         index = self.next_positions[None, :, None].expand(3, -1, 1)
         self.next_positions = self.next_positions + 1
@@ -198,8 +202,8 @@ def _logits_of_tokens(
 ) -> Tensor:
     """Return logits [b, padded vocabulary] of one token of each row. An `output_processor` of GPTModel.
 
-    `context` contains a mask [s, b] that is True for this token, or None to use the first token of each row; the
-    provider; and its process groups.
+    `context` is (mask, provider, process groups). The mask [s, b] is True for the chosen token of each row; None
+    chooses the first token of each row.
     """
     is_last, config, groups = context
     hidden = gather_sequence(hidden_states, config, groups)

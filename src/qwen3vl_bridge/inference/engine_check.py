@@ -278,7 +278,7 @@ def _check_adapters(
     if type(rank) is not int:
         raise CheckpointError(f"{path}: r is {rank!r}, expected a whole number, the rank of the adapters")
     if not isinstance(ranks, dict) or not all(type(number) is int for number in ranks.values()):
-        raise CheckpointError(f"{path}: rank_pattern is {ranks!r}, expected a rank for each pattern")
+        raise CheckpointError(f"{path}: rank_pattern is {ranks!r}, expected an object of integers by pattern")
     # An engine that reads no rank of a layer scales by lora_alpha / r.
     scaling = {} if engine.rank_per_layer else {"use_rslora": (False,)}
     for field, harmless in (_ADAPTER_FIELDS | scaling).items():

@@ -69,7 +69,7 @@ class Engine:
 
 
 def _equals(entry: str, module: str, wildcards: bool) -> bool:
-    """Return True if vLLM's rules exclude a module from quantization because of one entry of the list.
+    """Return True if vLLM does not quantize a module because `entry` is in the list of excluded modules.
 
     The entry must be the name of the module. With `wildcards`, it may also be a substring of the name or a pattern.
     """
@@ -77,7 +77,7 @@ def _equals(entry: str, module: str, wildcards: bool) -> bool:
 
 
 def _contains_path(entry: str, module: str, wildcards: bool) -> bool:
-    """Return True if SGLang's rules exclude a module from quantization because of one entry of the list.
+    """Return True if SGLang does not quantize a module because `entry` is in the list of excluded modules.
 
     Names have parts, separated by dots. The entry must be one part of the module's name, or several in a row. With
     `wildcards`, it may also be a pattern for one part or for the full name.

@@ -32,8 +32,8 @@ class ScoredAnswer:
         references: accepted answers.
         answer: answer of the model, without reasoning.
         score: from 0 for a wrong answer to 1 for a right one.
-        drafts: number of the answer's tokens that multi-token prediction has drafted.
-        accepted: number of drafts that are accepted, see `drafts.py`.
+        drafts: number of tokens of the answer for which multi-token prediction made a draft.
+        accepted: number of drafts that equal the model's token, see `drafts.py`.
     """
 
     sample_id: str

@@ -1,4 +1,4 @@
-"""Generation with the Megatron model, without exporting a checkpoint: greedy or sampled, in every layout of ranks.
+"""Generation with the Megatron model, without exporting a checkpoint: greedy or sampled, in every parallel layout.
 
 Legend of shapes: b prompts, S tokens of a row with space for the answer.
 """
@@ -199,13 +199,14 @@ def _remove_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[Te
     if input_ids.dim() != 2 or mask.shape != input_ids.shape:
         raise ValueError(
             f"input_ids has shape {list(input_ids.shape)} and attention_mask {list(mask.shape)}, expected "
-            "[prompts, tokens] both"
+            "[prompts, tokens] for both"
         )
     prompts = [ids[keep] for ids, keep in zip(input_ids.cpu(), mask.cpu().bool(), strict=True)]
     empty = [row for row, prompt in enumerate(prompts) if not len(prompt)]
     if empty or not prompts:
         raise ValueError(
-            f"found {len(prompts)} prompts, and prompts {empty} have no tokens: expected at least one token in each"
+            f"found {len(prompts)} prompts, and prompts {empty} have no tokens: expected one prompt or more. Each "
+            "prompt needs at least one token"
         )
     return prompts
 

@@ -98,7 +98,7 @@ class LocalSizes:
 def saved_by_norm(local: LocalSizes, name: str, elements: float, groups: float) -> SavedTensors:
     """Return the tensors saved by a norm with `elements` elements and `groups` statistics (1, or 1 per head) per token.
 
-    On a CPU torch also saves the normalized input, for the gradient of the norm's weight.
+    On a CPU, torch also saves the normalized input for the gradient of the norm's weight, unless the weight is frozen.
     """
     saved = {f"{name}: input": elements * local.norm_e, f"{name}: statistic": groups * _STATISTIC}
     if local.kernels or local.text_frozen:
@@ -639,10 +639,11 @@ def _text_layer(local: LocalSizes, *, moe: bool, slots: float | None = None) -> 
 
 
 def _expert_buffers(local: LocalSizes) -> float:
-    """Return the number of temporary elements per token in experts: the larger of gradients and forward buffers.
+    """Return the temporary elements per token of experts: of the forward or of the backward pass, whichever has more.
 
-    All buffers of the forward pass are in memory at the same time: tokens before and after the all-to-all, and outputs
-    before and after they are concatenated or sorted back. Tokens that are saved for the backward pass are not counted.
+    In the backward pass they are gradients. All buffers of the forward pass are in memory at the same time: tokens
+    before and after the all-to-all, and outputs before and after they are concatenated or sorted back. Tokens that are
+    saved for the backward pass are not counted.
     """
     dims, layout = local.dims, local.layout
     routed = dims["topk"] * local.training.expert_load * local.token
@@ -724,7 +725,7 @@ def _vision_tower(local: LocalSizes) -> tuple[float, float, float]:
 
 
 def _loss_temporary(local: LocalSizes, tokens: float, *, loss_in_chunks: bool) -> float:
-    """Return the bytes for logits and their gradients while the loss of `tokens` tokens is computed."""
+    """Return the temporary bytes (logits and gradients) while the loss of `tokens` tokens is computed."""
     vocab = local.dims["vocab"] / local.layout.tp
     # Logits, later their gradient, in the model's precision. In float32 models the softmax has the same memory.
     logits = vocab * local.e * (local.e < _FLOAT)

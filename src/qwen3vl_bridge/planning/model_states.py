@@ -97,7 +97,9 @@ def _table_parameters(dims: Dimensions, chunk: PipelineChunk) -> int:
 
 
 def group_layers_by_kind(dims: Dimensions, layers: Iterable[int] | None = None) -> list[list[int]]:
-    """Group the indices of text layers by kind: full or linear attention, dense MLP or experts, with n-grams or not.
+    """Return lists of text-layer indices, one list for each kind of layer.
+
+    Kinds differ in attention (full or linear), MLP (dense or experts), and n-gram embedding (with or without).
 
     Args:
         layers: indices of text layers; None for all.
@@ -255,9 +257,10 @@ def _additional_fp8_bytes(
 def _gathered_parameters(
     dims: Dimensions, layout: ParallelLayout, chunk: PipelineChunk, held: Counter[str]
 ) -> tuple[int, int]:
-    """Return the number of parameters outside of layers, and the number of parameters of the largest layer.
+    """Return (number of parameters outside of layers, number of parameters of the largest layer) on one rank.
 
-    Under ZeRO-3 weights outside of layers are unsharded during a step.
+    Under ZeRO-3 weights outside of layers are unsharded during a step. `held` are the parameters of `chunk` by
+    component.
     """
 
     def count(name: str, **fields: Any) -> int:

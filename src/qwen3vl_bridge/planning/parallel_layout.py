@@ -140,7 +140,7 @@ class ParallelLayout:
         )  # fmt: skip
         has_experts = bool(dims.indices["moe_layers"])
         if not has_experts and (self.ep > 1 or self.expert_tp not in (1, self.tp)):
-            raise ValueError(f"ep is {self.ep} and etp {self.etp}, expected neither: this model has no experts")
+            raise ValueError(f"ep is {self.ep} and etp {self.etp}, expected 1 and None: this model has no experts")
         if self.tp > 1 and not self.sequence_parallel:
             if has_experts:
                 raise ValueError(

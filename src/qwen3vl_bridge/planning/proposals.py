@@ -113,7 +113,7 @@ def _possible_layouts(
 
 
 def _order(layout: ParallelLayout, gpu: Gpu) -> tuple[int, int]:
-    """Return the sort key of a layout: its EP size if larger than a node, then its number of model-parallel ranks."""
+    """Return the sort key of a layout: (EP size, at least the GPUs of a node; number of model-parallel ranks)."""
     return max(layout.ep, gpu.gpus_per_node), layout.tp * layout.pp * layout.cp
 
 

@@ -103,7 +103,7 @@ class Recompute:
         if (self.granularity == "selective") != bool(self.modules):
             raise ValueError(
                 f"{prefix}recompute_modules is {sorted(self.modules)} with {prefix}recompute_granularity "
-                f"{self.granularity!r}, expected modules with 'selective' and none without"
+                f"{self.granularity!r}, expected modules with 'selective', and no modules with other values"
             )
         complete = self.method in ("uniform", "block") and (self.num_layers or 0) >= 1
         absent = self.method is None and self.num_layers is None

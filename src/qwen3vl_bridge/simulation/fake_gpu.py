@@ -48,7 +48,7 @@ def build(folder: str | os.PathLike[str]) -> Path:
     if not (site / "torch/lib/libtorch_cuda.so").exists():
         raise FakeGPUError("torch is installed without CUDA, and the fake GPU needs the CUDA build: install that build")
     if missing := [program for program in ("gcc", "nm") if shutil.which(program) is None]:
-        raise FakeGPUError(f"{' and '.join(missing)} not found: the fake GPU is built from C")
+        raise FakeGPUError(f"{' and '.join(missing)} not found: the fake GPU is built from C. Install a C compiler")
     sources = [Path(__file__), *sorted(SOURCES.iterdir())]
     contents = [path.read_bytes() for path in sources] + [
         f"{path} {path.stat().st_size}".encode() for path in libraries
