@@ -53,7 +53,7 @@ _NORM = re.compile(r"(\w+_layernorm|patch_norm|out_norm|enorm|hnorm)")
 
 @dataclass
 class HFTarget:
-    """A Hugging Face model that a conversion writes. Call `plan_files` before it is used as an `Output`."""
+    """A Hugging Face model that a conversion writes. After a call of `plan_files` it is a `conversion.Output`."""
 
     config: ModelConfig
     experts: ExpertLayout
@@ -100,7 +100,7 @@ class HFTarget:
 
 @dataclass
 class MegatronTarget:
-    """A Megatron checkpoint that a conversion writes. Call `plan_files` before it is used as an `Output`."""
+    """A Megatron checkpoint that a conversion writes. After a call of `plan_files` it is a `conversion.Output`."""
 
     ckpt_format: str  # "fsdp_dtensor" or "torch_dist"
     naming: str  # layer spec of the parameter names, "transformer_engine" or "local"

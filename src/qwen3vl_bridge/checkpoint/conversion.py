@@ -179,7 +179,7 @@ class ConversionOptions:
         checksums: whether to write a checksum of every tensor to the manifest.
         dry_run: whether to plan and estimate only. Nothing is written but an unnamed file, to measure the disk's speed.
         progress: whether to show progress on standard error.
-        ranks: the processes that share the work. Each of them makes the same call.
+        ranks: the processes that share the work. All of them must make the call with equal arguments.
     """
 
     overwrite: bool = False
@@ -429,8 +429,8 @@ class EarlierResult:
         # Training writes a manifest too, without a format.
         if manifest.get("tool") != TOOL or manifest.get("format") not in self._formats:
             raise CheckpointError(
-                f"{root} was not written by a conversion of this kind: {self._manifest} is missing or says otherwise; "
-                "the folder is not replaced, remove it yourself"
+                f"{root} was not written by a conversion of this kind: {self._manifest} is missing or names another "
+                "writer or format. The folder is not replaced, remove it yourself"
             )
         try:
             files = manifest["files"].items()

@@ -62,7 +62,10 @@ class Plan:
 
 
 def find_naming(rows: Iterable[WeightRow], names: Collection[str]) -> str:
-    """Return the layer spec that uses the parameter names `names`; "transformer_engine" if "local" uses them too."""
+    """Return the layer spec of a model with the parameter names `names`: "transformer_engine" or "local".
+
+    If the names of both layer specs are equal, return "transformer_engine".
+    """
     for row in rows:
         if row.stored_names[0] not in names and local_name(row.stored_names[0]) in names:
             return LOCAL
@@ -180,9 +183,9 @@ def _map_slices(
 
 
 def _read_slice(part: TensorSlice) -> Slice:
-    """Return a slice that reads the same elements as `part`, in the order of the Megatron parameter.
+    """Convert a slice that `TensorLayout.slices` of the source has returned to one that can be read.
 
-    `part` comes from `TensorLayout.slices` of the source.
+    The result has the elements of `part` in the order of the Megatron parameter.
     """
     if part.stride > 1:
         raise AssertionError(f"{part.tensor}: every {part.stride}th element cannot be read, only written")

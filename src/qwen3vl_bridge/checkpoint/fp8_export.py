@@ -75,7 +75,7 @@ class Fp8Export:
         return cls(quantization, _read_kept_scales(folder))
 
     def quantize(self, plan: Plan) -> Plan:
-        """Return a plan like `plan` that writes selected weights in FP8, each followed by its scales."""
+        """Return a copy of `plan` in which the selected weights are written in FP8, each followed by its scales."""
         excluded, block = set(self.quantization.get("modules_to_not_convert") or ()), fp8_block(self.quantization)
         dtype = next((scales.spec.dtype for scales in self.kept.values()), "bfloat16")
         experts = {_expert_layout(name) for name in self.kept if ".experts." in name}
@@ -147,7 +147,12 @@ def _read_kept_scales(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _expert_layout(name: str) -> tuple[str, bool]:
-    """Return (first part of the name, whether each expert has its own tensors) for the name of an expert's tensor."""
+    """Return how the experts to which a tensor belongs are stored, given the tensor's name.
+
+    Returns:
+        The part of the name before the first dot ("model", or "mtp" for multi-token prediction), and whether each
+        expert has its own tensors.
+    """
     return name.partition(".")[0], re.search(r"\.experts\.\d+\.", name) is not None
 
 

@@ -44,7 +44,7 @@ TOOL = "qwen3vl_bridge"
 
 
 def describe_tool() -> dict[str, str]:
-    """Return the manifest entries that identify the writer: this package, its version, and the version of torch."""
+    """Return the entries by which a manifest names its writer: this package, its version, and the version of torch."""
     versions = {}
     for name in ("qwen3vl-bridge", "torch"):
         try:

@@ -121,7 +121,7 @@ def verify_checkpoint(
         iteration: the iteration; None for the latest.
         drop_vocab_padding: whether the checkpoint's rows beyond the vocabulary may be other than zero.
         progress: whether to show progress on standard error.
-        ranks: the processes that share the work. Each of them makes the same call.
+        ranks: the processes that share the work. All of them must make the call with equal arguments.
 
     Raises:
         CheckpointError: one side is damaged, or the two sides are different models or have different tensors.

@@ -76,7 +76,7 @@ def is_off(name: str) -> Condition:
 
 
 def is_above(name: str, number: int) -> Condition:
-    """Return a condition that is met if the setting `name` is greater than `number`; None counts as 0."""
+    """Return a condition that is met if the setting `name` is greater than `number`; None is treated as 0."""
     return Condition(name, lambda settings: (_read(settings, name) or 0) > number)
 
 
@@ -135,7 +135,7 @@ def same_as(other: str) -> Values:
 def multiple_of(divisor: str) -> Values:
     """Return `Values` that allow multiples of the setting `divisor`, or of a product of settings such as "a * b".
 
-    A setting with the value None counts as 1.
+    A divisor with the value None is treated as 1.
     """
 
     def sizes(settings: Any) -> dict[str, int]:

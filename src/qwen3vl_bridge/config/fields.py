@@ -323,7 +323,8 @@ def complete_rope(provider: VisionLanguageFields) -> None:
     for name, value in other.items():
         if rope[name] != value:
             raise ValueError(
-                f"rope_parameters has {name} {rope[name]}, but another field of the provider sets {value}: use the same"
+                f"rope_parameters has {name} {rope[name]}, but another field of the provider sets {value}: remove "
+                f"{name} from rope_parameters, or set both to the same value"
             )
     provider.rope_parameters = None if rope["rope_type"] == "default" else rope
 
@@ -343,8 +344,8 @@ def complete_before_finalize(provider: VisionLanguageFields) -> None:
         provider.perform_initialization = True
     if provider.transformer_layer_spec is modelopt_transformer_layer_spec:
         logger.info(
-            "transformer_layer_spec modelopt_transformer_layer_spec has no effect: ModelOpt quantizes the layers that "
-            "transformer_impl %r selects",
+            "transformer_layer_spec is modelopt_transformer_layer_spec, which has no effect: ModelOpt quantizes the "
+            "layers that transformer_impl %r selects",
             provider.transformer_impl,
         )
     complete_dist_train(provider)

@@ -47,7 +47,7 @@ class TowerCosts:
         return language + self.patch * patches + self.patch_pair * patch_pairs
 
     def plus(self, other: TowerCosts) -> TowerCosts:
-        """Return the sum of the costs of two passes of the same model."""
+        """Return the summed costs of two passes of one model, such as a forward pass and a training step."""
         names = ("token", "token_pair", "patch", "patch_pair", "sparse_pair")
         return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
 
@@ -90,9 +90,13 @@ class _Chain:
         self.trained, self.reached, self.linear, self.pair, self.sparse_pair = trained, reached, 0.0, 0.0, 0.0
 
     def add(self, name: str, inputs: int, outputs: int, trained: bool, times: float = 1) -> None:
-        """Add the FLOPs of a linear layer that is applied `times` times per token or patch.
+        """Add the FLOPs of a linear layer and of its adapter, applied `times` times per token or patch.
 
-        `name` selects the adapter; a layer with the name "" has none.
+        Args:
+            name: the layer's name, by which `Trained.rank` finds the rank of its adapter; "" for no adapter.
+            inputs, outputs: numbers of inputs and outputs of the layer.
+            trained: whether the layer's own weight is trained.
+            times: number of applications.
         """
         rank = self.trained.rank(name) if name and not is_mtp(name) else 0
         self.linear += times * inputs * outputs * (1 + self.reached + trained)

@@ -208,7 +208,7 @@ def rope_parameters_of(text: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
     if None not in (inner, outer) and inner != outer:  # the rope type determines which one transformers uses
         raise ValueError(
             f"partial_rotary_factor is {inner} in the rotary embedding's parameters and {outer} in text_config: "
-            "expected the same number"
+            "remove one of them"
         )
     for name, default in defaults.items():
         rope[name] = next((value for value in (given.get(name), text.get(name)) if value is not None), default)
@@ -291,7 +291,10 @@ def check_model_type(config: Mapping[str, Any], dense: str, experts: int, what: 
     """
     kind = config.get("model_type")
     if kind in (dense, f"{dense}_moe") and bool(experts) != (kind != dense):
-        raise ValueError(f"{experts} {what}, which model_type {kind} does not allow")
+        raise ValueError(
+            f"{experts} {what}, which model_type {kind} does not allow: set model_type to "
+            f"{f'{dense}_moe' if experts else dense}, or correct the fields for experts"
+        )
 
 
 def experts_of(text: Mapping[str, Any]) -> int:

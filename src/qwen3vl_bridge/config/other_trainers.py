@@ -118,7 +118,8 @@ def describe_ignored_variables(
 
     Args:
         environment: the environment of this process.
-        describe: (setting, value) -> arguments of a command that set the value; None if the command sets it already.
+        describe: function from (setting, value) to the command-line arguments that set the value. It returns None if
+            the present command line sets the setting already.
     """
     found = {}
     for setting, variables in _VARIABLES.items():

@@ -118,10 +118,15 @@ def _copy_permissions(target: Path, folder: Path, at_least: int = 0) -> None:
 
 
 def _clean_up(target: Path, folder: Path, replaced: Snapshot | None, notify: Callable[[str], None]) -> None:
-    """Remove the folder that the result has replaced. Report failures with `notify`, because the result is in place.
+    """Remove the folder that the result has replaced. Failures do not raise an error, they are passed to `notify`.
 
-    `folder` is the path that the replaced folder was renamed to. `replaced` is its earlier snapshot; None if nothing
-    was replaced. If its contents have changed since then, rename the folder to a visible name instead.
+    If the folder has changed since its snapshot, rename it to a visible name instead.
+
+    Args:
+        target: path of the result.
+        folder: path to which the replaced folder was renamed.
+        replaced: snapshot of the replaced folder; None if nothing was replaced.
+        notify: called with a line of text for the user.
     """
     in_place = f"{target} is complete and in place"
     with contextlib.suppress(OSError):
@@ -193,9 +198,9 @@ def _lock(target: Path) -> Iterator[None]:
 
 
 def _restore(target: Path, notify: Callable[[str], None]) -> bool:
-    """Move a target back that a dead process had moved away. Return True if the target was restored.
+    """Move an earlier target back if a process died after moving it away. Return True if the target was restored.
 
-    If another folder is at the target's path now, the earlier target gets a visible name instead.
+    If the path of the target is in use again, rename the earlier target to a visible name instead.
     """
     restored = False
     for old in _find_hidden(target, "replaced"):
@@ -213,7 +218,7 @@ def _restore(target: Path, notify: Callable[[str], None]) -> bool:
 
 
 def _find_resumable(target: Path, notify: Callable[[str], None], can_resume: Callable[[Path], bool]) -> Path | None:
-    """Return the hidden folder to resume, or None. Remove the other folders that dead processes left."""
+    """Return the hidden folder that `can_resume` accepts, or None. Remove the other folders of dead processes."""
     found = _find_hidden(target, "partial")
     # Check all folders before removing one: a folder that must not be lost stops the run.
     resumable = next(iter([folder for folder in found if can_resume(folder)]), None)
@@ -229,7 +234,7 @@ def _find_resumable(target: Path, notify: Callable[[str], None], can_resume: Cal
 
 
 def _move_into_place(folder: Path, target: Path, *, swap: bool) -> None:
-    """Rename the folder to the target. With `swap`, the old target is renamed to the folder's former path."""
+    """Rename `folder` to `target`. With `swap`, exchange both: the old target is at the path `folder` afterwards."""
     if not swap:
         os.rename(folder, target)  # replaces an empty folder
         return
@@ -349,7 +354,7 @@ def check_nothing_lost(folder: Path, names: Collection[str], what: str) -> None:
 
 
 def disk_of(target: Path) -> Path:
-    """Return the nearest parent folder of a target that exists. It is on the disk that the target will be on."""
+    """Return the nearest existing parent folder of `target`, which will be on the same disk."""
     return next(path for path in target.absolute().parents if path.exists())
 
 

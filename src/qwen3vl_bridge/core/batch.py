@@ -39,7 +39,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class VisionRows(Transferable):
-    """Positions of vision tokens in a rank's hidden states, flattened [s, b]: hidden[targets] = vision[sources]."""
+    """Indices with which vision tokens replace hidden states of a rank: hidden[targets] = vision[sources].
+
+    Hidden states are flattened from [s, b].
+    """
 
     sources: Tensor  # [K] int64, indices into the vision tokens that this rank encodes or receives
     targets: Tensor  # [K] int64, indices into the hidden states
@@ -93,7 +96,7 @@ class ModelInputs(Transferable):
 
 @dataclass(frozen=True)
 class DocumentGroups(Transferable):
-    """Which segments of a packed row belong to the same record, for objectives that compare documents.
+    """The grouping of a packed row's segments by record, for objectives that compare documents.
 
     The segments of a record follow one another. R is the number of records.
     """
@@ -106,13 +109,13 @@ class DocumentGroups(Transferable):
 
     @property
     def num_documents(self) -> int:
-        """Return the number of segments of all records. Segments after them are padding."""
+        """Return the number of segments that belong to records. All later segments of the row are padding."""
         return sum(self.sizes)
 
 
 @dataclass(frozen=True)
 class TokenBatch(Transferable):
-    """A batch of padded rows, or a packed row. It is the same on all ranks that share it."""
+    """A batch of padded rows, or a packed row, before it is divided over ranks."""
 
     input_ids: Tensor  # [B, S] int64
     labels: Tensor  # [B, S] int64, labels[t] is the token after t in the same segment; undefined where loss_mask is 0
@@ -281,7 +284,7 @@ class TokenBatch(Transferable):
         )
 
     def _vision_rows(self, index: Tensor, encoded_index: Tensor | None) -> VisionRows:
-        """Return where vision tokens are among the tokens of the batch with indices `index` [s, b].
+        """Return which vision tokens replace which of the tokens with the indices `index` [s, b] in the batch.
 
         `encoded_index` [M]: index of each vision token among those that this rank encodes or receives. None if it
         encodes all vision tokens of the batch.

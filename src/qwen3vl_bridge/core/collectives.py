@@ -182,7 +182,7 @@ def raise_on_all_ranks() -> Iterator[None]:
 
 
 def error_of_all_ranks(error: CheckpointException) -> CheckpointError:
-    """Return a CheckpointError with the messages of all processes that failed in torch's distributed checkpointing."""
+    """Convert a failure of torch's distributed checkpointing to a CheckpointError that lists each failed rank."""
     return CheckpointError("; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items()))
 
 

@@ -155,7 +155,7 @@ def parse_json(text: bytes | str) -> Any:
         if len(names) != len(pairs):
             seen: set[str] = set()
             twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-            raise ValueError(f"{twice!r} occurs twice")
+            raise ValueError(f"{twice!r} occurs twice as a key of one object: remove one of the entries")
         return names
 
     def integer(digits: str) -> int:  # one that is too large becomes a value that `check_plain` rejects, with its key
@@ -173,8 +173,8 @@ def parse_json(text: bytes | str) -> Any:
 def parse_record(text: bytes | str) -> Any:
     """Parse one JSON record, such as a line of a data set. Raise ValueError if it is not JSON or nested too deeply.
 
-    Unlike in a configuration, a key may occur twice (the last value counts), and numbers may be infinite or NaN:
-    unused columns may contain anything.
+    `parse_json` has stricter rules. Here a key may occur twice (the last value is used), and numbers may be infinite,
+    NaN or of any size: columns of a data set that nobody uses may contain anything.
     """
     try:
         value = json.loads(text if isinstance(text, str) else text.decode("utf-8-sig"))
@@ -191,7 +191,7 @@ def check_plain(value: Any, name: str = "", *, finite: bool = True, bounded: boo
         value: dictionaries, lists and scalars.
         name: name of the value, for errors.
         finite: whether infinity and NaN are errors.
-        bounded: whether integers of more than 64 bits are errors. 1e30 is always accepted.
+        bounded: whether integers of more than 64 bits are errors. `int(1e30)` is always accepted.
 
     Raises:
         ValueError: a number is invalid, or dictionaries and lists are nested too deeply.
@@ -348,7 +348,7 @@ class _Memo(list):
         elif number < len(self):
             super().__setitem__(number, value)
         else:
-            raise pickle.UnpicklingError(f"it memoizes entry {number}, expected {len(self)}")
+            raise pickle.UnpicklingError(f"it stores memo entry {number}, but the next free entry is {len(self)}")
 
 
 class _RestrictedUnpickler(PythonUnpickler):

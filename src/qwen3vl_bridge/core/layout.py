@@ -109,7 +109,7 @@ class SequenceLayout(Transferable):
 
     @property
     def packed(self) -> bool:
-        """Return whether the batch is a single row. A single padded row counts as a packed row with one document."""
+        """Return True if the batch is a single row. A single padded row is treated as a packed row of one document."""
         return self.num_rows == 1
 
     def segment_ids(self) -> Tensor:
@@ -172,8 +172,8 @@ def token_index(layout: SequenceLayout, cp_size: int, cp_rank: int, sp_size: int
         for segment, length in enumerate(layout.padded_lengths):
             if length % (2 * cp_size):
                 raise ValueError(
-                    f"segment {segment}: a padded length of {length} does not divide into the {2 * cp_size} chunks "
-                    f"that context parallelism of {cp_size} needs"
+                    f"segment {segment} has a padded length of {length} tokens, expected a multiple of {2 * cp_size}, "
+                    f"the number of chunks for {cp_size} context-parallel ranks: pad each segment to such a multiple"
                 )
         chunk = starts.diff() // (2 * cp_size)
         begins = torch.stack([starts[:-1] + number * chunk for number in (cp_rank, 2 * cp_size - 1 - cp_rank)], 1)
@@ -181,7 +181,7 @@ def token_index(layout: SequenceLayout, cp_size: int, cp_rank: int, sp_size: int
     if row_length % sp_size:
         raise ValueError(
             f"each context-parallel rank has {row_length} tokens per row, expected a multiple of the {sp_size} "
-            "sequence-parallel ranks"
+            f"sequence-parallel ranks: pad rows to a multiple of {cp_size * sp_size} tokens"
         )
     return flat.view(layout.num_rows, row_length).T.chunk(sp_size)[sp_rank]
 

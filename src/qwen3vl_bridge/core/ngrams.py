@@ -49,10 +49,11 @@ class NgramHash:
 
 
 def ngram_ids(input_ids: Tensor, layout: SequenceLayout, hashes: Sequence[NgramHash]) -> Tensor:
-    """Return the hashed n-grams [L, T, heads] int64 that end at each token of the flat batch.
+    """Return the ids [L, T, heads] int64 of the n-grams that end at each token of the flat batch.
 
     An id is a row of the head's own n-gram table. A text starts at the first token of its segment, and after an eos
-    token, which belongs to the text before it. Tokens before the text count as eos, and so does padding.
+    token, which belongs to the text before it. An n-gram does not cross the start of a text: eos tokens take the place
+    of the tokens before it. Padding is hashed like eos.
 
     Args:
         input_ids: [B, S].
@@ -65,7 +66,10 @@ def ngram_ids(input_ids: Tensor, layout: SequenceLayout, hashes: Sequence[NgramH
 
 
 def _hash_ngrams(tokens: Tensor, offsets: Tensor, ngram_hash: NgramHash) -> Tensor:
-    """Return ids [T, heads] for tokens [T] with the index `offsets` [T] in their segments."""
+    """Return the ids [T, heads] of the n-grams that end at each of `tokens` [T], for one layer.
+
+    `offsets` [T] is the index of each token in its segment.
+    """
     eos, index = ngram_hash.eos_token_id, torch.arange(len(tokens), device=tokens.device)
     after_last_eos = torch.where(tokens == eos, index + 1, 0).cummax(0).values
     # An eos does not start a text itself: for each token, eos tokens before it count.

@@ -99,7 +99,10 @@ def make_vision_inputs(
     """
     side = isqrt(settings.num_position_embeddings)
     if side * side != settings.num_position_embeddings:
-        raise ValueError(f"found {settings.num_position_embeddings} position embeddings, expected a square number")
+        raise ValueError(
+            f"found {settings.num_position_embeddings} position embeddings, expected a square number: correct "
+            "num_position_embeddings in vision_config"
+        )
     merge, pixels, grids = settings.spatial_merge_size, [], []
     for kind, given, sizes in (("image", pixel_values, image_grid_thw), ("video", pixel_values_videos, video_grid_thw)):
         sizes = _check_grids(kind, sizes, merge)
@@ -138,7 +141,10 @@ def vision_slots(input_ids: Tensor, image_grid_thw: Tensor | None, settings: Vis
     num_image_tokens = patches // settings.spatial_merge_size**2
     number = image.cumsum(0)
     if int(number[-1]) != num_image_tokens:
-        raise ValueError(f"found {int(number[-1])} image tokens, expected {num_image_tokens} for the images")
+        raise ValueError(
+            f"found {int(number[-1])} image tokens, expected {num_image_tokens} for the images: pass input_ids and "
+            "image_grid_thw from the same call of the processor, and do not truncate rows within an image"
+        )
     slots = number.mul_(image).sub_(1)  # in place: allocating new memory would cost more than the sums
     if not video.any():
         return slots

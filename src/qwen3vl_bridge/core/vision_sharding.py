@@ -147,7 +147,10 @@ def assign_vision(vision: VisionInputs | None, work: VisionWork, ranks: int) -> 
     if vision is None:
         return VisionAssignment(((),) * ranks, (0,) * ranks, torch.empty(0, dtype=torch.int64))
     if any(patches % work.patches_per_token for patches in vision.lengths):
-        raise ValueError(f"frames have {vision.lengths} patches, expected multiples of {work.patches_per_token}")
+        raise ValueError(
+            f"frames have {vision.lengths} patches, expected multiples of {work.patches_per_token}, the number of "
+            "patches in a vision token: pass the grids that the processor returned"
+        )
     shares = assign_frames([work.cost(patches) for patches in vision.lengths], ranks)
     tokens = [patches // work.patches_per_token for patches in vision.lengths]
     rows = torch.arange(sum(tokens)).split(tokens)

@@ -52,9 +52,10 @@ class JoinModules(Callback):
         join_modules(get_model_config(context.model[0]), context.optimizer, sharded=sharded)
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """Check the images received in this step, and correct the number of consumed samples.
+        """Check the images received in this step, and correct `consumed_train_samples`.
 
-        Megatron-Bridge counts the samples of this rank's module. Afterwards the step counts as one global batch.
+        Megatron-Bridge has added the samples of this rank's module, computed from its number of data-parallel ranks.
+        This method replaces that number by the global batch size.
 
         Raises:
             ValueError: the vision ranks sent other images or videos than expected in this step.
@@ -85,8 +86,8 @@ class JoinModules(Callback):
 def join_modules(provider: VisionLanguageProvider, optimizer: MegatronOptimizer, *, sharded: bool) -> None:
     """Set up the joint scaling of gradients and the joint gradient norm of both modules.
 
-    Every rank must call this once, with the optimizer of its module. A distributed optimizer (`sharded`) already sums
-    its norm over all ranks.
+    Every rank must call this once, with the optimizer of its module. If the optimizer is a distributed optimizer
+    (`sharded`), its `get_grad_norm` is not changed, because it sums over the ranks of both modules already.
     """
     if not trains_vision(provider):
         for info in p2p_communicator(provider).rank_module_map.values():
@@ -107,9 +108,10 @@ def lacks_joint_gradients(provider: Any) -> bool:
 def finalize_gradients(
     model: list[torch.nn.Module], num_tokens: Tensor | None = None, *, force_all_reduce: bool | None = False, **_: Any
 ) -> None:
-    """Finalize gradients as megatron-core does. Vision ranks divide by the number of tokens on language ranks.
+    """Finalize gradients as megatron-core does, and divide them by the number of tokens of the global batch.
 
-    `num_tokens` is set in place to the number of tokens of the global batch.
+    Vision ranks get that number from the language ranks. `num_tokens` is the number of tokens on this rank, to which
+    language ranks add the tokens of other ranks in place; with None, gradients are not divided.
     """
     provider, groups = get_model_config(model[0]), get_attr_wrapped_model(model[0], "pg_collection")
     counted = num_tokens if provider.add_decoder else None
@@ -136,7 +138,7 @@ def _joint_norm(own: Any, *, contributes: bool) -> Tensor | float:
 
 
 class OneWayBridge:
-    """megatron-core's communicator between two modules, without sending gradients back: for a frozen vision tower."""
+    """megatron-core's communicator between two modules for a frozen vision tower: no gradients are sent back to it."""
 
     def __init__(self, bridge: BridgeCommunicator) -> None:
         self.src_module_name, self.dest_module_name = bridge.src_module_name, bridge.dest_module_name

@@ -172,7 +172,7 @@ class Header(NamedTuple):
     expected: list[tuple[int, ...]]
 
     def check(self) -> None:
-        """Wait for the received header, and raise ValueError if the payload does not have the expected images."""
+        """Wait for the received header, and raise ValueError if vision ranks have sent other images than expected."""
         received = [_HEADER.unpack(bytes(int(byte) for byte in row)) for row in self.received.tolist()]
         if received != self.expected:
             raise ValueError(

@@ -223,8 +223,8 @@ class Qwen3VLConfigContainer(ConfigContainer):
             return
         if self.dataset.objective not in ("sft", self.objective.kind):
             raise ValueError(
-                f"dataset.objective is {self.dataset.objective!r}, but objective.kind is {self.objective.kind!r}: set "
-                "only objective.kind"
+                f"dataset.objective is {self.dataset.objective!r}, but objective.kind is {self.objective.kind!r}: "
+                "remove dataset.objective, which is set from objective.kind"
             )
         self.dataset.objective = self.objective.kind
         self.dataset.reference_logps = self.objective.reference_logps

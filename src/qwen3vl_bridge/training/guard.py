@@ -192,10 +192,11 @@ class Guard:
         self.latest = deque(latest, maxlen=settings.spike_window)
 
     def check_step(self, loss: float | None, gradient_norm: float) -> Finding | None:
-        """Return the problem of a step, or None if loss and gradient norm are good.
+        """Return the problem of a step, or None if loss and gradient norm are good. Add a finite loss to `latest`.
 
         Args:
             loss: mean loss of the step; None if the step has no trained tokens.
+            gradient_norm: norm of the gradient of all components.
         """
         settings, known, limit = self.settings, len(self.latest), math.inf
         if 2 * known >= settings.spike_window:

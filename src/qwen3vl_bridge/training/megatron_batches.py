@@ -117,9 +117,9 @@ def _check_keys(batch: Mapping[str, Any]) -> dict[str, Any]:
     given = {key: batch[key] for key in _USED_KEYS if batch.get(key) is not None}
     tokens = given.pop("tokens", None)
     if tokens is not None and not torch.equal(given.setdefault("input_ids", tokens), tokens):
-        raise ValueError("the batch contains tokens that differ from input_ids: pass only one of both")
+        raise ValueError("the batch contains tokens that differ from input_ids: remove one of the two keys")
     if missing := sorted({"input_ids", "labels", "loss_mask"} - given.keys()):
-        raise ValueError(f"the batch does not have {missing}; found {sorted(batch)}")
+        raise ValueError(f"the batch does not have {missing}; found {sorted(batch)}: add these keys in the collator")
     if "cu_seqlens_q" not in given and (stray := sorted(given.keys() & set(OFFSETS))):
         raise ValueError(f"the batch has {stray} without cu_seqlens_q: add cu_seqlens_q, the offsets without padding")
     shape = given["input_ids"].shape

@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DocumentLosses(Transferable):
-    """What a context-parallel rank needs to sum the losses of its tokens by document. R is the number of records."""
+    """The inputs with which a context-parallel rank sums the losses of its tokens by document.
+
+    R is the number of records, each of which has two documents.
+    """
 
     segments: Tensor  # [tokens] int64, the segment of each token of this rank
     loss_mask: Tensor  # [tokens] float32, 1 where the label of a token belongs to an answer
@@ -47,7 +50,7 @@ class DocumentLosses(Transferable):
 
     @classmethod
     def from_batch(cls, batch: TokenBatch, groups: ProcessGroupCollection) -> Self:
-        """Return the documents of a batch, on the host."""
+        """Return the inputs of this context-parallel rank for a batch, on the host."""
         layout, mask, records = batch.layout, batch.loss_mask.flatten(), batch.groups
         assert records is not None and set(records.sizes) <= {2}
         segments = layout.segment_ids()
@@ -75,11 +78,17 @@ class DocumentLosses(Transferable):
 
 
 def dpo_losses(settings: ObjectiveConfig, policy: Tensor, reference: Tensor, counts: Tensor) -> Tensor:
-    """Return the loss of each pair [R] for log-probabilities and numbers of tokens of its answers [R, 2].
+    """Return the DPO loss of each pair [R].
 
     The formulas are those of TRL (`trl/trainer/dpo_trainer.py`): "sigmoid" of arXiv 2305.18290, with the label
     smoothing of cDPO; "robust" of arXiv 2403.00409; "ipo" of arXiv 2310.12036, of means over tokens. `rpo_alpha` adds
     the mean loss of the tokens of the chosen answer (arXiv 2404.19733).
+
+    Args:
+        settings: the objective.
+        policy, reference: [R, 2], log-probabilities of the chosen and the rejected answer under the trained model and
+            under the reference model.
+        counts: [R, 2], numbers of tokens of the answers.
     """
     scores, smoothing = policy - reference, settings.label_smoothing
     if settings.formula == "ipo":
@@ -95,7 +104,10 @@ def dpo_losses(settings: ObjectiveConfig, policy: Tensor, reference: Tensor, cou
 
 
 def dpo_metrics(settings: ObjectiveConfig, policy: Tensor, reference: Tensor) -> Tensor:
-    """Return the values of `ObjectiveConfig.metrics` of each pair, [6, R], from log-probabilities [R, 2]."""
+    """Return the six metrics that `ObjectiveConfig.metrics` names, in this order, for each pair: [6, R].
+
+    `policy` and `reference` are log-probabilities [R, 2], see `dpo_losses`.
+    """
     chosen, rejected = (settings.beta * (policy - reference)).unbind(1)
     return torch.stack((chosen, rejected, (chosen > rejected).double(), chosen - rejected, *policy.unbind(1)))
 
@@ -110,7 +122,8 @@ def kto_losses(
 
     Args:
         settings: the objective.
-        policy, reference: [R, 2], log-probabilities of a record's answer and of another record's answer to its prompt.
+        policy, reference: [R, 2], log-probabilities of two answers to the prompt of a record, its own and the answer of
+            another record, under the trained model and under the reference model.
         is_desirable: [R], 1 for desirable answers.
         is_counted: [R], 0 for records that are left out.
     """

@@ -196,9 +196,9 @@ def load_chained_or_flat_state(optimizer: MegatronOptimizer | None) -> contextli
 def convert_optimizer_state(state: dict, chain: Sequence[MegatronOptimizer]) -> dict:
     """Return the loaded state of an optimizer in the form that the chained optimizers in `chain` expect.
 
-    With several optimizers, megatron-core expects the state by optimizer index. Tensors are loaded in this form.
-    Settings of parameter groups are loaded in the form in which they were saved: by index if there were several
-    optimizers. If both forms agree, the state is returned unchanged.
+    megatron-core expects the state of several optimizers by optimizer index, and the state of a single optimizer
+    without an index. Tensors are loaded in the expected form. Settings of parameter groups are loaded in the form in
+    which they were saved. If that is the expected form, the state is returned unchanged.
     """
     by_index = {key: value for key, value in state.items() if isinstance(key, int)}
     flat = {key: value for key, value in state.items() if key not in by_index}

@@ -123,7 +123,7 @@ def lock_folder(folder: Path) -> RunLock:
 
 
 class _LockState(NamedTuple):
-    """State of a lock file."""
+    """The contents of a lock file, and the time when its lock was last renewed."""
 
     renewed: int  # modification time in nanoseconds
     holder: dict[str, Any]  # describes the process that holds the lock; see `_this_process`

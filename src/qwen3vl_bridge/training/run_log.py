@@ -173,7 +173,8 @@ def publish_metrics(context: CallbackContext, metrics: Mapping[str, float]) -> N
 def finished_step(context: CallbackContext) -> int:
     """Return the number of the latest finished step.
 
-    While `on_train_step_end` callbacks run, their step counts as finished. Megatron-Bridge counts it only afterwards.
+    The result includes a step whose `on_train_step_end` callbacks are running. Megatron-Bridge's own counter includes
+    it only afterwards.
     """
     return context.state.train_state.step + (context.loss_dict is not None)
 

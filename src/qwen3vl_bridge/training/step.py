@@ -103,7 +103,10 @@ def encode(
     model: torch.nn.Module,
     groups: ProcessGroupCollection,
 ) -> dict[str, Tensor]:
-    """Encode the images of `batches`, one microbatch for each language replica that this vision rank serves."""
+    """Encode images on a vision rank, and return the tensor to send to the language ranks, by the module's name.
+
+    `batches` has one microbatch for each language replica that this vision rank serves.
+    """
     config = get_model_config(model)
     replicas, work = dist_train_replicas(config), config.vision_work
     share = replicas.share_of(groups.dp.rank())

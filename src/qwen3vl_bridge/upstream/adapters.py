@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def initializer(adapter: ParallelLinearAdapter, method: str) -> Callable[[Tensor], Any]:
-    """Return the function that initializes a matrix of an adapter with a method, such as "xavier"."""
+    """Return the function that fills a matrix of an adapter in place by the initialization method, such as "xavier"."""
     return adapter._get_init_fn(method)
 
 

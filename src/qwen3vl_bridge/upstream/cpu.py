@@ -130,9 +130,10 @@ def _with_gloo(function: Callable) -> Callable:
 
 
 def _alone_without_a_port(kwargs: dict[str, Any]) -> None:
-    """Use an in-memory store for a world of one rank, because a port could collide with another run on this machine.
+    """Change the arguments of `init_process_group` for a world of one rank, in place: use an in-memory store.
 
-    If the caller gives an address, nothing is changed: torch accepts either an address or a store.
+    torch's default store listens on a port, which another run on this machine may use. If the caller gives a store or
+    an address (`init_method`), nothing is changed.
     """
     if kwargs.get("world_size") == 1 and kwargs.get("store") is None and kwargs.get("init_method") is None:
         from torch.distributed import HashStore
@@ -313,10 +314,10 @@ def _communicate_at_once(module: Any) -> None:
 
 
 def _save_in_a_process_of_ours(module: Any) -> None:
-    """Make the process that a module starts for asynchronous saves use the CPU, too.
+    """Make the process that megatron-core starts for asynchronous saves use the CPU.
 
-    That process is spawned, so it inherits none of the redirections; without them it asks for a GPU and exits, and the
-    process that saves waits for it forever.
+    That process is spawned, so it inherits none of the redirections. Without them it asks for a GPU and exits, and the
+    process that saves waits for it forever. `module` is the module that defines `PersistentAsyncCaller`.
     """
     replace(
         module, "torch", _Overlay(module.torch, cuda=_Overlay(module.torch.cuda, device_count=lambda: 1)), When.NO_CUDA
@@ -327,7 +328,10 @@ def _save_in_a_process_of_ours(module: Any) -> None:
 
 
 def _saving_process(*args: Any, **kwargs: Any) -> None:
-    """Run the process for asynchronous saves. Unpickling this function imports this package and its redirections."""
+    """Run megatron-core's loop in the process for asynchronous saves.
+
+    The process unpickles this function, which imports this package and so sets up the redirections.
+    """
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 
     PersistentAsyncCaller._save_loop(*args, **kwargs)  # type: ignore[attr-defined]

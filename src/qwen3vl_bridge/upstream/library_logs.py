@@ -65,7 +65,7 @@ def _is_unexpected(record: logging.LogRecord) -> bool:
     """Return False for a log message about an error that the command line reports itself, so that it is dropped.
 
     After such an error Megatron-Bridge may fail to close a queue of asynchronous saves that it has never opened.
-    Messages about this failure are dropped, too.
+    For messages about this failure, return False as well.
     """
     error = record.exc_info[1] if record.exc_info else None
     after = error.__context__ if isinstance(error, AttributeError) else None

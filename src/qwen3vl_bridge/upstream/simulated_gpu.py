@@ -166,6 +166,6 @@ def flops_of_grouped_mm(a: torch.Tensor, b: torch.Tensor) -> int:
 def flops_of_grouped_gemm(a: list[torch.Tensor], transpose_a: bool, b: list[torch.Tensor], transpose_b: bool, *_: Any):
     """Return the FLOPs of Transformer Engine's `te_general_grouped_gemm`.
 
-    Its first factors are [m, k] if transposed, and its second ones [n, k] if not.
+    Matrices in `a` are [m, k] if `transpose_a`, else [k, m]. Matrices in `b` are [k, n] if `transpose_b`, else [n, k].
     """
     return sum(2 * one.numel() * other.size(1 if transpose_b else 0) for one, other in zip(a, b, strict=True))

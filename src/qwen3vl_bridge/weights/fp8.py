@@ -220,7 +220,10 @@ def dequantize(weight: Tensor, scales: Tensor, block: Block | None, to: dtype) -
     fits = match_block(weight.shape, scales.shape, block)
     if fits is None:
         found = f"{list(scales.shape)} for {list(weight.shape)}"
-        raise ValueError(f"scales have the shape {found}, expected one scale for each block of {block}")
+        raise ValueError(
+            f"scales have the shape {found}, expected one scale for each "
+            + (f"block of {block}" if block else "matrix")
+        )
     result, data, scales = (
         torch.empty(weight.shape, dtype=to),
         weight.view(torch.uint8).flatten(),

@@ -159,7 +159,7 @@ class WeightRow:
         return tuple(tuple(dimensions[d] if isinstance(d, str) else d for d in shape) for shape in self.shapes)
 
     def hf_shapes(self, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of the Hugging Face tensors. The first dimension of a packed tensor is the experts."""
+        """Return the shapes of the Hugging Face tensors. A packed tensor has one index per expert in dimension 0."""
         return self.resolve_shapes(dimensions)
 
     def hf_slices(self, dimensions: Dimensions) -> Iterator[TensorSlice]:

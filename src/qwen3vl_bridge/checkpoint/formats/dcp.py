@@ -240,7 +240,10 @@ class DcpTensors:
             for path, offset, _ in (chunk.item for chunk in chunks):
                 if (path, offset) in names:
                     both = f"{names[path, offset]} and of {name}"
-                    raise CheckpointError(f"{path}: chunks of {both} begin at byte {offset}, expected one of them")
+                    raise CheckpointError(
+                        f"{path}: chunks of {both} begin at byte {offset}, expected only one chunk there. The metadata "
+                        "are damaged: use another copy of the checkpoint, or an earlier iteration"
+                    )
                 names[path, offset] = name
 
     def byte_ranges(self, wanted: TensorSlice) -> Iterator[ByteRange]:
@@ -257,7 +260,10 @@ class DcpTensors:
             if part.start != position:
                 where = f"{self.folder}, tensor {spec.name} {spec.shape}"
                 number = "no chunk" if part.start > position else "two chunks"
-                raise CheckpointError(f"{where}: element {min(position, part.start)} is in {number}")
+                raise CheckpointError(
+                    f"{where}: element {min(position, part.start)} is in {number}, expected one. Use another copy of "
+                    "the checkpoint, or an earlier iteration"
+                )
             if not part.length:
                 return
             position += part.length
@@ -420,7 +426,7 @@ def find_payload(item: ByteRange, dtype: str, sizes: Shape, name: str) -> ByteRa
             def read_record(record: str) -> bytes:
                 start, length = find_record(record)
                 if length > _MAX_ITEM_PICKLE_BYTES:
-                    raise ValueError(f"record {record} has {length} bytes")
+                    raise ValueError(f"record {record} has {length} bytes, expected at most {_MAX_ITEM_PICKLE_BYTES}")
                 window.seek(start)
                 return window.read(length)
 
@@ -444,7 +450,7 @@ def find_payload(item: ByteRange, dtype: str, sizes: Shape, name: str) -> ByteRa
     if nbytes and any(s != t for s, t, n in zip(tensor.strides, strides, sizes, strict=True) if n > 1):
         raise CheckpointError(f"{where}: found strides {tensor.strides}, expected a contiguous tensor")
     if first + nbytes > length:
-        raise CheckpointError(f"{where}: found {length} bytes, expected {first + nbytes}")
+        raise CheckpointError(f"{where}: the storage has {length} bytes, expected {first + nbytes} or more")
     return ByteRange(item.path, item.offset + start + first, nbytes)
 
 
@@ -463,7 +469,7 @@ class _PickledTensor(NamedTuple):
 def _to_storage(pid: Any) -> _PickledStorage:
     kind, dtype, key, _device, _numel = pid
     if kind != "storage" or not isinstance(dtype, str) or dtype not in ITEMSIZE or not isinstance(key, str):
-        raise ValueError(f"reference to {kind}")
+        raise ValueError(f"found a reference to {kind}, expected a storage with a known dtype")
     return _PickledStorage(dtype, key)
 
 
@@ -472,7 +478,7 @@ def _to_tensor(storage: Any, offset: Any, sizes: Any, strides: Any, *_rest: Any)
     if not isinstance(storage, _PickledStorage) or not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers):
         raise ValueError("a tensor without a storage or with invalid sizes")
     if len(sizes) != len(strides):
-        raise ValueError(f"{len(sizes)} sizes and {len(strides)} strides")
+        raise ValueError(f"found a tensor with {len(sizes)} sizes and {len(strides)} strides, expected equally many")
     return _PickledTensor(storage, offset, tuple(sizes), tuple(strides))
 
 

@@ -168,7 +168,7 @@ Owner = tuple[int, ...]
 
 
 class OwnedRows(NamedTuple):
-    """Rows of a tensor, from row `first` to the first row of the next `OwnedRows`, and the ranks that read them."""
+    """Consecutive rows of a tensor that the same ranks read. They end where the next `OwnedRows` begins."""
 
     first: int
     owner: Owner
@@ -404,10 +404,11 @@ def _assign_stage_rows(
 
 
 def _expert_group(row: WeightRow, dimensions: Dimensions, topology: Topology) -> int:
-    """Return the index of the rank that holds an expert or a hash head; 0 for all other weight-table rows.
+    """Return the index of the group of ranks that reads an expert or a hash head; 0 for all other weight-table rows.
 
-    Expert-parallel ranks divide experts. Expert- and expert-tensor-parallel ranks divide the hash heads of an n-gram
-    table; if there are more ranks than heads, several ranks read a head, and its number is returned.
+    Experts are divided over expert-parallel ranks. The hash heads of an n-gram table are divided over expert-parallel
+    and expert-tensor-parallel ranks. If there are more of these ranks than heads, the ranks that share a head are a
+    group, and the index is the number of the head.
     """
     if "ngram_heads" in row.indices:
         heads = len(dimensions.indices["ngram_heads"])

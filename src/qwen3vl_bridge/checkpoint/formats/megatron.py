@@ -159,15 +159,15 @@ def run_config(
 ) -> dict[str, Any]:
     """Return the contents of `run_config.yaml` for a checkpoint that a conversion writes.
 
-    Megatron-Bridge builds the model from `model`. Its loader reads the two parallel sizes, and its export reads
-    `hf_model_id`.
+    Megatron-Bridge builds the model from the section `model`. Its loader reads the sizes of tensor and pipeline
+    parallelism in this section, and its export to Hugging Face reads `hf_model_id`.
 
     Args:
         hf_config: contents of the model's `config.json`.
         hf_model: folder or hub id that the model comes from.
-        ckpt_format: the format.
-        provider: dotted name of the function that creates a provider from `hf_config`. Megatron-Bridge calls it if its
-            package has registered it (`register_allowed_target_prefix`).
+        ckpt_format: "fsdp_dtensor" or "torch_dist".
+        provider: dotted name of the function that creates a provider from `hf_config`. Megatron-Bridge calls it only if
+            the function's package is registered (`register_allowed_target_prefix`).
         vocabulary: number of tokens.
         rows: number of rows of the embedding, with padding.
         vocab_divisor: number that divides the embedding rows of each tensor-parallel rank; None if unknown, or without
@@ -242,7 +242,7 @@ def write_run_files(root: Path, folder: Path, run_config: Mapping[str, Any], ckp
         root: the checkpoint's folder.
         folder: the iteration's folder in it.
         run_config: contents of `run_config.yaml`.
-        ckpt_format: the format.
+        ckpt_format: "fsdp_dtensor" or "torch_dist".
     """
     import torch
     import yaml

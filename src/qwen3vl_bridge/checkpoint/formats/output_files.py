@@ -110,13 +110,16 @@ class OutputFile:
             elif count and isinstance(content, TensorData):
                 size, start = ITEMSIZE[content.dtype], position - first
                 if start % size or count % size:
-                    raise AssertionError(f"a range begins or ends within an element of {size} bytes, at byte {start}")
+                    raise AssertionError(
+                        f"{self.name}: the range [{position}, {position + count}) of bytes cuts an element of {size} "
+                        f"bytes ({content.dtype}), expected complete elements. Please report this"
+                    )
                 yield TensorData(content.slices, content.dtype, content.start + start // size, count // size)
             position, i = position + count, i + 1
 
 
 def split_files(files: Sequence[OutputFile]) -> list[ByteRange]:
-    """Split files into byte ranges of `RANGE_BYTES`. A file that is not divisible becomes a single range."""
+    """Split files into byte ranges of `RANGE_BYTES`. A file with `divisible=False` becomes a single range."""
     return [
         ByteRange(Path(file.name), start, min(step, file.nbytes - start))
         for file in files
@@ -422,7 +425,7 @@ def _write_range(
                 written += file.write(block)
                 digest.update(block)
             if written != len(content):
-                raise AssertionError(f"{output.name}: {written} bytes written of {len(content)}")
+                raise AssertionError(f"{output.name}: {written} bytes written of {len(content)}. Please report this")
         file.flush()
         journal.record(part, digest.hexdigest(), handle)
 
@@ -435,4 +438,4 @@ def check_sizes(folder: Path, files: Sequence[OutputFile]) -> None:
             with path.open("rb") as file:  # a network file system asks its server only when a file is opened
                 size = os.fstat(file.fileno()).st_size
         if size != output.nbytes:
-            raise CheckpointError(f"{path} has {size} bytes, expected {output.nbytes}")
+            raise CheckpointError(f"{path} has {size} bytes, expected {output.nbytes}: run the conversion again")

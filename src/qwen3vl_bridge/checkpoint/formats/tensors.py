@@ -245,7 +245,7 @@ class SliceList:
         """
         end = start + length
         if end > self.length:
-            raise AssertionError(f"elements up to {end} of {self.length}")
+            raise AssertionError(f"elements up to {end} of {self.length} were requested. Please report this")
         i = bisect_right(self._starts, start) - 1
         while start < end:
             part, first = self._slices[i], self._starts[i]

@@ -250,7 +250,8 @@ class SegmentAttention(MegatronModule):
         """
         if attention_mask is not None or attention_bias is not None:
             raise ValueError(
-                "attention_mask and attention_bias must be None: padding is described by the sequence layout"
+                "attention_mask or attention_bias is set, expected None for both: pass a mask for padding to the "
+                "model, which derives the sequence layout from it"
             )
         causal = attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
         if packed_seq_params is None:
@@ -354,7 +355,10 @@ def physical_lengths(params: PackedSeqParams, tokens: int) -> tuple[int, ...]:
     else:
         lengths = tuple(physical_offsets(params).diff().tolist())
     if sum(lengths) != tokens:
-        raise ValueError(f"packed segments hold {sum(lengths)} tokens, the row has {tokens}")
+        raise ValueError(
+            f"packed segments hold {sum(lengths)} tokens, the row has {tokens}: give packed_seq_params with the "
+            "offsets of this row, including padding (cu_seqlens_q_padded)"
+        )
     return lengths
 
 

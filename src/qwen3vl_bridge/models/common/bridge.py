@@ -42,7 +42,9 @@ register_allowed_target_prefix("qwen3vl_bridge.")
 
 
 class FamilyBridge(AdapterConversion, MegatronModelBridge):
-    """AutoBridge support for a family. A subclass sets `family`, extends `provider_fields`, and is registered.
+    """Base class of a family's bridge, with which AutoBridge converts models of the family.
+
+    A subclass sets `family`, extends `provider_fields`, and is registered with Megatron-Bridge (`registration.py`).
 
     Class attributes:
         family: name of the family in the registry.
@@ -147,7 +149,7 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
     def build_conversion_tasks(
         self, hf_pretrained: Any, megatron_model: list[Any], *args: Any, **kwargs: Any
     ) -> list[WeightConversionTask | None]:
-        """Return Megatron-Bridge's conversion tasks. If ModelOpt has quantized the model, omit entries of None."""
+        """Return Megatron-Bridge's conversion tasks; for a model quantized by ModelOpt, without entries of None."""
         from modelopt.torch.quantization.utils import is_quantized
 
         tasks = super().build_conversion_tasks(hf_pretrained, megatron_model, *args, **kwargs)
@@ -191,7 +193,7 @@ def _without_numbers(name: str) -> str:
 
 
 class _WeightFiles(SafeTensorsStateSource):
-    """Safetensors files of a model, to read weights, and to save weights in files with the same names."""
+    """Safetensors files of a model. Weights can be read from them, and saved to another folder under the same names."""
 
     def save_generator(
         self,
@@ -295,7 +297,9 @@ def provider_by_model_type(
     config = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(dict(hf_config)))
     provider = by_type[model_type]().provider_bridge(types.SimpleNamespace(config=config))
     if unknown := settings.keys() - {field.name for field in dataclasses.fields(provider)}:
-        raise TypeError(f"{type(provider).__name__} has no {', '.join(sorted(unknown))}")
+        raise TypeError(
+            f"{type(provider).__name__} has no {', '.join(sorted(unknown))}: set only fields of the provider"
+        )
     for name, value in settings.items():
         setattr(provider, name, value)
     return provider

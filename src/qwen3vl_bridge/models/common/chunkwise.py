@@ -35,9 +35,10 @@ _chunk_group: ContextVar[ProcessGroup | None] = ContextVar("chunk_group", defaul
 
 @contextlib.contextmanager
 def chunks_of(group: ProcessGroup) -> Iterator[None]:
-    """Context manager in which kernels from `continue_convolution` and `continue_rule` continue chunks of other ranks.
+    """Context manager that lets wrapped kernels start each chunk where the previous chunk of its segment ends.
 
-    `group` is the context-parallel group.
+    The previous chunk may be on another rank of `group`, the context-parallel group. Kernels are wrapped by
+    `continue_convolution` and `continue_rule`.
     """
     token = _chunk_group.set(group)
     try:
@@ -47,10 +48,10 @@ def chunks_of(group: ProcessGroup) -> Iterator[None]:
 
 
 def continue_convolution(convolution: Callable) -> Callable:
-    """Wrap a causal convolution: inside `chunks_of`, each chunk continues the previous chunk of its segment.
+    """Wrap a causal convolution: inside `chunks_of`, its input begins with the tokens before each chunk.
 
-    `convolution` has the arguments of `delta_rule.causal_conv1d`. Inside `chunks_of`, `cu_seqlens` of packed rows are
-    offsets of chunks.
+    These tokens may be on other ranks. `convolution` has the arguments of `delta_rule.causal_conv1d`. Inside
+    `chunks_of`, `cu_seqlens` of packed rows are offsets of chunks.
     """
 
     @functools.wraps(convolution)

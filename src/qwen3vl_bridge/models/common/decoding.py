@@ -100,11 +100,12 @@ def step_inputs(input_ids: Tensor, position_ids: Tensor, sp_size: int = 1, sp_ra
 def is_stored(
     context: BaseInferenceContext, inputs: ModelInputs, config: TransformerConfig, groups: ProcessGroupCollection
 ) -> bool:
-    """Return whether keys, values and states of a caller's step are stored in its context.
+    """Return True if the keys, values and states of a step are stored in a caller's context.
 
-    The first step, with the prompts, is not stored if a row has padding or several documents, if the context contains
-    earlier rows of the batch, or under sequence or context parallelism. If it is stored, this function stores for each
-    row the difference between the next position and the number of tokens, which images and videos cause.
+    All steps after the first are stored. The first step, with the prompts, is stored unless a row has padding or
+    several documents, the context contains earlier rows of the batch, or sequence or context parallelism is on. If the
+    first step is stored, also store the difference between each row's next position and its number of tokens. Images
+    and videos cause this difference.
     """
     if has_tokens(context):
         return True

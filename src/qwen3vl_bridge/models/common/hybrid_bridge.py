@@ -11,7 +11,7 @@ from qwen3vl_bridge.models.common.provider import ExpertsMixin
 
 
 class HybridBridge(FamilyBridge):
-    """AutoBridge support for a family of hybrid models. A subclass sets `family`, and is registered."""
+    """Base class of the bridge of a family of hybrid models. A subclass sets `family`, and is registered."""
 
     def provider_fields(self, config: Any) -> dict[str, Any]:
         """Return the provider's fields from a Hugging Face configuration."""

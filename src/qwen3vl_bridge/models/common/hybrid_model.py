@@ -194,7 +194,10 @@ class HybridModel(VisionLanguageModel):
             )
 
     def embed(self, inputs: ModelInputs, encoded: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, dict[str, Any]]:
-        """Return hidden states, and a dict with the embedded next tokens if MTP is computed for this batch."""
+        """Return hidden states [s / sp, b, h], and a dict of additional layer inputs.
+
+        The dict has the embedded next tokens if MTP is computed for this batch. Otherwise it is empty.
+        """
         encoded = encoded or self.encode(inputs)
         hidden, layer_arguments = super().embed(inputs, encoded)
         if self.predicts(inputs):
@@ -212,10 +215,10 @@ class HybridModel(VisionLanguageModel):
     def output_context(
         self, inputs: ModelInputs, layer_arguments: dict[str, Any]
     ) -> tuple[tuple[Tensor, NextTokens] | None, None]:
-        """Return the inputs of the MTP loss, and None for the context of a caller's `output_processor`.
+        """Return the argument `output_processor_context` of the text model's `compute_output`, a tuple.
 
-        `compute_output` of the text model takes this tuple. The inputs of the MTP loss are a pair of the embedded next
-        tokens and the `NextTokens`, or None if the batch has no MTP loss.
+        Its first entry has the inputs of the MTP loss: a pair of the embedded next tokens and the `NextTokens`, or None
+        if the batch has no MTP loss. Its second entry, None, is the context of a caller's `output_processor`.
         """
         embedded = layer_arguments.get(NEXT)
         return None if embedded is None else (embedded, inputs.next_tokens), None

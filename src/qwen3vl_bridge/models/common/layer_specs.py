@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 def _norm_class(base: type[nn.Module]) -> type[nn.Module]:
     class Norm(base):
-        """A torch norm with megatron-core's constructor arguments, marked for sequence parallelism."""
+        """A torch norm with megatron-core's constructor arguments. Its parameters have the flag `sequence_parallel`."""
 
         def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
             super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)

@@ -150,7 +150,7 @@ def token_losses(
 
     Args:
         head: the output layer and the loss.
-        hidden: [s / sp, b, h]. Under sequence parallelism a chunk takes the same positions from each rank.
+        hidden: [s / sp, b, h]. Under sequence parallelism, a chunk consists of the same positions on every rank.
         labels: [b, s].
         chunk_tokens: maximum number of tokens in a chunk, over rows and ranks, but at least one token of each row and
             rank; 0 for a single chunk.
@@ -165,8 +165,8 @@ def token_losses(
     (length, rows, _), (label_rows, label_length) = hidden.shape, labels.shape
     if label_rows != rows or label_length % length:
         raise ValueError(
-            f"labels have shape {list(labels.shape)}, expected {[rows, length]}, or a multiple of {length} tokens "
-            "under sequence parallelism"
+            f"labels have shape {list(labels.shape)}, expected {[rows, length]}, or a multiple of {length} as the "
+            "second size under sequence parallelism: one label for each hidden state of all sequence-parallel ranks"
         )
     chunks = min(-(-labels.numel() // chunk_tokens), length)
     return _ChunkedLosses.apply(head, chunks, on_logits, hook_inputs, hidden, labels, *head.trained_weights())

@@ -150,9 +150,10 @@ class MRopeGPTModel(OutputGPTModel):
         first_stage_word_emb_key: str,
         metadata: dict,
     ) -> None:
-        """Add the tied output weight to a sharded state dict, with the data-parallel rank from `metadata`.
+        """Add the tied output weight to a sharded state dict, in place.
 
-        GPTModel uses the data-parallel rank among all processes, which a module on separate ranks (`dist_train`) lacks.
+        On the last of several stages, the weight's replica id contains the rank in `metadata["dp_cp_group"]`. GPTModel
+        would take this rank from the global `parallel_state`, which is not initialized if vision ranks are separate.
         """
         if self.pre_process or not self.post_process:
             super().tie_embeddings_and_output_weights_state_dict(
@@ -206,13 +207,14 @@ class VisionLanguageModel(MegatronModule):
         self.checked_settings: dict[bool, tuple[VisionLanguageProvider, int]] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute. Set the attributes that callers replace, and `vocab_size`, on the text model.
+        """Set an attribute. The attributes listed below are set on the text model instead.
 
-        RL frameworks replace `output_layer` (by the head of a value or reward model), ModelOpt replaces
-        `compute_language_model_loss` (by the loss of distillation), and Megatron-Bridge's inference replaces `decoder`.
+        These are `vocab_size`, `output_layer` (which RL frameworks replace by the head of a value or reward model),
+        `compute_language_model_loss` (which ModelOpt replaces for distillation), and `decoder` (which Megatron-Bridge's
+        inference replaces).
 
         Raises:
-            ValueError: `pg_collection` is replaced by other process groups.
+            ValueError: `pg_collection` is set to other process groups than those that the model was built with.
         """
         if name in ("output_layer", "decoder", "vocab_size", "compute_language_model_loss"):
             setattr(self.language_model, name, value)
@@ -414,7 +416,7 @@ class VisionLanguageModel(MegatronModule):
         return exchange_vision_tokens(*encoded, exchange.sources, exchange.sent, exchange.received, self.pg_collection)
 
     def no_vision_tokens(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the result of `encode` for tokens without images, without running the vision tower."""
+        """Return empty vision tokens [0, h] and DeepStack features [t, 0, h], in place of the result of `encode`."""
         like = dict(dtype=self.config.params_dtype, device=device)
         layers, hidden = len(self.vision_model.decoder.deepstack_merger_list), self.config.hidden_size
         return torch.zeros(0, hidden, **like), torch.zeros(layers, 0, hidden, **like)
@@ -491,10 +493,10 @@ class VisionLanguageModel(MegatronModule):
         self.received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def receive(self, inputs: ModelInputs) -> tuple[None, dict[str, Any]]:
-        """Pass the received hidden states to the text model. Return (None, additional inputs of the decoder layers).
+        """Unpack the tensor of the previous stage, and pass its hidden states to the text model's `set_input_tensor`.
 
-        On the first stage, `embed` returns hidden states in place of None. On other stages, `set_input_tensor` of the
-        text model has stored them.
+        Return (None, additional inputs of the decoder layers). None stands in the place of the hidden states that
+        `embed` returns on the first stage.
         """
         hidden, layer_arguments = self.unpack_received(self.take_received(), inputs)
         self.language_model.set_input_tensor(hidden)
@@ -508,7 +510,7 @@ class VisionLanguageModel(MegatronModule):
         return received
 
     def unpack_received(self, received: Tensor, inputs: ModelInputs) -> tuple[Tensor, dict[str, Any]]:
-        """Unpack a received tensor with `unpack`, given the number of tokens per row on this rank."""
+        """Call `unpack` for a received tensor, with the number of tokens per row on this rank as `length`."""
         sp_size = self.tp_group.size() if self.config.sequence_parallel else 1
         return self.unpack(received, inputs.input_ids.size(1) // sp_size, inputs)
 
@@ -523,7 +525,10 @@ class VisionLanguageModel(MegatronModule):
         return received, {}
 
     def pack(self, hidden: Tensor, layer_arguments: dict[str, Any]) -> Tensor:
-        """Return one tensor for the next stage with hidden states [s / sp, b, h] and additional layer inputs."""
+        """Return the tensor to send to the next stage: hidden states [s / sp, b, h], and additional layer inputs.
+
+        By default, layers have no additional inputs, so that only hidden states are sent.
+        """
         # The schedules could not free a view after sending it.
         return make_viewless_tensor(hidden, requires_grad=hidden.requires_grad, keep_graph=True)
 

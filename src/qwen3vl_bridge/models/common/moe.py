@@ -182,8 +182,8 @@ class GroupedExperts(SequentialMLP):
     """megatron-core's local experts, computed with one grouped matrix product per linear layer.
 
     Parameters and checkpoints are megatron-core's. Experts are computed one by one, as in megatron-core, if a module of
-    a single expert must be called: for an adapter, a quantizer or a hook. All ranks must then do the same, because
-    gradients are reduced in the order of their computation.
+    a single expert must be called: for an adapter, a quantizer or a hook. Either all ranks or none must compute experts
+    one by one, because gradients are reduced in the order in which they are computed.
     """
 
     forward = _Forward()
@@ -216,7 +216,10 @@ class GroupedExperts(SequentialMLP):
         return [getattr(expert, name) for expert in self.local_experts]
 
     def _wait_for_weights(self) -> None:
-        """Call the hooks of `overlap_param_gather` that wait for weights, in the order in which they are gathered."""
+        """Wait until the weights of all experts are gathered: call the hooks that `overlap_param_gather` registered.
+
+        Hooks are called in the order in which the weights are gathered.
+        """
         for expert in reversed([*self.local_experts]):
             for linear in (getattr(expert, name) for name in EXPERT_LINEARS):
                 for hook in filter(_waits_for_weights, forward_pre_hooks(linear)):

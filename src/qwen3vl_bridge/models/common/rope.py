@@ -194,7 +194,10 @@ class RotarySelfAttention(SelfAttention):
     def decode(
         self, hidden_states: Tensor, rotary_pos_emb: Tensor | None, context: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute self attention of a step [s / sp, b, h] in which only the first token is real."""
+        """Compute self attention of a generation step [s / sp, b, h], whose first token attends to the context.
+
+        The other tokens of the step are padding. Their attention is not computed but set to zero.
+        """
         query, key, value, *gate = self.get_query_key_value_tensors(
             hidden_states, rotary_pos_emb, output_gate=self.config.attention_output_gate
         )
@@ -209,7 +212,8 @@ class RotarySelfAttention(SelfAttention):
     ) -> tuple[Tensor, ...]:
         """Return query, key and value [s, b, heads, d] and, if requested by `output_gate`, the gate.
 
-        `key_value_states` is the result of `rotation`, by which query and key are rotated; None: do not rotate.
+        SelfAttention does not use `key_value_states`. Here it is the result of `rotation`, by which query and key are
+        rotated; None: do not rotate.
         """
         query, key, *rest = super().get_query_key_value_tensors(hidden_states, None, **kwargs)
         if key_value_states is None:

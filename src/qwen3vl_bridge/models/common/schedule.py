@@ -34,7 +34,7 @@ from torch import Tensor
 
 
 class EmbeddingNode(PreProcessNode):
-    """Schedule node that embeds tokens and images, or on later pipeline stages passes on the received tensor."""
+    """First schedule node: embeds tokens and images; on later pipeline stages, returns the received tensor."""
 
     def __init__(self, model: Any, *arguments: Any) -> None:
         super().__init__(model.language_model, *arguments)
@@ -68,7 +68,8 @@ class EmbeddingNode(PreProcessNode):
     def backward_impl(self, outputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Run one backward pass from the outputs of this node and from its tensors that other nodes use.
 
-        `gradients` are the gradients of `outputs`. Return them, followed by the gradients of the other tensors.
+        `gradients` are the gradients of `outputs`. Return a tuple of these, followed by the gradients of the tensors
+        that other nodes use.
         """
         used = [(value, leaf.grad) for value, leaf in self.shared if leaf.grad is not None]
         gradients += tuple(gradient for _, gradient in used)
@@ -121,7 +122,10 @@ class LayerPlan(LayerNodes):
 
 
 def unpack_then(compute: Callable[..., Any], node: TransformerLayerNode, received: Tensor) -> Any:
-    """Unpack the tensor of the previous pipeline stage, then call `compute`, the first layer's node function."""
+    """Unpack the tensor received from the previous pipeline stage, then call `compute` with the hidden states in it.
+
+    `compute` is the function of the first layer's first node.
+    """
     state = node.chunk_state
     hidden, arguments = state.model.unpack_received(received, state.inputs)
     # An empty tensor (no images, or no features for later layers) has no gradient.
@@ -157,9 +161,9 @@ def attend_and_route(layer: TransformerLayer, node: TransformerLayerNode, hidden
 
 
 def finish_layer(layer: TransformerLayer, is_last: bool, node: TransformerLayerNode, hidden: Tensor) -> Tensor:
-    """Add DeepStack features to the output of a layer.
+    """Return the output of a layer, with DeepStack features added if it is one of the first layers.
 
-    After the last layer of a stage, also apply the final norm, or pack the tensor for the next stage.
+    For the last layer of a stage, return the result of the final norm, or the packed tensor for the next stage.
     """
     state = node.chunk_state
     if getattr(layer, "adds_features", False):

@@ -589,8 +589,9 @@ def check_inference(context: Any, runtime_gather_output: bool | None, batch: Map
         no_effect = {"input_ids", "position_ids", "attention_mask"}
         if given := [name for name, value in batch.items() if value is not None and name not in no_effect]:
             raise ValueError(
-                f"{', '.join(given)} is given and inference_context holds {context.sequence_len_offset} tokens: pass "
-                "images only with the prompts, and no labels"
+                f"{', '.join(given)} is given and inference_context holds {context.sequence_len_offset} tokens. After "
+                "the prompts, give only input_ids with one new token of each row. Images and videos belong to the step "
+                "with the prompts. Labels need a forward pass without inference_context"
             )
         input_ids = batch["input_ids"]
         if input_ids is None or input_ids.dim() != 2 or input_ids.shape[1] != 1:

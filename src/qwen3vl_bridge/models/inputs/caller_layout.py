@@ -175,9 +175,15 @@ def read_segment_lengths(packed: PackedSeqParams) -> tuple[Tensor, Tensor]:
             raise ValueError(f"{name} is {offsets.tolist()}, expected offsets that ascend from 0")
         expected = physical if "padded" in name else logical
         if not torch.equal(offsets, expected):
-            raise ValueError(f"{name} is {offsets.tolist()}, expected {expected.tolist()} as for queries")
+            raise ValueError(
+                f"{name} is {offsets.tolist()}, expected {expected.tolist()} as for queries: give the same offsets for "
+                "queries and keys"
+            )
     if logical.shape != physical.shape:
-        raise ValueError(f"cu_seqlens_q has {len(logical)} entries, cu_seqlens_q_padded {len(physical)}")
+        raise ValueError(
+            f"cu_seqlens_q has {len(logical)} entries, cu_seqlens_q_padded {len(physical)}: give the offsets of the "
+            "same segments, without and with padding"
+        )
     return logical.diff(), physical.diff()
 
 
@@ -216,7 +222,8 @@ def _check_counts(lengths: Tensor, logical: Tensor, physical: Tensor) -> None:
         segment = int(wrong[0])
         raise ValueError(
             f"segment {segment}: attention_mask has {int(lengths[segment])} real tokens, but packed_seq_params gives "
-            f"{int(logical[segment])} tokens and a padded length of {int(physical[segment])}"
+            f"{int(logical[segment])} tokens and a padded length of {int(physical[segment])}: give the number of real "
+            "tokens in packed_seq_params, or omit attention_mask"
         )
 
 
@@ -258,7 +265,7 @@ class OutputConversion(Transferable):
     def convert(self, output: Any) -> Any:
         """Return outputs of the model in the order of the caller's rows, with zeros for padding that the layout lacks.
 
-        With `loss_mask`, return a tuple of the outputs and the mask.
+        If the field `loss_mask` is set, return a tuple (outputs, `loss_mask`).
         """
         if self.ignored_labels is not None:
             output = output.masked_fill(self.ignored_labels, 0)

@@ -42,12 +42,13 @@ def check_settings(config: Any) -> None:
         if len({text[name] for name in ("num_experts", "num_local_experts") if text.get(name)}) > 1:
             raise ValueError(
                 f"text_config.num_experts is {text['num_experts']}, but num_local_experts is "
-                f"{text['num_local_experts']}: expected the same number"
+                f"{text['num_local_experts']}: remove one of the two fields"
             )
         if not moe_layers_of(text):
             raise ValueError(
                 f"text_config has {experts} experts, but no layer uses them: decoder_sparse_step is "
-                f"{text.get('decoder_sparse_step', 1)} and mlp_only_layers is {text.get('mlp_only_layers')}"
+                f"{text.get('decoder_sparse_step', 1)} and mlp_only_layers is {text.get('mlp_only_layers')}. Correct "
+                "these fields, or remove the fields for experts"
             )
         if text.get("moe_intermediate_size") is None:
             raise ValueError("text_config.moe_intermediate_size is missing, expected the width of an expert")
@@ -92,7 +93,7 @@ def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
     defaults = {"rope_theta": None, "mrope_section": None, "partial_rotary_factor": 1.0}
     rope = hf_config.rope_parameters_of(text, defaults)
     if rope.pop("partial_rotary_factor") != 1.0:
-        raise ValueError("partial_rotary_factor is not 1.0, the value of every released model")
+        raise ValueError("partial_rotary_factor is not 1.0, the only supported value: remove it, or set it to 1.0")
     return rope
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 
 class DeepStackLayer(TransformerLayer):
-    """A text layer that, if it is one of the first layers, adds features of a DeepStack layer at vision tokens.
+    """A text layer. The first layers add the features of one DeepStack layer each to the outputs of vision tokens.
 
     Features are the `context` that megatron-core passes to every layer, also under recomputation.
     """
@@ -38,7 +38,7 @@ class DeepStackLayer(TransformerLayer):
     ) -> tuple[Tensor, Tensor | None]:
         """Run the layer, and add features if it is one of the first layers.
 
-        Return hidden states, and `context` if the next layer adds features too, else None.
+        Return a tuple: hidden states [s, b, h], and `context` if the next layer adds features, else None.
 
         Args:
             args, kwargs: the other arguments of TransformerLayer.
