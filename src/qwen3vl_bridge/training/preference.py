@@ -117,8 +117,8 @@ def kto_losses(
 ) -> tuple[Tensor, Tensor]:
     """Return the loss of each record [R], and the estimated divergence of the model from the reference model.
 
-    The formulas are those of TRL (`trl/trainer/kto_trainer.py`, "kto" of arXiv 2402.01306 and "apo_zero_unpaired" of arXiv
-    2408.06266). The divergence is the mean over the records of the row, at least 0, and has no gradient.
+    The formulas are those of TRL (`trl/trainer/kto_trainer.py`): "kto" of arXiv 2402.01306 and "apo_zero_unpaired" of
+    arXiv 2408.06266. The divergence is the mean over the records of the row, at least 0, and has no gradient.
 
     Args:
         settings: the objective.
