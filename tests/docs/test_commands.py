@@ -20,8 +20,9 @@ from qwen3vl_bridge.cli import data as data_command
 from qwen3vl_bridge.cli import main as program
 from qwen3vl_bridge.cli.plan import main as plan_command
 from qwen3vl_bridge.data import DataError, open_source
-from qwen3vl_bridge.data.conversations import parse_conversation
+from qwen3vl_bridge.data.conversations import Columns, parse_conversation
 from qwen3vl_bridge.data.mixture import read_mixture
+from qwen3vl_bridge.data.objectives import columns_for
 from qwen3vl_bridge.data.pairs import PairColumns
 from qwen3vl_bridge.models.common import provider
 from qwen3vl_bridge.models.qwen3_vl import presets
@@ -400,8 +401,14 @@ def test_add_a_family_page_code_equals_tested_toy_family():
 
 
 def test_objectives_page_records_are_pairs_with_same_answers():
-    records = [json.loads(line) for line in only(OBJECTIVES, "json").splitlines()]
-    columns = PairColumns()
+    pairs, labeled, retrieval = (
+        [json.loads(line) for line in block.splitlines()] for block in blocks(OBJECTIVES, "json")
+    )
+    for kind, records in (("kto", labeled), ("embedding", retrieval), ("reranker", retrieval)):
+        for record in records:
+            own = columns_for(kind, Columns()).convert_record(record, "page")
+            assert own["messages"] and (own.is_desirable is not None) == (kind == "kto")
+    records, columns = pairs, PairColumns()
     pairs = [parse_conversation(columns.convert_record(record, "page"), "page", Path()) for record in records]
     said = {tuple(one.messages[-1]["content"] for one in pair.documents) for pair in pairs}
     assert len(pairs) == 5 and said == {("Seven.", "One.")}
@@ -410,7 +417,7 @@ def test_objectives_page_records_are_pairs_with_same_answers():
 @pytest.mark.slow
 def test_objectives_page_commands_run(places, tmp_path):
     places = places | {"RUN": f"{places['RUN']}_on_pairs"}
-    (first,), (inspect, score, digits) = blocks(OBJECTIVES, "console"), blocks(OBJECTIVES, "bash")
+    (first,), (inspect, score, digits, rerank) = blocks(OBJECTIVES, "console"), blocks(OBJECTIVES, "bash")
     run(f"{fill(first, places).strip()} --dry-run --gpus 1 dataset.media_root={places['DATA']}")
     run(fill(inspect, places))
     for command in fill(score, places).replace("\\\n", " ").strip().splitlines():
@@ -425,6 +432,14 @@ def test_objectives_page_commands_run(places, tmp_path):
     run(f"{train_command} train.train_iters=2 scheduler.lr_warmup_iters=1 validation.eval_iters=0")
     run(merge)
     run(f"{evaluate} --samples 2 --max-new-tokens 2")
+    for path, name in (("hf_finetuned", "HF_FOLDER"), ("data", "DATA")):
+        rerank = rerank.replace(f"out/digits/{path}", places[name])
+    train_command, export, score_command = (
+        rerank.replace("out/digits", str(tmp_path)).replace("\\\n", " ").strip().splitlines()
+    )
+    run(f"{train_command} train.train_iters=2 scheduler.lr_warmup_iters=1 validation.eval_iters=0")
+    run(export)
+    run(f"{score_command} --records 4")
 
 
 # docs/data.md

@@ -108,7 +108,7 @@ LABELS = torch.tensor([True, False, False, True, True])
 
 
 def kto_inputs(scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probabilities of the tokens of answers and mismatched answers, their sums, and those of the reference."""
+    """Return log-probabilities of the tokens of (answers, mismatched answers), their sums, and the reference's sums."""
     logps, _, reference = token_logps()
     return logps.view(2, PAIRS, LENGTH), logps.sum(1).view(2, PAIRS), scale * reference.view(2, PAIRS)
 
