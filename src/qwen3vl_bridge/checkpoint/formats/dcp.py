@@ -18,14 +18,22 @@ import uuid
 import zipfile
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from qwen3vl_bridge.checkpoint.formats import output_files
 from qwen3vl_bridge.checkpoint.formats.output_files import OutputFile, TensorData
-from qwen3vl_bridge.checkpoint.formats.tensors import ITEMSIZE, ByteRange, Shape, SliceList, TensorSlice, TensorSpec
+from qwen3vl_bridge.checkpoint.formats.tensors import (
+    ITEMSIZE,
+    BlockScales,
+    ByteRange,
+    Shape,
+    SliceList,
+    TensorSlice,
+    TensorSpec,
+)
 from qwen3vl_bridge.core.files import (
     CheckpointError,
     PickledRecord,
@@ -34,6 +42,7 @@ from qwen3vl_bridge.core.files import (
     read_bytes,
     resolve_within,
 )
+from qwen3vl_bridge.weights import fp8
 
 if TYPE_CHECKING:
     import torch
@@ -225,6 +234,7 @@ class DcpTensors:
         """
         self.folder = metadata.folder
         self.specs: dict[str, TensorSpec] = {}
+        self._dtypes: dict[str, str] = {}  # of the bytes on disk
         self._chunks: dict[str, tuple[Chunk, ...]] = {}
         self._indices: dict[str, ChunkIndex] = {}
         self._payloads: dict[ByteRange, ByteRange] = {}
@@ -232,12 +242,30 @@ class DcpTensors:
         for name, key in keys.items():
             spec, chunks = metadata.tensors[key]
             self.specs[name], self._chunks[name] = TensorSpec(name, spec.dtype, spec.shape), chunks
+            self._dtypes[name] = spec.dtype
             self._indices[name] = ChunkIndex(spec.shape, [chunk[:2] for chunk in chunks])
             for path, offset, _ in (chunk.item for chunk in chunks):
                 if (path, offset) in names:
                     both = f"{names[path, offset]} and of {name}"
                     raise CheckpointError(f"{path}: chunks of {both} begin at byte {offset}, expected one of them")
                 names[path, offset] = name
+        self._dequantize_specs()
+
+    def _dequantize_specs(self) -> None:
+        """Give n-gram tables in FP8 the dtype bfloat16, and leave their scales out."""
+        found = {name: fp8.find_head_scale(name, self.specs) for name in self.specs}
+        for name, (scales, head) in ((name, scale) for name, scale in found.items() if scale is not None):
+            spec, of_scales = self.specs[name], self.specs[scales]
+            if (spec.dtype, of_scales.dtype) != ("uint8", "float32") or head >= of_scales.numel:
+                raise CheckpointError(
+                    f"{self.folder}, tensor {name} {spec.describe()}: found {of_scales.describe()} as {scales}, "
+                    "expected uint8 and a float32 scale of each hash head"
+                )
+            (stored,) = self.byte_ranges(TensorSlice(scales, head, 1))
+            block = spec.shape[-2], spec.shape[-1]
+            self.specs[name] = replace(spec, dtype="bfloat16", scales=BlockScales(stored, of_scales.dtype, block))
+        for scales in {scale[0] for scale in found.values() if scale is not None}:
+            del self.specs[scales]
 
     def byte_ranges(self, wanted: TensorSlice) -> Iterator[ByteRange]:
         """Yield the byte ranges that store the elements of a slice, in order.
@@ -247,7 +275,7 @@ class DcpTensors:
         """
         name = wanted.tensor
         spec, chunks = self.specs[name], self._chunks[name]
-        size, position, end = ITEMSIZE[spec.dtype], wanted.start, wanted.start + wanted.length
+        size, position, end = ITEMSIZE[self._dtypes[name]], wanted.start, wanted.start + wanted.length
         found = self._indices[name].find(position, wanted.length)
         for part in itertools.chain(found, [ChunkSlice(end, 0, 0, 0)]):
             if part.start != position:
@@ -260,7 +288,7 @@ class DcpTensors:
             item = chunks[part.chunk].item
             payload = self._payloads.get(item)
             if payload is None:
-                payload = find_payload(item, spec.dtype, chunks[part.chunk].sizes, name)
+                payload = find_payload(item, self._dtypes[name], chunks[part.chunk].sizes, name)
                 self._payloads[item] = payload
             yield ByteRange(payload.path, payload.offset + part.first * size, part.length * size)
 

@@ -10,7 +10,7 @@ from qwen3vl_bridge.models.common.hybrid_bridge import HybridBridge
 from qwen3vl_bridge.models.qwen4_exp import config as hf
 from qwen3vl_bridge.models.qwen4_exp.hf_classes import register_configs
 from qwen3vl_bridge.models.qwen4_exp.model import Qwen4ExpModel
-from qwen3vl_bridge.models.qwen4_exp.ngram_mapping import NgramHeadMapping, gather_tables
+from qwen3vl_bridge.models.qwen4_exp.ngram_mapping import NgramHeadMapping, NgramScaleMapping, gather_tables
 from qwen3vl_bridge.models.qwen4_exp.provider import Qwen4ExpModelProvider
 from qwen3vl_bridge.models.qwen4_exp.table import NgramHead
 from qwen3vl_bridge.registry import family
@@ -55,10 +55,12 @@ class Qwen4ExpBridge(HybridBridge):
         The sizes of n-gram tables determine which tensors store a hash head, so the rows of hash heads are expanded.
         """
         rows, dimensions = family(self.family).rows(self.expert_layout()), self._stored_dimensions()
-        tables = expand(tuple(row for row in rows if isinstance(row, NgramHead)), dimensions)
+        tables = list(expand(tuple(row for row in rows if isinstance(row, NgramHead)), dimensions))
+        first_heads = (row for row in tables if row.position[1] == 0)
         return MegatronMappingRegistry(
             *param_mappings(tuple(row for row in rows if not isinstance(row, NgramHead))),
-            *(NgramHeadMapping(row, dimensions) for row in tables),
+            *(NgramHeadMapping(row, dimensions, self.shared_scale) for row in tables),
+            *(NgramScaleMapping(row, dimensions) for row in first_heads),
         )
 
     def stream_weights_megatron_to_hf(
