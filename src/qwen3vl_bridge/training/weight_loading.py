@@ -37,7 +37,7 @@ from qwen3vl_bridge.core.collectives import gather_objects, raise_on_all_ranks
 from qwen3vl_bridge.core.files import CheckpointError
 from qwen3vl_bridge.models.common.model import VisionLanguageModel
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
-from qwen3vl_bridge.models.qwen4_exp.ngram_embedding import NgramEmbedding
+from qwen3vl_bridge.models.qwen4_exp.ngram_embedding import NgramEmbedding, share_scales
 from qwen3vl_bridge.peft.stored_adapters import check_complete_model
 from qwen3vl_bridge.registry import family, family_of
 from qwen3vl_bridge.training.process_groups import initialize
@@ -193,9 +193,7 @@ def load_weights(folder: str | Path, model: Sequence[torch.nn.Module], groups: P
                 parameter.copy_(
                     tensor.view_as(parameter) if dimension == 0 else tensor.view(shape).chunk(ranks, dimension)[rank]
                 )
-    for module in (module for chunk in chunks for module in chunk.modules()):
-        if isinstance(module, NgramEmbedding):
-            module.share_scales()
+    share_scales(chunks)
 
 
 def _stored_weights(

@@ -94,12 +94,13 @@ class NgramEmbedding(MegatronModule):
         self.heads = range(first_head, first_head + per_rank)  # of this rank
         # The part of the columns of these heads that this rank holds.
         self.columns = slice(self.column_part * self.columns_per_rank, (self.column_part + 1) * self.columns_per_rank)
-        self.weight_scale: Tensor | None = None
-        if getattr(config, "ngram_table_dtype", None) == fp8.E4M3:
-            self.register_buffer("weight_scale", torch.ones(len(rows), dtype=torch.float32, device=_device(config)))
+        in_fp8 = getattr(config, "ngram_table_dtype", None) == fp8.E4M3
+        scale = torch.ones(len(rows), dtype=torch.float32, device=_device(config)) if in_fp8 else None
+        self.weight_scale: Tensor | None
+        self.register_buffer("weight_scale", scale)
         for head in self.heads:
             shape = rows[head], self.columns_per_rank
-            if self.weight_scale is not None:
+            if in_fp8:
                 self.register_buffer(f"weight{head}", torch.zeros(shape, dtype=torch.uint8, device=_device(config)))
                 continue
             weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=_device(config)))
@@ -273,6 +274,13 @@ class NgramEmbedding(MegatronModule):
         if self.weight_scale is not None:
             sharded[f"{prefix}weight_scale"] = shard("weight_scale", self.weight_scale, complete)
         return sharded
+
+
+def share_scales(chunks: Sequence[nn.Module]) -> None:
+    """Let the ranks that share n-gram tables in FP8 tell each other their scales. All ranks must call this together."""
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(module, NgramEmbedding):
+            module.share_scales()
 
 
 def _has_gradient_buffer(weight: nn.Parameter) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Self
 
 from qwen3vl_bridge.core.collectives import broadcast_from_rank, max_in_group
@@ -56,17 +55,22 @@ class NgramHeadMapping(MegatronParamMapping[dict[str, Tensor]]):
         return {}
 
 
-class NgramScaleMapping(NgramHeadMapping):
-    """Mapping of the scales of e4m3 tables. Its task comes after those of the tables, because of its name."""
+class NgramScaleMapping(MegatronParamMapping[dict[str, Tensor]]):
+    """Mapping of the scales of tables in FP8. It loads nothing, because loading the tables sets the scales."""
 
-    def __init__(self, row: NgramHead, dimensions: Dimensions) -> None:
-        name = row.megatron.rpartition(".")[0] + ".weight_scale"
-        super().__init__(replace(row, megatron=name, hf=()), dimensions, lambda _: None)
+    def __init__(self, row: NgramHead) -> None:
+        super().__init__(f"{row.megatron.rpartition('.')[0]}.weight_scale", {})
 
-    def hf_to_megatron(self, hf_weights: Mapping[str, Tensor], megatron_module: nn.Module) -> Tensor:
-        """Return the scales that tables were loaded with. Ranks tell each other the scales of their heads."""
-        megatron_module.share_scales()
-        return megatron_module.weight_scale
+    def resolve(self, captures: tuple[str, ...]) -> Self:
+        """Return this mapping, whose names have no wildcards."""
+        return self
+
+    def hf_to_megatron(self, hf_weights: Mapping[str, Tensor], megatron_module: nn.Module) -> None:
+        """Return None, so that the scales are kept."""
+
+    def megatron_to_hf(self, megatron_weights: Tensor | None, megatron_module: nn.Module | None) -> dict[str, Tensor]:
+        """Return an empty dict: exported tables are dequantized."""
+        return {}
 
 
 def gather_tables(chunks: Sequence[nn.Module], dimensions: Dimensions) -> Iterator[tuple[str, Tensor]]:
