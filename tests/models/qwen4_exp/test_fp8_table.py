@@ -134,20 +134,18 @@ def test_fp8_lookup_on_four_ranks_equals_one_process(tmp_path):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """Return a model in FP8 as released, the same values in bfloat16, and another model in bfloat16."""
+    """Return a model in three dtypes; FP8 is as released."""
     root = tmp_path_factory.mktemp("fp8_table")
     full = make_checkpoint(root / "float32", seed=11, experts=ExpertLayout.PER_EXPERT)
-    made = {"float32": full, "bfloat16": in_bfloat16(full, root / "bfloat16"), "FP8": in_fp8(full, root / "fp8")}
-    return made
+    return {"float32": full, "bfloat16": in_bfloat16(full, root / "bfloat16"), "FP8": in_fp8(full, root / "fp8")}
 
 
 def head_tables(folder: Path, rows: tuple[int, ...]) -> tuple[Tensor, ...]:
     """Return the stored rows of each hash head: the parts one after the other, divided by heads."""
     stored = tensors_of(folder)
     parts = [stored[f"{PLE}ngram_embedding.shard_{part}.weight"] for part in range(4)]
-    return torch.cat([part.view(torch.uint8) if part.dtype is torch.float8_e4m3fn else part for part in parts]).split(
-        rows
-    )
+    in_fp8 = parts[0].dtype is torch.float8_e4m3fn
+    return torch.cat([part.view(torch.uint8) if in_fp8 else part for part in parts]).split(rows)
 
 
 def check_table(model: list[torch.nn.Module], folder: Path) -> None:

@@ -6,6 +6,7 @@ tokens are summed in a row of the table (3e-3).
 """
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,8 @@ def load(module: torch.nn.Module, weights: dict[str, Tensor]) -> None:
     for head in range(len(table.rows)):
         weight = state.pop(f"ngram_embedding.weight{head}")
         if head in table.heads:
-            own = weight[:, table.columns] if table.weight_scale is None else next(table.encode(head, lambda: [weight]))
+            in_fp8 = table.weight_scale is not None
+            own = next(table.encode(head, partial(list, [weight]))) if in_fp8 else weight[:, table.columns]
             state[f"ngram_embedding.weight{head}"] = own
     table.share_scales()
     if table.weight_scale is not None:

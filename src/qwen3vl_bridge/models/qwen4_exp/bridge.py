@@ -63,13 +63,16 @@ class Qwen4ExpBridge(HybridBridge):
             *(NgramScaleMapping(row) for row in tables if row.position[1] == 0),
         )
 
-    def load_weights_hf_to_megatron(
-        self, hf_pretrained: Any, megatron_model: list[Any], *args: Any, **kwargs: Any
-    ) -> Any:
+    def load_weights_hf_to_megatron(self, hf_pretrained: Any, megatron_model: Any, *args: Any, **kwargs: Any) -> Any:
         """Load weights as the base class does. Then ranks tell each other the scales of n-gram tables in FP8."""
         loaded = super().load_weights_hf_to_megatron(hf_pretrained, megatron_model, *args, **kwargs)
-        share_scales(megatron_model)
+        share_scales(loaded)
         return loaded
+
+    def stream_weights_hf_to_megatron(self, hf_pretrained: Any, megatron_model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Yield converted weights as the base class does. At the end the scales of n-gram tables in FP8 are set."""
+        yield from super().stream_weights_hf_to_megatron(hf_pretrained, megatron_model, *args, **kwargs)
+        share_scales(megatron_model if isinstance(megatron_model, list) else [megatron_model])
 
     def stream_weights_megatron_to_hf(
         self, megatron_model: Any, hf_pretrained: Any, cpu: bool = True, *args: Any, **kwargs: Any
