@@ -104,7 +104,8 @@ def test_planned_model_states_match_trained_parameters_of_built_model(case):
     config, dims = tiny_config()
     training = TrainingSettings(
         transformer_engine=False, precision=FP32, sharding=Sharding.NONE, trains_mtp=case == "MTP",
-        freezes_ngram_table=case.startswith("frozen"), fp8_ngram_table=case == "frozen FP8 table", lora=LoraSettings(8) if case == "LoRA" else None,
+        freezes_ngram_table=case.startswith("frozen"), fp8_ngram_table=case == "frozen FP8 table",
+        lora=LoraSettings(8) if case == "LoRA" else None,
     )  # fmt: skip
     fp8 = dict(ngram_table_dtype="float8_e4m3fn") if training.fp8_ngram_table else {}
     model = build(config, training, freeze_ngram_table=training.freezes_ngram_table, **fp8)

@@ -447,8 +447,11 @@ def _read_table(
         blocks = table.encode(head, read_blocks, None if scale is None else reader.read_scale(*scale))
     else:
         blocks = (block[:, table.columns] for block in read_blocks())
-    for part, block in zip(weight.split(step), blocks, strict=True):
-        part.copy_(block)
+    try:
+        for part, block in zip(weight.split(step), blocks, strict=True):
+            part.copy_(block)
+    except ValueError as error:  # a trained table may have outgrown the scale of the imported model
+        raise CheckpointError(f"the n-gram table of hash head {head}: {error}; set ngram_table_dtype=None") from error
 
 
 def _set_parameter(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:

@@ -1,10 +1,12 @@
 """A frozen n-gram table in FP8: lookups, gradients of the other weights, loading, resuming and export."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.checkpoint import CheckpointError, export_checkpoint, import_checkpoint, verify_checkpoint
 from qwen3vl_bridge.models.qwen4_exp.ngram_embedding import NgramEmbedding, NgramInjection
+from qwen3vl_bridge.peft.lora import Qwen3VLLoRA
 from qwen3vl_bridge.training.process_groups import initialize
 from qwen3vl_bridge.training.weight_loading import load_model, load_weights
 from qwen3vl_bridge.weights.rows import ExpertLayout
@@ -16,6 +18,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from tests.checkpoint.support import model_with
 from tests.helpers.forked import results_of_ranks
 from tests.helpers.ranks import largest
 from tests.helpers.steps import save, set_up, train_step
@@ -33,7 +36,7 @@ from tests.models.qwen4_exp.test_conversion import (
 )
 from tests.models.qwen4_exp.test_training import exported, gradients
 from tests.models.qwen4_exp.tiny import make_checkpoint
-from tests.training.running import Inputs
+from tests.training.running import Inputs, stored
 
 E4M3 = "float8_e4m3fn"
 FP8_TABLE = dict(freeze_ngram_table=True, ngram_table_dtype=E4M3)
@@ -266,6 +269,27 @@ def test_run_with_fp8_table_resumes_and_exports_exactly(inputs, wrap, tmp_path):
     assert all(torch.equal(loaded[name], found[name]) for name in parts)
 
 
+def test_lora_run_with_fp8_table_saves_only_adapters_and_resumes_exactly(inputs, tmp_path):
+    def start() -> Any:
+        _, distributed, _ = wrapped.args[1]
+        cfg = config_of(inputs, tmp_path, distributed, **TABLE_OF_RUN)
+        cfg.peft = Qwen3VLLoRA(dim=4)
+        return set_up(cfg)
+
+    run = start()
+    before = state_of(run)
+    train_step(run)
+    save(run)
+    train_step(run)
+    expected = state_of(run)
+    assert not any(".ngram_embedding." in name for name in stored(tmp_path))
+    run = start()
+    train_step(run)
+    assert not moved(state_of(run), expected)
+    changed = moved(expected, before)
+    assert changed and all(".adapter." in name for name in changed)
+
+
 @pytest.mark.parametrize("dtypes", [(None, E4M3), (E4M3, None)])
 def test_resume_with_other_table_dtype_raises(inputs, dtypes, tmp_path):
     wrap = wrapped.args[1]
@@ -281,6 +305,20 @@ def test_resume_with_other_table_dtype_raises(inputs, dtypes, tmp_path):
     after |= dict(checkpoint__pretrained_checkpoint=str(tmp_path), checkpoint__load=str(tmp_path / "new"))
     check_values = state_of(set_up(config_of(inputs, tmp_path / "new", replicate, **after)))
     assert any(one.dtype == torch.uint8 for one in check_values.values()) == (dtypes[1] == E4M3)
+
+
+def test_load_model_raises_if_table_has_outgrown_scale_of_imported_model(folders, tmp_path):
+    def grow(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{PLE}ngram_embedding.shard_1.weight"][2, 3] = 1e3
+
+    import_checkpoint(model_with(tmp_path / "grown", folders["float32"], grow), tmp_path / "megatron")
+    import_checkpoint(folders["FP8"], tmp_path / "fp8")
+    (scales,) = (tmp_path / "fp8").rglob("weight_scales.fp8")
+    (config,) = (tmp_path / "megatron").rglob("hf/config.json")
+    shutil.copyfile(scales, config.parent / scales.name)
+    message = "table of hash head 1: a value of magnitude 1000 exceeds 448 .*; set ngram_table_dtype=None"
+    with pytest.raises(CheckpointError, match=message):
+        load_model(folders["float32"], tmp_path / "megatron", **FP8_TABLE)
 
 
 @pytest.mark.parametrize(("settings", "message"), [
