@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 SCALES = "_scale_inv"  # suffix of the name of a weight's scales
 # Names of a part of an n-gram table, and the name suffix of the scale that all parts share.
 _PART, _SHARED_SCALE = re.compile(r"(.+)\.shard_\d+\.weight"), ".weight_scale"
-# Names in Megatron checkpoints of the n-gram table of a hash head in FP8. The scales of all heads are in one tensor.
-_HEAD = re.compile(r"(.+)\.weight(\d+)")
 E4M3 = "float8_e4m3fn"
 LARGEST = 448  # the largest e4m3 number
 # Dtypes of scales, by torch's names. Qwen's files have bfloat16; the last two are powers of two, called ue8m0.
@@ -44,16 +42,6 @@ def find_scales(name: str, names: Collection[str]) -> str:
     part = _PART.fullmatch(name)
     shared = f"{part[1]}{_SHARED_SCALE}" if part else ""
     return shared if shared in names else name + SCALES
-
-
-def find_head_scale(name: str, names: Collection[str]) -> tuple[str, int] | None:
-    """Return the tensor with the scale of a hash head's table in a Megatron checkpoint, and the scale's index there.
-
-    Return None if tensor `name` is not stored in FP8.
-    """
-    head = _HEAD.fullmatch(name)
-    scales = f"{head[1]}{_SHARED_SCALE}" if head else ""
-    return (scales, int(head[2])) if head and scales in names else None
 
 
 def scales_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:

@@ -42,7 +42,6 @@ from qwen3vl_bridge.core.files import (
     read_bytes,
     resolve_within,
 )
-from qwen3vl_bridge.weights import fp8
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
     )
 
 METADATA = ".metadata"
+_TABLE_SCALES = ".weight_scale"
 _MAX_DIMENSIONS, _MAX_METADATA_BYTES, _MAX_ITEM_PICKLE_BYTES = 32, 1 << 31, 1 << 20
 
 _DCP = "torch.distributed.checkpoint"
@@ -252,19 +252,23 @@ class DcpTensors:
         self._dequantize_specs()
 
     def _dequantize_specs(self) -> None:
-        """Give n-gram tables in FP8 the dtype bfloat16, and leave their scales out."""
-        found = {name: fp8.find_head_scale(name, self.specs) for name in self.specs}
-        for name, (scales, head) in ((name, scale) for name, scale in found.items() if scale is not None):
-            spec, of_scales = self.specs[name], self.specs[scales]
-            if (spec.dtype, of_scales.dtype) != ("uint8", "float32") or head >= of_scales.numel:
-                raise CheckpointError(
-                    f"{self.folder}, tensor {name} {spec.describe()}: found {of_scales.describe()} as {scales}, "
-                    "expected uint8 and a float32 scale of each hash head"
-                )
-            (stored,) = self.byte_ranges(TensorSlice(scales, head, 1))
-            block = spec.shape[-2], spec.shape[-1]
-            self.specs[name] = replace(spec, dtype="bfloat16", scales=BlockScales(stored, of_scales.dtype, block))
-        for scales in {scale[0] for scale in found.values() if scale is not None}:
+        """Give n-gram tables in FP8 the dtype bfloat16, and leave their scales out.
+
+        `X.weight_scale` has the scales of the tables `X.weight0`, `X.weight1`, ...
+        """
+        for scales in [name for name in self.specs if name.endswith(_TABLE_SCALES)]:
+            of_scales, prefix = self.specs[scales], scales.removesuffix("_scale")
+            heads = (f"{prefix}{head}" for head in itertools.count())
+            for head, name in enumerate(itertools.takewhile(self.specs.__contains__, heads)):
+                spec = self.specs[name]
+                if (spec.dtype, of_scales.dtype) != ("uint8", "float32") or head >= of_scales.numel:
+                    raise CheckpointError(
+                        f"{self.folder}, tensor {name} {spec.describe()}: found {of_scales.describe()} as {scales}, "
+                        "expected uint8 and a float32 scale of each hash head"
+                    )
+                (stored,) = self.byte_ranges(TensorSlice(scales, head, 1))
+                block = spec.shape[-2], spec.shape[-1]
+                self.specs[name] = replace(spec, dtype="bfloat16", scales=BlockScales(stored, of_scales.dtype, block))
             del self.specs[scales]
 
     def byte_ranges(self, wanted: TensorSlice) -> Iterator[ByteRange]:
