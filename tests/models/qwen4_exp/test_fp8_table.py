@@ -14,6 +14,7 @@ from qwen3vl_bridge.weights.rows import ExpertLayout
 import pytest
 import torch
 from megatron.bridge import AutoBridge
+from megatron.bridge.training.model_load_save import save_megatron_model
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.utils import unwrap_model
 from torch import Tensor
@@ -98,6 +99,7 @@ def test_fp8_table_is_not_changed_by_casts_of_model():
 def test_encode_maps_largest_element_of_head_to_448():
     module = NgramEmbedding(whole.make_config(4, E4M3), ROWS[4], DIM, one_rank())
     values = torch.randn(ROWS[4][1], DIM)
+    values[7, 2] = -9
     found = torch.cat(list(module.encode(1, lambda: values.split(5))))
     assert module.weight_scale[1] == values.abs().max() / 448
     assert torch.equal(found.view(torch.float8_e4m3fn), (values / module.weight_scale[1]).to(torch.float8_e4m3fn))
@@ -167,6 +169,18 @@ def test_load_model_with_fp8_table_keeps_released_bytes(folders, kind, source, t
     if source != "hf":
         import_checkpoint(folders[kind], tmp_path, ckpt_format=source)
     check_table(load_model(folders[kind], None if source == "hf" else tmp_path, **FP8_TABLE), folders[kind])
+
+
+def test_saved_fp8_table_has_scale_of_each_head(folders, tmp_path):
+    """The scales differ, because the table was quantized when it was loaded."""
+    model = load_model(folders["bfloat16"], **FP8_TABLE)
+    expected = exported(folders["bfloat16"], model)
+    save_megatron_model(model, tmp_path / "saved")
+    check_table(load_model(folders["bfloat16"], tmp_path / "saved", **FP8_TABLE), folders["bfloat16"])
+    export_checkpoint(tmp_path / "saved", tmp_path / "hf", hf_model=folders["bfloat16"], verify=True)
+    found = tensors_of(tmp_path / "hf")
+    parts = [name for name in found if ".ngram_embedding.shard_" in name]
+    assert len(parts) == 4 and not moved({n: found[n] for n in parts}, {n: expected[n] for n in parts})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
