@@ -70,7 +70,7 @@ def index_rows(values: dict[str, Tensor], ids: Tensor) -> Tensor:
 def set_table(module: NgramEmbedding) -> None:
     tables, scales = make_table(len(module.rows))
     state = {f"weight{head}": tables[f"weight{head}"][:, module.columns] for head in module.heads}
-    module.load_state_dict(state | {"weight_scale": scales})
+    module.load_state_dict(state | {"weight_scale": scales.view(torch.uint8)})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -101,13 +101,13 @@ def test_encode_maps_largest_element_of_head_to_448():
     values = torch.randn(ROWS[4][1], DIM)
     values[7, 2] = -9
     found = torch.cat(list(module.encode(1, lambda: values.split(5))))
-    assert module.weight_scale[1] == values.abs().max() / 448
-    assert torch.equal(found.view(torch.float8_e4m3fn), (values / module.weight_scale[1]).to(torch.float8_e4m3fn))
+    assert module.scales[1] == values.abs().max() / 448
+    assert torch.equal(found.view(torch.float8_e4m3fn), (values / module.scales[1]).to(torch.float8_e4m3fn))
     assert torch.equal(torch.cat(list(module.encode(1, lambda: [values], 1.0))).view(torch.float8_e4m3fn),
                        values.to(torch.float8_e4m3fn))  # fmt: skip
-    assert module.weight_scale[1] == 1
+    assert module.scales[1] == 1
     assert not any(block.any() for block in module.encode(1, lambda: [torch.zeros_like(values)]))
-    assert module.weight_scale[1] == 1
+    assert module.scales[1] == 1
     with pytest.raises(ValueError, match=r"magnitude \S+ exceeds 448 times the scale, which is 0.001"):
         list(module.encode(1, lambda: [values], 0.001))
 
@@ -159,7 +159,7 @@ def check_table(model: list[torch.nn.Module], folder: Path) -> None:
     for head, rows in enumerate(head_tables(folder, table.rows)):
         scale = tensors_of(folder)[SCALE].float() if rows.dtype == torch.uint8 else rows.abs().max().float() / 448
         expected = rows if rows.dtype == torch.uint8 else (rows.float() / scale).to(torch.float8_e4m3fn)
-        assert torch.equal(table.weight_scale[head], scale.squeeze()), head
+        assert torch.equal(table.scales[head], scale.squeeze()), head
         assert torch.equal(getattr(table, f"weight{head}"), expected.view(torch.uint8)), head
 
 
@@ -267,7 +267,7 @@ def test_run_with_fp8_table_resumes_and_exports_exactly(inputs, wrap, tmp_path):
     assert not moved(state_of(run), expected)
     table = {name for name in before if ".ngram_embedding." in name}
     assert len(table) == 5 and not table & moved(expected, before) and moved(expected, before)
-    assert sum(expected[name].dtype == torch.uint8 for name in table) == 4
+    assert all(expected[name].dtype == torch.uint8 for name in table)
     released = tensors_of(inputs.hf)
     parts = [name for name in released if ".ngram_embedding." in name and ".shard_" in name]
     export_checkpoint(tmp_path / "run", tmp_path / "fp8", quantize="fp8", hf_model=inputs.hf, verify=True)

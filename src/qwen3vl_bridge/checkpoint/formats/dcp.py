@@ -254,21 +254,21 @@ class DcpTensors:
     def _dequantize_specs(self) -> None:
         """Give n-gram tables in FP8 the dtype bfloat16, and leave their scales out.
 
-        `X.weight_scale` has the scales of the tables `X.weight0`, `X.weight1`, ...
+        `X.weight_scale` has the bytes of the float32 scales of the tables `X.weight0`, `X.weight1`, ...
         """
         for scales in [name for name in self.specs if name.endswith(_TABLE_SCALES)]:
             of_scales, prefix = self.specs[scales], scales.removesuffix("_scale")
             heads = (f"{prefix}{head}" for head in itertools.count())
             for head, name in enumerate(itertools.takewhile(self.specs.__contains__, heads)):
                 spec = self.specs[name]
-                if (spec.dtype, of_scales.dtype) != ("uint8", "float32") or head >= of_scales.numel:
+                if (spec.dtype, of_scales.dtype) != ("uint8", "uint8") or 4 * head + 4 > of_scales.numel:
                     raise CheckpointError(
                         f"{self.folder}, tensor {name} {spec.describe()}: found {of_scales.describe()} as {scales}, "
-                        "expected uint8 and a float32 scale of each hash head"
+                        "expected uint8, with 4 bytes of a scale for each hash head"
                     )
-                (stored,) = self.byte_ranges(TensorSlice(scales, head, 1))
+                (stored,) = self.byte_ranges(TensorSlice(scales, 4 * head, 4))
                 block = spec.shape[-2], spec.shape[-1]
-                self.specs[name] = replace(spec, dtype="bfloat16", scales=BlockScales(stored, of_scales.dtype, block))
+                self.specs[name] = replace(spec, dtype="bfloat16", scales=BlockScales(stored, "float32", block))
             del self.specs[scales]
 
     def byte_ranges(self, wanted: TensorSlice) -> Iterator[ByteRange]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Self
 
 from qwen3vl_bridge.core.collectives import (
     broadcast_from_rank,
@@ -60,9 +59,9 @@ class NgramEmbedding(MegatronModule):
     Weights are initialized by `config.init_method` with the random generator of experts. The values depend on the
     number of ranks.
 
-    If `config.ngram_table_dtype` is "float8_e4m3fn", the tables are e4m3 bytes, and `weight_scale` has a float32 scale
-    for each head of the layer. They are buffers, so that nothing trains, reduces or shards them. A new model has zeros.
-    Ranks exchange bytes, and multiply the received rows by the scales.
+    If `config.ngram_table_dtype` is "float8_e4m3fn", the tables are e4m3 bytes, and `weight_scale` has the bytes of a
+    float32 scale for each head of the layer. They are buffers, so that nothing trains, reduces or shards them. A new
+    model has zeros. Ranks exchange bytes, and multiply the received rows by the scales.
 
     Args:
         config: the configuration of the text model.
@@ -95,9 +94,10 @@ class NgramEmbedding(MegatronModule):
         # The part of the columns of these heads that this rank holds.
         self.columns = slice(self.column_part * self.columns_per_rank, (self.column_part + 1) * self.columns_per_rank)
         in_fp8 = getattr(config, "ngram_table_dtype", None) == fp8.E4M3
-        scale = torch.ones(len(rows), dtype=torch.float32, device=_device(config)) if in_fp8 else None
+        # As bytes, because a cast of the model to 16 bits would round them.
+        scales = torch.ones(len(rows), device=_device(config), dtype=torch.float32).view(torch.uint8)
         self.weight_scale: Tensor | None
-        self.register_buffer("weight_scale", scale)
+        self.register_buffer("weight_scale", scales if in_fp8 else None)
         for head in self.heads:
             shape = rows[head], self.columns_per_rank
             if in_fp8:
@@ -132,12 +132,10 @@ class NgramEmbedding(MegatronModule):
     def _weights(self) -> list[Tensor]:
         return [getattr(self, f"weight{head}") for head in self.heads]
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        scale = self.weight_scale
-        super()._apply(fn, recurse)
-        if scale is not None:  # a cast to 16 bits would round it
-            self.weight_scale = scale.to(self.weight_scale.device)
-        return self
+    @property
+    def scales(self) -> Tensor | None:
+        """Return the scale of each head in float32, which can be written to; None if the tables are not in FP8."""
+        return None if self.weight_scale is None else self.weight_scale.view(torch.float32)
 
     @torch.no_grad()
     def encode(
@@ -158,16 +156,16 @@ class NgramEmbedding(MegatronModule):
         if scale is None:
             largest = max(block.abs().max().item() for block in read_blocks())
             scale = largest / fp8.LARGEST or 1.0
-        self.weight_scale[head] = scale
+        self.scales[head] = scale
         for block in read_blocks():
             yield fp8.quantize_with_scale(block[:, self.columns].float(), scale)
 
     def share_scales(self) -> None:
         """Send the scale of each head to all ranks of the group. Every rank must call this at the same time."""
-        if self.weight_scale is not None:
-            own, held = torch.zeros_like(self.weight_scale), slice(self.heads.start, self.heads.stop)
-            own[held] = self.weight_scale[held]
-            self.weight_scale.copy_(max_in_group(own.to(device_of_collectives()), self.group))
+        if (scales := self.scales) is not None:
+            own, held = torch.zeros_like(scales), slice(self.heads.start, self.heads.stop)
+            own[held] = scales[held]
+            scales.copy_(max_in_group(own.to(device_of_collectives()), self.group))
 
     def _dequantize(self, table: Tensor, scales: Tensor) -> Tensor:
         return (table.view(torch.float8_e4m3fn).float() * scales).to(self.config.params_dtype)
@@ -196,9 +194,9 @@ class NgramEmbedding(MegatronModule):
         # [ranks, n, columns] from each rank that holds tables, in the order of heads and of their columns.
         embeddings = exchange_parts(torch.cat(found, -1), self.group)
         embeddings = embeddings[:, :tokens].transpose(0, 1).reshape(*ngram_ids.shape[:2], -1)
-        if self.weight_scale is None:
+        if (scales := self.scales) is None:
             return embeddings
-        return self._dequantize(embeddings, self.weight_scale.repeat_interleave(embeddings.shape[-1] // len(self.rows)))
+        return self._dequantize(embeddings, scales.repeat_interleave(embeddings.shape[-1] // len(self.rows)))
 
     @torch.no_grad()
     def gather_table(self, head: int) -> Tensor:
@@ -210,10 +208,10 @@ class NgramEmbedding(MegatronModule):
         if isinstance(held, DTensor):
             held = uneven_dtensor_to_full_tensor(held)
         table = held if self.group.size() == 1 else self._gather_columns(head, held)
-        if self.weight_scale is None:
+        if (scales := self.scales) is None:
             return table
         blocks = table.split(max(1, _BLOCK // table.shape[1]))
-        return torch.cat([self._dequantize(block, self.weight_scale[head]) for block in blocks])
+        return torch.cat([self._dequantize(block, scales[head]) for block in blocks])
 
     def _gather_columns(self, head: int, held: Tensor | None) -> Tensor:
         """Return the complete table of a hash head; `held` is this rank's part, or None."""
