@@ -99,9 +99,9 @@ def make_model(folder: Path, config: dict, *, in_fp8: bool = False) -> int:
 
 
 def _random(nbytes: int, of: Slice) -> bytes:
-    """Return `nbytes` random bytes for a tensor, without NaN in FP8."""
+    """Return `nbytes` random bytes for a tensor in bfloat16 or FP8, without NaN and infinity."""
     if not isinstance(of, QuantizedSlice):
-        return os.urandom(nbytes)
+        return (np.frombuffer(os.urandom(nbytes), np.uint16) & 0xBFFF).tobytes()  # magnitudes below 2
     if of.is_scales:
         return b"\x80\x3a" * (nbytes // 2)
     return (np.frombuffer(os.urandom(nbytes), np.uint8) & 0xF7).tobytes()
