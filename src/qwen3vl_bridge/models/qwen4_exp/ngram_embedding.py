@@ -124,7 +124,7 @@ class NgramEmbedding(MegatronModule):
         set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=1, stride=1)
 
     def reset_parameters(self) -> None:
-        """Initialize the tables of this rank at random."""
+        """Initialize the tables of this rank at random. Tables in FP8 are not changed."""
         with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
             for weight in self._weights() if self.weight_scale is None else ():
                 self.config.init_method(weight)
