@@ -4,6 +4,7 @@
     python -m benchmarks.convert --size 2B --text-layers 4 --vision-layers 6 --rounds 3
     python -m benchmarks.convert --size 30B-A3B --text-layers 8 --rounds 1
     python -m benchmarks.convert --family qwen3_5 --size 35B-A3B --text-layers 1 --rounds 1
+    python -m benchmarks.convert --family qwen4_exp --size Flash-Next --text-layers 2 --ngram-rows 100000 --rounds 1
     python -m benchmarks.convert --size 8B --text-layers 8 --fp8                 # `cp` copies the imported checkpoint
 
 Random bfloat16 weights in the shapes of a released size are written once, experts transposed as released. Then
@@ -45,13 +46,19 @@ from benchmarks import measurement
 _MB = 1 << 20
 
 
-def _config(name: str, size: str, text_layers: int | None, vision_layers: int | None) -> dict:
+def _config(
+    name: str, size: str, text_layers: int | None, vision_layers: int | None, ngram_rows: int | None = None
+) -> dict:
     config = family(name).presets.config_dict(size)
     text, vision = config["text_config"], config["vision_config"]
     if text_layers is not None:
         text["num_hidden_layers"] = text_layers
         if "layer_types" in text:
             text["layer_types"] = text["layer_types"][:text_layers]
+        if "ple_layer_ids" in text:  # counted from 1
+            text["ple_layer_ids"] = [layer for layer in text["ple_layer_ids"] if layer <= text_layers]
+    if ngram_rows is not None:
+        text["ngram_vocab_size_base"] = ngram_rows
     if vision_layers is not None:
         vision["depth"] = vision_layers
         if "deepstack_visual_indexes" in vision:
@@ -73,7 +80,8 @@ def make_model(folder: Path, config: dict, *, in_fp8: bool = False) -> int:
     tasks = _tasks(config)
     nbytes = sum(task.target.nbytes for task in tasks)
     if in_fp8:
-        export = Fp8Export.for_model(config, folder, [task.target.name for task in tasks])
+        only_experts = family_of(config).fp8_only_experts
+        export = Fp8Export.for_model(config, folder, [task.target.name for task in tasks], only_experts=only_experts)
         tasks, config = export.quantize(Plan(tuple(tasks))).tasks, config | {QUANTIZATION: export.quantization}
     (folder / "config.json").write_text(json.dumps(config))
     parts = split_into_shards(tasks)
@@ -91,9 +99,9 @@ def make_model(folder: Path, config: dict, *, in_fp8: bool = False) -> int:
 
 
 def _random(nbytes: int, of: Slice) -> bytes:
-    """Return `nbytes` random bytes for a tensor, without NaN in FP8."""
+    """Return `nbytes` random bytes for a tensor in bfloat16 or FP8, without NaN and infinity."""
     if not isinstance(of, QuantizedSlice):
-        return os.urandom(nbytes)
+        return (np.frombuffer(os.urandom(nbytes), np.uint16) & 0xBFFF).tobytes()  # magnitudes below 2
     if of.is_scales:
         return b"\x80\x3a" * (nbytes // 2)
     return (np.frombuffer(os.urandom(nbytes), np.uint8) & 0xF7).tobytes()
@@ -194,14 +202,18 @@ def run(work: Path, rounds: int) -> dict[str, list[tuple[float, int]]]:
 def main() -> None:
     """Measure all steps, print the results and append them to the CSV file."""
     parser = measurement.parser(__doc__, "convert.csv", rounds=5)
-    parser.add_argument("--family", choices=("qwen3_vl", "qwen3_5"), default="qwen3_vl", help="default: %(default)s")
+    families = ("qwen3_vl", "qwen3_5", "qwen4_exp")
+    parser.add_argument("--family", choices=families, default="qwen3_vl", help="default: %(default)s")
     parser.add_argument("--size", default="2B", help="one that the family was released in (default: %(default)s)")
     parser.add_argument("--text-layers", type=int, help="fewer than the size has")
     parser.add_argument("--vision-layers", type=int, help="fewer than the size has")
+    parser.add_argument("--ngram-rows", type=int, help="rows in the n-gram table of each hash head, of qwen4_exp")
     parser.add_argument("--fp8", action="store_true", help="a model in FP8, exported to FP8")
     parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
     options = parser.parse_args()
-    config = _config(options.family, options.size, options.text_layers, options.vision_layers)
+    if options.ngram_rows is not None and options.family != "qwen4_exp":
+        parser.error(f"--ngram-rows is given, but {options.family} has no n-gram table; remove it")
+    config = _config(options.family, options.size, options.text_layers, options.vision_layers, options.ngram_rows)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         work = Path(name)
         nbytes = make_model(work / "hf", config, in_fp8=options.fp8)

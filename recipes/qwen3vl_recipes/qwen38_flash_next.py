@@ -8,27 +8,28 @@ tables only without EP.
 from functools import partial, wraps
 
 from qwen3vl_recipes import base
-from qwen3vl_recipes.base import peft, sft, sft_32k
+from qwen3vl_recipes.base import sft, sft_32k
 
 on = partial(base.on, family="qwen4_exp")
 
 
-def with_stages(kind):
-    """Wrap `kind`, a function such as `sft`, so that its configuration supports several pipeline stages.
-
-    The stages exchange residual streams, and megatron-core does not know the size of these tensors in advance.
-    """
+def with_model(kind, **fields):
+    """Wrap `kind`, a function such as `sft`, so that its configuration has these fields of the model."""
 
     @wraps(kind)
     def build(size, **settings):
         cfg = kind(size, **settings)
-        cfg.model.variable_seq_lengths = True
+        for name, value in fields.items():
+            setattr(cfg.model, name, value)
         return cfg
 
     return build
 
 
-pretrain, pretrain_fp8_mx = with_stages(base.pretrain), with_stages(base.pretrain_fp8_mx)
+# Pipeline stages exchange residual streams, and megatron-core does not know the size of these tensors in advance.
+pretrain = with_model(base.pretrain, variable_seq_lengths=True)
+pretrain_fp8_mx = with_model(base.pretrain_fp8_mx, variable_seq_lengths=True)
+peft = with_model(base.peft, freeze_ngram_table=True)  # as LoRA does anyway; `ngram_table_dtype` needs it
 
 qwen38_flash_next_sft_config = on(64, sft, "Flash-Next", tp=4, ep=64, recompute="all")
 qwen38_flash_next_sft_32k_config = on(64, sft_32k, "Flash-Next", tp=4, cp=4, ep=64, recompute="all")

@@ -30,6 +30,7 @@ from qwen3vl_bridge.registry import dimensions_of
 from qwen3vl_bridge.weights.rows import Component, component_of, is_mtp
 
 import pytest
+import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.helpers.batches import make_batch, make_samples
@@ -97,23 +98,28 @@ def model_counts(model, *, trained: bool) -> Counter[str]:
     return counts
 
 
-@pytest.mark.parametrize("case", ["MTP not trained", "MTP", "frozen table", "LoRA"])
+@pytest.mark.parametrize("case", ["MTP not trained", "MTP", "frozen table", "frozen FP8 table", "LoRA"])
 def test_planned_model_states_match_trained_parameters_of_built_model(case):
     """The indexer is never trained, and LoRA freezes the table."""
     config, dims = tiny_config()
     training = TrainingSettings(
         transformer_engine=False, precision=FP32, sharding=Sharding.NONE, trains_mtp=case == "MTP",
-        freezes_ngram_table=case == "frozen table", lora=LoraSettings(8) if case == "LoRA" else None,
+        freezes_ngram_table=case.startswith("frozen"), fp8_ngram_table=case == "frozen FP8 table",
+        lora=LoraSettings(8) if case == "LoRA" else None,
     )  # fmt: skip
-    model = build(config, training, freeze_ngram_table=case == "frozen table")
-    assert model_counts(model, trained=False) == count_parameters(dims, ONE, only_chunk(dims))
+    fp8 = dict(ngram_table_dtype="float8_e4m3fn") if training.fp8_ngram_table else {}
+    model = build(config, training, freeze_ngram_table=training.freezes_ngram_table, **fp8)
+    buffers = dict(model.named_buffers())
+    table = sum(one.nbytes for name, one in buffers.items() if one.dtype == torch.uint8 and "weight_scale" not in name)
+    found = model_counts(model, trained=False) + Counter(ngram_table=table)
+    assert found == count_parameters(dims, ONE, only_chunk(dims))
     if case == "LoRA":
         model = Qwen3VLLoRA(dim=8, target_modules=list(LINEAR_LAYERS))(model)
     trained = model_counts(model, trained=True)
     assert ("ngram_table" in trained) == case.startswith("MTP")
     states = estimate_states(dims, ONE, (only_chunk(dims),), training)
     assert states.gradients == 4 * trained.total() and states.optimizer == 8 * trained.total()
-    assert states.parameters == 4 * sum(p.numel() for p in model.parameters())
+    assert states.parameters == 4 * sum(p.numel() for p in model.parameters()) + table
 
 
 CASES = {
@@ -213,6 +219,37 @@ def test_plan_with_frozen_ngram_table_counts_only_its_weights(capsys):
     assert found[0]["parameters"] == found[1]["parameters"]
     assert found[0]["gradients"] - found[1]["gradients"] == 4 * table
     assert found[0]["optimizer"] - found[1]["optimizer"] == 12 * table // 4
+
+
+def test_plan_with_ngram_table_in_fp8_counts_one_byte_per_element(capsys):
+    words = ["--model", "Flash-Next", "--gpus", "64", "--tp", "4", "--ep", "16", "--etp", "1", "--gpu-memory", "1000"]
+    fp8, found = ["--ngram-table-dtype", "float8_e4m3fn"], []
+    for options in (["--freeze", "ngram_table"], ["--freeze", "ngram_table", *fp8], ["--kind", "peft", *fp8]):
+        assert main([*words, *options, "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out)["stages"][0])
+    table = 160 * 320_001_536 // 16
+    assert found[0]["parameters"] - found[1]["parameters"] == table
+    assert found[0]["total"] - found[1]["total"] == table and found[2]["gradients"] < found[1]["gradients"]
+    assert main([*words, "--freeze", "ngram_table", *fp8]) == 0
+    assert "n-gram table in FP8" in " ".join(capsys.readouterr().out.split())
+    assert main([*words, *fp8]) == 2
+    assert "the n-gram table in FP8 is trained, which is not supported; freeze ngram_table" in capsys.readouterr().err
+    assert main(["--model", "8B", "--gpus", "8", "--kind", "peft", *fp8]) == 2
+    assert "--ngram-table-dtype is given, but 8B has no n-gram table; remove it" in capsys.readouterr().err
+
+
+def test_planned_fp8_table_is_complete_on_each_rank_of_megatron_fsdp():
+    """Its bytes are neither sharded nor gathered, unlike those of a table of parameters."""
+    layout, frozen = ParallelLayout(8, etp=1), dict(sharding=Sharding.ALL, freezes_ngram_table=True)
+    ((chunk,),) = layout.chunks(48)
+    before, after = (
+        estimate_states(RELEASED, layout, (chunk,), TrainingSettings(**frozen, fp8_ngram_table=fp8))
+        for fp8 in (False, True)
+    )
+    table = 160 * 320_001_536
+    assert after.parameters - before.parameters == table - 2 * table // 8
+    assert before.gathered_weights > 2 * table > after.gathered_weights
+    assert before.before_sharding - after.before_sharding == table
 
 
 def test_plan_command_rejects_freeze_ngram_table_for_model_without_ngram_table(capsys):

@@ -72,7 +72,7 @@ class Fp8Export:
                 "quant_method": "fp8",
                 "weight_block_size": [128, 128],
             }
-        return cls(quantization, _read_kept_scales(folder))
+        return cls(quantization, read_kept_scales(folder))
 
     def quantize(self, plan: Plan) -> Plan:
         """Return a copy of `plan` in which the selected weights are written in FP8, each followed by its scales."""
@@ -106,7 +106,7 @@ class Fp8Export:
             tasks.append(replace(task, target=replace(spec, dtype=fp8.E4M3), slices=SliceList([weights])))
             tasks.append(Task(scales, SliceList([weights._replace(is_scales=True, length=math.prod(shape))])))
         tasks += (
-            Task(stored.spec, SliceList([SharedScaleSlice((), *_scale_of(stored), 0, stored.spec.numel)]))
+            Task(stored.spec, SliceList([SharedScaleSlice((), *scale_of(stored), 0, stored.spec.numel)]))
             for stored in shared.values()
         )
         computed = QuantizedSlice, SharedScaleSlice
@@ -117,11 +117,12 @@ class Fp8Export:
 def _with_shared_scale(task: Task, scale: StoredTensor) -> Task:
     """Return the task for one tensor of an n-gram table, changed to write it in FP8 with the table's scale."""
     spec = task.target
-    weights = SharedScaleSlice(tuple(task.slices), *_scale_of(scale), 0, spec.numel)
+    weights = SharedScaleSlice(tuple(task.slices), *scale_of(scale), 0, spec.numel)
     return replace(task, target=replace(spec, dtype=fp8.E4M3), slices=SliceList([weights]))
 
 
-def _scale_of(stored: StoredTensor) -> tuple[ByteRange, str]:
+def scale_of(stored: StoredTensor) -> tuple[ByteRange, str]:
+    """Return where scales are stored, and their dtype."""
     return ByteRange(stored.path, stored.offset, stored.spec.nbytes), stored.spec.dtype
 
 
@@ -129,7 +130,7 @@ def keep_scales(source: Path, target: Path) -> None:
     """Copy the FP8 scales of the model in `source` to the checkpoint's folder `target`, for a later export in FP8."""
     if (source / _KEPT_SCALES).is_file():
         shutil.copyfile(source / _KEPT_SCALES, target / _KEPT_SCALES)
-    elif scales := [stored.spec for stored in _read_kept_scales(source).values()]:
+    elif scales := [stored.spec for stored in read_kept_scales(source).values()]:
         tasks = [Task(spec, SliceList([TensorSlice(spec.name, 0, spec.numel)])) for spec in scales]
         file = plan_file(_KEPT_SCALES, tasks)
         with (target / _KEPT_SCALES).open("wb") as out, SliceReader(HFWeights(source, dequantize=False)) as reader:
@@ -139,7 +140,7 @@ def keep_scales(source: Path, target: Path) -> None:
                     out.write(block)
 
 
-def _read_kept_scales(folder: Path) -> dict[str, StoredTensor]:
+def read_kept_scales(folder: Path) -> dict[str, StoredTensor]:
     """Return the FP8 scales in the folder of a model, or in the folder `hf` of a checkpoint, by tensor name."""
     if (folder / _KEPT_SCALES).is_file():
         return {stored.spec.name: stored for stored in read_header(folder / _KEPT_SCALES)}

@@ -30,6 +30,7 @@ from qwen3vl_bridge.planning.training_settings import (
 )
 from qwen3vl_bridge.registry import dimensions_of, preset, preset_sizes
 from qwen3vl_bridge.terminal import CommandParser, at_least, run
+from qwen3vl_bridge.weights.fp8 import E4M3
 from qwen3vl_bridge.weights.rows import Component
 
 _NO_FIT = 1
@@ -73,6 +74,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     freezable = [*(component.value for component in Component), NGRAM_TABLE]
     add("--freeze", nargs="+", default=[], choices=freezable, metavar="COMPONENT",
         help=f"what is not trained: {', '.join(freezable)}")  # fmt: skip
+    add("--ngram-table-dtype", choices=(E4M3,), metavar="DTYPE",
+        help=f"{E4M3}: a frozen n-gram table in FP8 (default: the precision of the other weights)")  # fmt: skip
     add("--mtp", action="store_true", help="train multi-token prediction, as with mtp_loss_scaling_factor above 0")
     add("--precision", choices=(*PRECISIONS, *FP8_PRECISIONS), default="bf16",
         help="bf16 is mixed precision, fp8_cs and fp8_mx the same in 8 bits (default: %(default)s)")  # fmt: skip
@@ -103,6 +106,8 @@ def _plan(options: argparse.Namespace) -> int:
     dims, training = dimensions_of(_load_config(options.model)), _training(options)
     if training.freezes_ngram_table and not dims.indices.get("ple_layers"):
         raise ValueError(f"--freeze lists {NGRAM_TABLE}, but {options.model} has no n-gram table; remove it")
+    if training.fp8_ngram_table and not dims.indices.get("ple_layers"):
+        raise ValueError(f"--ngram-table-dtype is given, but {options.model} has no n-gram table; remove it")
     gpu = find_gpu(options.gpu)
     if options.gpu_memory is not None:
         gpu = replace(gpu, memory_bytes=round(options.gpu_memory * GIB))
@@ -176,6 +181,7 @@ def _training(options: argparse.Namespace) -> TrainingSettings:
         expert_load=options.expert_load,
         trains_mtp=options.mtp,
         freezes_ngram_table=NGRAM_TABLE in options.freeze,
+        fp8_ngram_table=options.ngram_table_dtype == E4M3,
     )
 
 

@@ -179,6 +179,7 @@ def _training_settings(cfg: Any) -> TrainingSettings:
         overlaps_experts=model.overlap_moe_expert_parallel_comm,
         trains_mtp=model.trains_mtp,
         freezes_ngram_table=getattr(model, "freeze_ngram_table", False),
+        fp8_ngram_table=getattr(model, "ngram_table_dtype", None) is not None,
         init_on_cpu=model.init_model_with_meta_device,
         fully_reshardable=cfg.checkpoint.dist_ckpt_optim_fully_reshardable,
     )

@@ -166,6 +166,8 @@ def estimate_states(
     """Estimate the model states of a rank that holds the pipeline chunks `chunks`."""
     precision, sharding = training.precision, training.sharding
     held = sum((count_parameters(dims, layout, chunk) for chunk in chunks), Counter())
+    # Bytes of n-gram tables in FP8. They are buffers, which are complete on each rank and never gathered.
+    buffers = held.pop(NGRAM_TABLE, 0) if training.fp8_ngram_table else 0
     frozen = {part.value for part in training.frozen_weights}
     if Component.LANGUAGE_MODEL in training.frozen_weights:
         frozen.update(_SHARED_BY_EXPERT_RANKS)
@@ -202,7 +204,9 @@ def estimate_states(
     def number(count: Counter[str], stage: Sharding) -> float:
         return shard(count) if sharding.includes(stage) else count.total()
 
-    outside, layer = _gathered_parameters(dims, layout, chunks[0], held) if sharding is Sharding.ALL else (0, 0)
+    outside, layer = 0, 0
+    if sharding is Sharding.ALL:
+        outside, layer = _gathered_parameters(dims, layout, chunks[0], held, with_table=not training.fp8_ngram_table)
     # Gradients outside the layers are reduced when activations are freed, so only those of layers count.
     depth, per_layer = sum(len(chunk.layers) for chunk in chunks), max(layer, 1)
     # A layer's gradients are allocated when what it computed with is freed, so those of two layers count at least.
@@ -216,7 +220,9 @@ def estimate_states(
     gathers_optimizer = sharding is Sharding.OPTIMIZER and training.fully_reshardable
     return ModelStates(
         parameters=round(
-            precision.weight * number(held, Sharding.ALL) + _additional_fp8_bytes(dims, layout, chunks, training)
+            buffers
+            + precision.weight * number(held, Sharding.ALL)
+            + _additional_fp8_bytes(dims, layout, chunks, training)
         ),
         gradients=round(precision.gradient * number(trained, Sharding.GRADIENTS)),
         optimizer=round((precision.main + precision.moments) * number(trained, Sharding.OPTIMIZER)),
@@ -225,8 +231,7 @@ def estimate_states(
         gathered_gradients=unsharded_gradient * layer * waiting,
         gathered_layer=unsharded_gradient * layer,
         # While the embedding, the largest parameter, is sharded, there are two copies.
-        before_sharding=precision.weight
-        * (held.total() + dims["vocab"] * dims["hidden"])
+        before_sharding=(buffers + precision.weight * (held.total() + dims["vocab"] * dims["hidden"]))
         * (sharding.is_fsdp and not training.init_on_cpu),
         optimizer_temporary=round(
             precision.moments / 2 * max(number(group, Sharding.OPTIMIZER) for group in groups) * torch_adam
@@ -255,17 +260,18 @@ def _additional_fp8_bytes(
 
 
 def _gathered_parameters(
-    dims: Dimensions, layout: ParallelLayout, chunk: PipelineChunk, held: Counter[str]
+    dims: Dimensions, layout: ParallelLayout, chunk: PipelineChunk, held: Counter[str], *, with_table: bool
 ) -> tuple[int, int]:
     """Return (number of parameters outside of layers, number of parameters of the largest layer) on one rank.
 
     Under ZeRO-3 weights outside of layers are unsharded during a step. `held` are the parameters of `chunk` by
-    component.
+    component. `with_table` says whether n-gram tables are parameters.
     """
 
     def count(name: str, **fields: Any) -> int:
         empty = PipelineChunk(0, range(0), pre_process=False, post_process=False)
-        return count_parameters(dims, layout, replace(empty, **fields), lambda megatron: name in megatron).total()
+        counts = count_parameters(dims, layout, replace(empty, **fields), lambda megatron: name in megatron)
+        return counts.total() - (0 if with_table else counts[NGRAM_TABLE])
 
     mtp_layer = count(".mtp_model_layer.", post_process=True)
     in_layers = count("", layers=chunk.layers) + count("vision_model.decoder.layers.", vision=chunk.vision) + mtp_layer

@@ -167,8 +167,9 @@ def describe_layouts(layout: ParallelLayout, vision: ParallelLayout | None) -> s
 
 
 def describe_training(training: TrainingSettings) -> str:
-    """Return the settings for sharding, multi-token prediction, overlap and recomputation as a line of text."""
+    """Return the settings that memory depends on, except the parallel layout, as a line of text."""
     parts = [training.sharding.value, *["trains MTP"] * training.trains_mtp]
+    parts += ["n-gram table in FP8"] * training.fp8_ngram_table
     parts += ["overlaps the expert all-to-all"] * training.overlaps_experts
     for tower, recompute in (("language", training.recompute), ("vision", training.vision_recompute)):
         if recompute.modules:

@@ -161,6 +161,7 @@ class TrainingSettings:
     overlaps_experts: bool = False  # `overlap_moe_expert_parallel_comm`
     trains_mtp: bool = False  # multi-token prediction (MTP); if it is not trained, its weights are only stored
     freezes_ngram_table: bool = False  # `freeze_ngram_table`
+    fp8_ngram_table: bool = False  # `ngram_table_dtype` is float8_e4m3fn
     init_on_cpu: bool = False  # `init_model_with_meta_device`, for Megatron-FSDP
     fully_reshardable: bool = True  # `dist_ckpt_optim_fully_reshardable`
 
@@ -176,6 +177,9 @@ class TrainingSettings:
                 "the planner supports FP8 only with Transformer Engine and without Megatron-FSDP: set transformer_impl "
                 "to 'transformer_engine', and use another sharding"
             )
+        frozen = self.freezes_ngram_table or Component.LANGUAGE_MODEL in self.frozen_weights
+        if self.fp8_ngram_table and not frozen:
+            raise ValueError("the n-gram table in FP8 is trained, which is not supported; freeze ngram_table")
         if self.loss_fusion == "te" and not self.transformer_engine:
             raise ValueError("loss_fusion is 'te', which needs Transformer Engine; use 'native' or None without it")
         if self.trains_mtp and self.recompute.granularity == "full" and self.recompute != FULL:

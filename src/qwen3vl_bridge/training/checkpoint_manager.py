@@ -43,6 +43,7 @@ from qwen3vl_bridge.terminal import in_bytes
 from qwen3vl_bridge.training.best_checkpoint import record_best
 from qwen3vl_bridge.training.resuming import (
     check_optimizer_state,
+    check_table_dtype,
     folder_to_load,
     has_all_rng_states,
     has_checkpoint,
@@ -197,6 +198,7 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
             if folder is not None:
                 if (folder / RUN_CONFIG).is_file():  # adapters with another scale have the same shapes
                     check_same_adapters(folder, cfg.peft, compare=isinstance(cfg.peft, Qwen3VLAdapters))
+                    check_table_dtype(folder, cfg)
                 if ctx.optimizer is not None:
                     check_optimizer_state(folder, cfg)
         with (

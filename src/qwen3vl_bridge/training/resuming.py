@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _RNG_STATE = "rng_state"
 _NEW_OPTIMIZER = "checkpoint.load_optim=false, to start with a new optimizer state"
-_MTP = "mtp_loss_scaling_factor"
+_MTP, _TABLE_DTYPE = "mtp_loss_scaling_factor", "ngram_table_dtype"
 _GROUPS, _IS_EXPERT = "param_groups", "is_expert_parallel"
 _GROUP_IDENTITY = tuple(key for key in param_group_identifier_keys if key != _IS_EXPERT)
 _CHOOSE_SCHEDULE = (
@@ -102,6 +102,18 @@ def folder_to_load(settings: CheckpointConfig) -> Path | None:
     if load and Path(load).is_dir() and checkpoint_exists(load):
         folders.append(find_iteration(Path(load), settings.ckpt_step))
     return max(folders, key=lambda folder: int(re.sub(r"\D", "", folder.name) or 0), default=None)
+
+
+def check_table_dtype(folder: Path, cfg: ConfigContainer) -> None:
+    """Raise CheckpointError if a checkpoint stores n-gram tables in another dtype than the run's model has."""
+    if cfg.peft is not None or not hasattr(cfg.model, _TABLE_DTYPE):  # adapters are stored without tables
+        return
+    found = (read_run_config(str(folder / RUN_CONFIG)).get("model") or {}).get(_TABLE_DTYPE)
+    if found != (expected := getattr(cfg.model, _TABLE_DTYPE)):
+        raise CheckpointError(
+            f"model.{_TABLE_DTYPE} is {expected}, the checkpoint {folder} has {found}: use its setting, or start a new "
+            "run with checkpoint.pretrained_checkpoint, which loads tables of either dtype"
+        )
 
 
 def check_optimizer_state(folder: Path, cfg: ConfigContainer) -> None:

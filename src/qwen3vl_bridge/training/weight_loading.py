@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,12 +22,22 @@ from qwen3vl_bridge.checkpoint.formats.dcp import DcpTensors, read_metadata
 from qwen3vl_bridge.checkpoint.formats.huggingface import side_files
 from qwen3vl_bridge.checkpoint.formats.layouts import TensorLayout
 from qwen3vl_bridge.checkpoint.formats.megatron import HF_FILES, find_iteration, format_of, model_keys
-from qwen3vl_bridge.checkpoint.formats.tensors import Shape, Slice, SliceList, SliceReader, TensorSpec, ZeroSlice
+from qwen3vl_bridge.checkpoint.formats.tensors import (
+    ByteRange,
+    Shape,
+    Slice,
+    SliceList,
+    SliceReader,
+    TensorSpec,
+    ZeroSlice,
+)
+from qwen3vl_bridge.checkpoint.fp8_export import read_kept_scales, scale_of
 from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, describe_tool, find_layout, open_model, read_manifest
 from qwen3vl_bridge.core.collectives import gather_objects, raise_on_all_ranks
 from qwen3vl_bridge.core.files import CheckpointError
 from qwen3vl_bridge.models.common.model import VisionLanguageModel
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
+from qwen3vl_bridge.models.qwen4_exp.ngram_embedding import NgramEmbedding, share_scales
 from qwen3vl_bridge.peft.stored_adapters import check_complete_model
 from qwen3vl_bridge.registry import family, family_of
 from qwen3vl_bridge.training.process_groups import initialize
@@ -36,8 +47,8 @@ from qwen3vl_bridge.upstream.high_precision_values import set_high_precision_val
 from qwen3vl_bridge.upstream.parameter_names import global_name
 from qwen3vl_bridge.upstream.provider_groups import provider_groups
 from qwen3vl_bridge.upstream.wrap_hooks import pre_wrap_hooks, remove_hooks
+from qwen3vl_bridge.weights.fp8 import find_scales
 from qwen3vl_bridge.weights.rows import (
-    Dimensions,
     TensorSlice,
     WeightRow,
     expand,
@@ -142,17 +153,24 @@ def load_weights(folder: str | Path, model: Sequence[torch.nn.Module], groups: P
         folder = find_iteration(Path(folder))
         check_complete_model(folder)
         source, layout, found, expected = _stored_weights(folder, config, rows)
+        kept_scales = {name: scale_of(stored) for name, stored in read_kept_scales(folder / HF_FILES).items()}
         longer = {name for row in rows.values() if row.is_vocabulary for name in layout.tensors(row)}
         check_tensors(found, expected, f"{folder} does not fit the model", may_be_longer=longer)
     with raise_on_all_ranks(), torch.no_grad(), SliceReader(source) as reader:
         for stage, chunk in enumerate(chunks):
-            for name, parameter in chunk.named_parameters():
+            for name, parameter in itertools.chain(chunk.named_parameters(), chunk.named_buffers()):
+                module = chunk.get_submodule(name.rpartition(".")[0])
                 name = global_name(chunks, config, name, stage)
+                if name not in rows and not isinstance(parameter, torch.nn.Parameter):
+                    continue  # statistics, and the scales of an n-gram table
                 tied = name == _OUTPUT and config.share_embeddings_and_output_weights
                 row = rows[_EMBEDDING if tied else name]
-                columns = getattr(parameter, "stored_columns", None)
-                if columns is not None:  # the rank has some columns of an n-gram table, with all rows
-                    _read_columns(reader, SliceList(layout.slices(row)), columns, row, dimensions, parameter)
+                if isinstance(module, NgramEmbedding):  # the rank has some columns of a table, with all rows
+                    (stored,) = layout.tensors(row)
+                    scales = source.specs[stored].scales
+                    scale = scales[:2] if scales else kept_scales.get(find_scales(row.hf[0], kept_scales))
+                    slices, width = SliceList(layout.slices(row)), row.megatron_shape(dimensions)[1]
+                    _read_table(reader, slices, width, module, row.position[1], parameter, scale)
                     continue
                 group = groups.expt_tp if "experts" in row.indices else groups.tp
                 shape, dimension, ranks, rank = list(parameter.shape), 0, 1, 0
@@ -175,6 +193,7 @@ def load_weights(folder: str | Path, model: Sequence[torch.nn.Module], groups: P
                 parameter.copy_(
                     tensor.view_as(parameter) if dimension == 0 else tensor.view(shape).chunk(ranks, dimension)[rank]
                 )
+    share_scales(chunks)
 
 
 def _stored_weights(
@@ -396,23 +415,43 @@ def load_in_high_precision(chunks: Chunks) -> Iterator[None]:
         set_high_precision_value(parameter, plain)
 
 
-def _read_columns(
+def _read_table(
     reader: SliceReader,
     slices: SliceList,
-    columns: slice,
-    row: WeightRow,
-    dimensions: Dimensions,
-    parameter: torch.nn.Parameter,
+    width: int,
+    table: NgramEmbedding,
+    head: int,
+    weight: Tensor,
+    scale: tuple[ByteRange, str] | None,
 ) -> None:
-    """Fill a parameter with the given columns of a stored n-gram table, in blocks of rows.
+    """Fill a tensor with this rank's columns of the n-gram table of a hash head, in blocks of rows.
 
-    `slices` are the elements of the stored table, and `row` is its row of the weight table.
+    Args:
+        reader: the reader of the checkpoint.
+        slices: the elements of the stored table.
+        width: number of columns of the stored table.
+        table: the module.
+        head: index of the hash head.
+        weight: the tensor to fill.
+        scale: where the scale of the FP8 model is stored that the values come from, and its dtype; or None.
     """
-    width = row.megatron_shape(dimensions)[1]
-    dtype, step = str(parameter.dtype).removeprefix("torch."), max(1, _TABLE_BLOCK // width)
-    for first, part in zip(range(0, len(parameter), step), parameter.split(step), strict=True):
-        block = reader.read_elements(slices.select(first * width, len(part) * width), dtype)
-        part.copy_(block.view(-1, width)[:, columns])
+    in_fp8, step = table.weight_scale is not None, max(1, _TABLE_BLOCK // width)
+    dtype = "float32" if in_fp8 else str(weight.dtype).removeprefix("torch.")
+
+    def read_blocks() -> Iterator[Tensor]:
+        for first in range(0, len(weight), step):
+            count = min(step, len(weight) - first)
+            yield reader.read_elements(slices.select(first * width, count * width), dtype).view(count, width)
+
+    if in_fp8:
+        blocks = table.encode(head, read_blocks, None if scale is None else reader.read_scale(*scale))
+    else:
+        blocks = (block[:, table.columns] for block in read_blocks())
+    try:
+        for part, block in zip(weight.split(step), blocks, strict=True):
+            part.copy_(block)
+    except ValueError as error:  # a trained table may have outgrown the scale of the imported model
+        raise CheckpointError(f"the n-gram table of hash head {head}: {error}; set ngram_table_dtype=None") from error
 
 
 def _set_parameter(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:

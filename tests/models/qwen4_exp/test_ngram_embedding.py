@@ -6,6 +6,7 @@ tokens are summed in a row of the table (3e-3).
 """
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,35 +37,43 @@ HIDDEN, STREAMS, TAPS, NGRAM_SIZE, DIM = 12, 4, 4, 3, 6
 ROWS = {4: (11, 13, 17, 19 + 4), 2: (11, 13 + 2)}  # by number of hash heads; with padding at the end of the last table
 
 
-def make_config(heads: int = 4, **fields: Any) -> TransformerConfig:
+def make_config(heads: int = 4, table_dtype: str | None = None, **fields: Any) -> TransformerConfig:
     config = TransformerConfig(
         num_layers=1, hidden_size=HIDDEN, num_attention_heads=4, layernorm_epsilon=1e-6, init_method_std=0.3,
         params_dtype=fields.pop("params_dtype", torch.float32), **fields,
     )  # fmt: skip
     config.hc_count, config.ple_conv_kernel_size, config.ngram_size = STREAMS, TAPS, NGRAM_SIZE
     config.heads_per_ngram, config.ple_embed_dim = heads // (NGRAM_SIZE - 1), heads * DIM
-    config.seq_length = 128
+    config.seq_length, config.ngram_table_dtype = 128, table_dtype
     return config
 
 
 def make_weights(heads: int = 4, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Return the weights of an injection by name, with complete tables."""
+    """Return the weights of an injection by name, with complete tables. FP8 with a scale can represent their values."""
     random, channels, ngrams = torch.Generator().manual_seed(heads), STREAMS * HIDDEN, heads * DIM
     shapes = {f"ngram_embedding.weight{head}": (rows, DIM) for head, rows in enumerate(ROWS[heads])}
     shapes |= {"key_proj.weight": (channels, ngrams), "value_proj.weight": (HIDDEN, ngrams)}
     shapes |= {f"norm_{kind}.weight": (channels,) for kind in ("key", "query", "conv")}
     shapes["conv1d.weight"] = (channels, 1, TAPS)
-    return {name: (0.4 * torch.randn(shape, generator=random)).to(dtype) for name, shape in shapes.items()}
+    weights = {name: 0.4 * torch.randn(shape, generator=random) for name, shape in shapes.items()}
+    for name in (name for name in weights if name.startswith("ngram_embedding.")):
+        scale = weights[name].abs().max() / 448
+        weights[name] = (weights[name] / scale).to(torch.float8_e4m3fn).float() * scale
+    return {name: weight.to(dtype) for name, weight in weights.items()}
 
 
 def load(module: torch.nn.Module, weights: dict[str, Tensor]) -> None:
     """Set the weights of an injection on this rank: of the tables, the columns that it holds."""
-    table = module.ngram_embedding
-    state = {
-        name: weight[:, table.columns] if name.startswith("ngram_embedding.") else weight
-        for name, weight in weights.items()
-        if not name.startswith("ngram_embedding.") or int(name.removeprefix("ngram_embedding.weight")) in table.heads
-    }
+    table, state = module.ngram_embedding, dict(weights)
+    for head in range(len(table.rows)):
+        weight = state.pop(f"ngram_embedding.weight{head}")
+        if head in table.heads:
+            in_fp8 = table.weight_scale is not None
+            own = next(table.encode(head, partial(list, [weight]))) if in_fp8 else weight[:, table.columns]
+            state[f"ngram_embedding.weight{head}"] = own
+    table.share_scales()
+    if table.weight_scale is not None:
+        state["ngram_embedding.weight_scale"] = table.weight_scale
     module.load_state_dict(state)
 
 
@@ -271,7 +280,9 @@ LAYOUTS = {
 }
 
 
-def begin(tp: int, cp: int, ep: int, etp: int, heads: int) -> tuple[NgramInjection, TransformerConfig]:
+def begin(
+    tp: int, cp: int, ep: int, etp: int, heads: int, table_dtype: str | None = None
+) -> tuple[NgramInjection, TransformerConfig]:
     """Make process groups, and an injection with the weights of `make_weights`."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
@@ -281,7 +292,7 @@ def begin(tp: int, cp: int, ep: int, etp: int, heads: int) -> tuple[NgramInjecti
     model_parallel_cuda_manual_seed(1)
     experts = dict(num_moe_experts=4, add_bias_linear=False) if ep > 1 else {}
     config = make_config(
-        heads, tensor_model_parallel_size=tp, context_parallel_size=cp, expert_model_parallel_size=ep,
+        heads, table_dtype, tensor_model_parallel_size=tp, context_parallel_size=cp, expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp, sequence_parallel=tp > 1, calculate_per_token_loss=True, **experts,
     )  # fmt: skip
     module = NgramInjection(config, ROWS[heads], ProcessGroupCollection.use_mpu_process_groups())
@@ -317,11 +328,13 @@ def errors_of_layout(model: DistributedDataParallel, name: str, heads: int) -> d
 def errors_of_all() -> dict[str, dict[str, float]]:
     errors = {}
     for name, topology in TOPOLOGIES.items():
-        module, config = begin(*topology)
-        model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module)
-        for rows in LAYOUTS:
-            errors[f"{name}, {rows}"] = largest(errors_of_layout(model, rows, topology[-1]))
-        parallel_state.destroy_model_parallel()
+        for dtype, layouts in ((None, LAYOUTS), ("float8_e4m3fn", ("packed",))):
+            module, config = begin(*topology, dtype)
+            model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module)
+            for rows in layouts:
+                kind = rows if dtype is None else "packed, FP8"
+                errors[f"{name}, {kind}"] = largest(errors_of_layout(model, rows, topology[-1]))
+            parallel_state.destroy_model_parallel()
     return errors
 
 
@@ -330,7 +343,7 @@ def errors_on_ranks():
     return results_of_ranks(errors_of_all, 4)
 
 
-@pytest.mark.parametrize("rows", LAYOUTS)
+@pytest.mark.parametrize("rows", [*LAYOUTS, "packed, FP8"])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_ngram_injection_on_four_ranks_matches_loop_over_documents(errors_on_ranks, topology, rows):
     """With gradients that megatron-core's DDP has reduced. Measured at most 0.3 times the tolerance."""

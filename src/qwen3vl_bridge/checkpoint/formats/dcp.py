@@ -18,14 +18,22 @@ import uuid
 import zipfile
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from qwen3vl_bridge.checkpoint.formats import output_files
 from qwen3vl_bridge.checkpoint.formats.output_files import OutputFile, TensorData
-from qwen3vl_bridge.checkpoint.formats.tensors import ITEMSIZE, ByteRange, Shape, SliceList, TensorSlice, TensorSpec
+from qwen3vl_bridge.checkpoint.formats.tensors import (
+    ITEMSIZE,
+    BlockScales,
+    ByteRange,
+    Shape,
+    SliceList,
+    TensorSlice,
+    TensorSpec,
+)
 from qwen3vl_bridge.core.files import (
     CheckpointError,
     PickledRecord,
@@ -45,6 +53,7 @@ if TYPE_CHECKING:
     )
 
 METADATA = ".metadata"
+_TABLE_SCALES = ".weight_scale"
 _MAX_DIMENSIONS, _MAX_METADATA_BYTES, _MAX_ITEM_PICKLE_BYTES = 32, 1 << 31, 1 << 20
 
 _DCP = "torch.distributed.checkpoint"
@@ -229,6 +238,7 @@ class DcpTensors:
         """
         self.folder = metadata.folder
         self.specs: dict[str, TensorSpec] = {}
+        self._dtypes: dict[str, str] = {}  # of the bytes on disk
         self._chunks: dict[str, tuple[Chunk, ...]] = {}
         self._indices: dict[str, ChunkIndex] = {}
         self._payloads: dict[ByteRange, ByteRange] = {}
@@ -236,6 +246,7 @@ class DcpTensors:
         for name, key in keys.items():
             spec, chunks = metadata.tensors[key]
             self.specs[name], self._chunks[name] = TensorSpec(name, spec.dtype, spec.shape), chunks
+            self._dtypes[name] = spec.dtype
             self._indices[name] = ChunkIndex(spec.shape, [chunk[:2] for chunk in chunks])
             for path, offset, _ in (chunk.item for chunk in chunks):
                 if (path, offset) in names:
@@ -245,6 +256,27 @@ class DcpTensors:
                         "are damaged: use another copy of the checkpoint, or an earlier iteration"
                     )
                 names[path, offset] = name
+        self._dequantize_specs()
+
+    def _dequantize_specs(self) -> None:
+        """Give n-gram tables in FP8 the dtype bfloat16, and leave their scales out.
+
+        `X.weight_scale` has the bytes of the float32 scales of the tables `X.weight0`, `X.weight1`, ...
+        """
+        for scales in [name for name in self.specs if name.endswith(_TABLE_SCALES)]:
+            of_scales, prefix = self.specs[scales], scales.removesuffix("_scale")
+            heads = (f"{prefix}{head}" for head in itertools.count())
+            for head, name in enumerate(itertools.takewhile(self.specs.__contains__, heads)):
+                spec = self.specs[name]
+                if (spec.dtype, of_scales.dtype) != ("uint8", "uint8") or 4 * head + 4 > of_scales.numel:
+                    raise CheckpointError(
+                        f"{self.folder}, tensor {name} {spec.describe()}: found {of_scales.describe()} as {scales}, "
+                        "expected uint8, with 4 bytes of a scale for each hash head"
+                    )
+                (stored,) = self.byte_ranges(TensorSlice(scales, 4 * head, 4))
+                block = spec.shape[-2], spec.shape[-1]
+                self.specs[name] = replace(spec, dtype="bfloat16", scales=BlockScales(stored, "float32", block))
+            del self.specs[scales]
 
     def byte_ranges(self, wanted: TensorSlice) -> Iterator[ByteRange]:
         """Yield the byte ranges that store the elements of a slice, in order.
@@ -254,7 +286,7 @@ class DcpTensors:
         """
         name = wanted.tensor
         spec, chunks = self.specs[name], self._chunks[name]
-        size, position, end = ITEMSIZE[spec.dtype], wanted.start, wanted.start + wanted.length
+        size, position, end = ITEMSIZE[self._dtypes[name]], wanted.start, wanted.start + wanted.length
         found = self._indices[name].find(position, wanted.length)
         for part in itertools.chain(found, [ChunkSlice(end, 0, 0, 0)]):
             if part.start != position:
@@ -270,7 +302,7 @@ class DcpTensors:
             item = chunks[part.chunk].item
             payload = self._payloads.get(item)
             if payload is None:
-                payload = find_payload(item, spec.dtype, chunks[part.chunk].sizes, name)
+                payload = find_payload(item, self._dtypes[name], chunks[part.chunk].sizes, name)
                 self._payloads[item] = payload
             yield ByteRange(payload.path, payload.offset + part.first * size, part.length * size)
 

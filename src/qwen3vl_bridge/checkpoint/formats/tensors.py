@@ -405,6 +405,10 @@ class SliceReader:
             return memoryview(values.to(to).view(torch.uint8).numpy())
         return cast(memoryview(values.numpy()).cast("B"), "float32", dtype, spec.name)
 
+    def read_scale(self, stored: ByteRange, dtype: str) -> float:
+        """Return a single stored scale of FP8 weights. Its dtype is one of `fp8.SCALE_DTYPES`."""
+        return fp8.scales_to_float32(self._read_scales(stored, dtype)).item()
+
     def _read_scales(self, stored: ByteRange, dtype: str) -> Tensor:
         import torch
 
@@ -449,11 +453,10 @@ class SliceReader:
         """Yield the bytes of weights quantized with a stored scale, or of the scale."""
         import torch
 
-        stored = self._read_scales(part.scale, part.scale_dtype)
         if not part.slices:
-            yield memoryview(stored.view(torch.uint8).numpy())
+            yield memoryview(self._read_scales(part.scale, part.scale_dtype).view(torch.uint8).numpy())
             return
-        scale = fp8.scales_to_float32(stored).item()
+        scale = self.read_scale(part.scale, part.scale_dtype)
         wanted = SliceList(part.slices).select(part.start, part.length)
         for block in self.read_blocks(wanted, _COMPUTE_DTYPE):
             try:

@@ -24,7 +24,7 @@ from qwen3vl_bridge.models.common.provider import ExpertsMixin, VisionLanguagePr
 from qwen3vl_bridge.peft.running_model_export import AdapterConversion
 from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.bridge_mappings import param_mappings
-from qwen3vl_bridge.weights.fp8 import SCALES, Block, dequantize, find_scales
+from qwen3vl_bridge.weights.fp8 import SCALES, Block, dequantize, find_scales, scales_to_float32
 from qwen3vl_bridge.weights.rows import ExpertLayout, detect_expert_layout, expand
 
 import torch
@@ -159,6 +159,11 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
         """Return the registry of Megatron-Bridge's parameter mappings, made from the weight table."""
         return MegatronMappingRegistry(*param_mappings(family(self.family).rows(self.expert_layout())))
 
+    def shared_scale(self, name: str) -> float | None:
+        """Return the scale that a tensor shares with others in an FP8 checkpoint; None if it shares none."""
+        source = _weight_files(getattr(self, "hf_pretrained", None))
+        return source.shared_scale(name) if isinstance(source, _Fp8WeightFiles) else None
+
     def expert_layout(self) -> ExpertLayout:
         """Return the expert layout of the checkpoint, or of released checkpoints if it has no weight files or experts.
 
@@ -223,6 +228,13 @@ class _Fp8WeightFiles(_WeightFiles):
         stored = self._stored.key_to_filename_map
         scales = {find_scales(name, stored) for name in stored}
         self._files = {name: file for name, file in stored.items() if name not in scales}
+
+    def shared_scale(self, name: str) -> float | None:
+        """Return the scale that a tensor shares with others; None if it shares none."""
+        scale = find_scales(name, self._stored.key_to_filename_map)
+        if scale == name + SCALES:
+            return None
+        return scales_to_float32(self._stored.load_tensors([scale])[scale]).item()
 
     @property
     def key_to_filename_map(self) -> dict[str, str]:

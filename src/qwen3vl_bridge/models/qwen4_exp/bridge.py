@@ -10,7 +10,8 @@ from qwen3vl_bridge.models.common.hybrid_bridge import HybridBridge
 from qwen3vl_bridge.models.qwen4_exp import config as hf
 from qwen3vl_bridge.models.qwen4_exp.hf_classes import register_configs
 from qwen3vl_bridge.models.qwen4_exp.model import Qwen4ExpModel
-from qwen3vl_bridge.models.qwen4_exp.ngram_mapping import NgramHeadMapping, gather_tables
+from qwen3vl_bridge.models.qwen4_exp.ngram_embedding import share_scales
+from qwen3vl_bridge.models.qwen4_exp.ngram_mapping import NgramHeadMapping, NgramScaleMapping, gather_tables
 from qwen3vl_bridge.models.qwen4_exp.provider import Qwen4ExpModelProvider
 from qwen3vl_bridge.models.qwen4_exp.table import NgramHead
 from qwen3vl_bridge.registry import family
@@ -55,11 +56,23 @@ class Qwen4ExpBridge(HybridBridge):
         The sizes of n-gram tables determine which tensors store a hash head, so the rows of hash heads are expanded.
         """
         rows, dimensions = family(self.family).rows(self.expert_layout()), self._stored_dimensions()
-        tables = expand(tuple(row for row in rows if isinstance(row, NgramHead)), dimensions)
+        tables = list(expand(tuple(row for row in rows if isinstance(row, NgramHead)), dimensions))
         return MegatronMappingRegistry(
             *param_mappings(tuple(row for row in rows if not isinstance(row, NgramHead))),
-            *(NgramHeadMapping(row, dimensions) for row in tables),
+            *(NgramHeadMapping(row, dimensions, self.shared_scale) for row in tables),
+            *(NgramScaleMapping(row) for row in tables if row.position[1] == 0),
         )
+
+    def load_weights_hf_to_megatron(self, hf_pretrained: Any, megatron_model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load weights as the base class does. Then ranks tell each other the scales of n-gram tables in FP8."""
+        loaded = super().load_weights_hf_to_megatron(hf_pretrained, megatron_model, *args, **kwargs)
+        share_scales(loaded)
+        return loaded
+
+    def stream_weights_hf_to_megatron(self, hf_pretrained: Any, megatron_model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Yield converted weights as the base class does. At the end the scales of n-gram tables in FP8 are set."""
+        yield from super().stream_weights_hf_to_megatron(hf_pretrained, megatron_model, *args, **kwargs)
+        share_scales(megatron_model if isinstance(megatron_model, list) else [megatron_model])
 
     def stream_weights_megatron_to_hf(
         self, megatron_model: Any, hf_pretrained: Any, cpu: bool = True, *args: Any, **kwargs: Any

@@ -10,7 +10,7 @@ k taps of the convolution.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from qwen3vl_bridge.core.collectives import (
     broadcast_from_rank,
@@ -22,6 +22,7 @@ from qwen3vl_bridge.core.collectives import (
 )
 from qwen3vl_bridge.core.layout import SequenceLayout, segment_offsets, token_index
 from qwen3vl_bridge.upstream.dynamic_shapes import call_compiled
+from qwen3vl_bridge.weights import fp8
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +40,9 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+# Number of elements of an n-gram table that are dequantized at a time.
+_BLOCK = 1 << 24
+
 
 class NgramEmbedding(MegatronModule):
     """Embedding of hashed n-grams. The tables of the hash heads are divided over expert- and tensor-parallel ranks.
@@ -54,6 +58,10 @@ class NgramEmbedding(MegatronModule):
 
     Weights are initialized by `config.init_method` with the random generator of experts. The values depend on the
     number of ranks.
+
+    If `config.ngram_table_dtype` is "float8_e4m3fn", the tables are e4m3 bytes, and `weight_scale` has the bytes of a
+    float32 scale for each head of the layer. They are buffers, so that nothing trains, reduces or shards them. A new
+    model has zeros. Ranks exchange bytes, and multiply the received rows by the scales.
 
     Args:
         config: the configuration of the text model.
@@ -85,8 +93,16 @@ class NgramEmbedding(MegatronModule):
         self.heads = range(first_head, first_head + per_rank)  # of this rank
         # The part of the columns of these heads that this rank holds.
         self.columns = slice(self.column_part * self.columns_per_rank, (self.column_part + 1) * self.columns_per_rank)
+        in_fp8 = getattr(config, "ngram_table_dtype", None) == fp8.E4M3
+        # As bytes, because a cast of the model to 16 bits would round them.
+        scales = torch.ones(len(rows), device=_device(config), dtype=torch.float32).view(torch.uint8)
+        self.weight_scale: Tensor | None
+        self.register_buffer("weight_scale", scales if in_fp8 else None)
         for head in self.heads:
             shape = rows[head], self.columns_per_rank
+            if in_fp8:
+                self.register_buffer(f"weight{head}", torch.zeros(shape, dtype=torch.uint8, device=_device(config)))
+                continue
             weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=_device(config)))
             self._set_attributes(weight)
             weight.requires_grad_(not getattr(config, "freeze_ngram_table", False))
@@ -97,7 +113,6 @@ class NgramEmbedding(MegatronModule):
     def _set_attributes(self, weight: nn.Parameter) -> None:
         """Set the attributes by which megatron-core reduces gradients, computes their norm and chooses an optimizer."""
         weight.is_embedding_or_output_parameter = True  # Muon is not for embedding tables
-        weight.stored_columns = self.columns  # read by `load_weights`
         if self.group.size() == 1:
             weight.sequence_parallel = self.config.sequence_parallel
             return
@@ -109,13 +124,51 @@ class NgramEmbedding(MegatronModule):
         set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=1, stride=1)
 
     def reset_parameters(self) -> None:
-        """Initialize the tables of this rank at random."""
+        """Initialize the tables of this rank at random. Tables in FP8 are not changed."""
         with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
-            for weight in self._weights():
+            for weight in self._weights() if self.weight_scale is None else ():
                 self.config.init_method(weight)
 
-    def _weights(self) -> list[nn.Parameter]:
-        return [self.get_parameter(f"weight{head}") for head in self.heads]
+    def _weights(self) -> list[Tensor]:
+        return [getattr(self, f"weight{head}") for head in self.heads]
+
+    @property
+    def scales(self) -> Tensor | None:
+        """Return the scale of each head in float32, which can be written to; None if the tables are not in FP8."""
+        return None if self.weight_scale is None else self.weight_scale.view(torch.float32)
+
+    @torch.no_grad()
+    def encode(
+        self, head: int, read_blocks: Callable[[], Iterable[Tensor]], scale: float | None = None
+    ) -> Iterator[Tensor]:
+        """Yield this rank's columns of a hash head's table as e4m3 bytes, block by block. Set the scale of the head.
+
+        After all heads are encoded, call `share_scales`.
+
+        Args:
+            head: index of the head, which this rank holds.
+            read_blocks: returns blocks of consecutive rows with all columns. It is called twice to find a scale.
+            scale: the scale; None for the scale that maps the largest element to the largest e4m3 number.
+
+        Raises:
+            ValueError: a value is too large for `scale`.
+        """
+        if scale is None:
+            largest = max(block.abs().max().item() for block in read_blocks())
+            scale = largest / fp8.LARGEST or 1.0
+        self.scales[head] = scale
+        for block in read_blocks():
+            yield fp8.quantize_with_scale(block[:, self.columns].float(), scale)
+
+    def share_scales(self) -> None:
+        """Send the scale of each head to all ranks of the group. Every rank must call this at the same time."""
+        if (scales := self.scales) is not None:
+            own, held = torch.zeros_like(scales), slice(self.heads.start, self.heads.stop)
+            own[held] = scales[held]
+            scales.copy_(max_in_group(own.to(device_of_collectives()), self.group))
+
+    def _dequantize(self, table: Tensor, scales: Tensor) -> Tensor:
+        return (table.view(torch.float8_e4m3fn).float() * scales).to(self.config.params_dtype)
 
     def forward(self, ngram_ids: Tensor) -> Tensor:
         """Return embeddings [s / sp, b, heads * dim] for ids [s / sp, b, heads], rows in the table of each hash head.
@@ -140,7 +193,10 @@ class NgramEmbedding(MegatronModule):
         ]
         # [ranks, n, columns] from each rank that holds tables, in the order of heads and of their columns.
         embeddings = exchange_parts(torch.cat(found, -1), self.group)
-        return embeddings[:, :tokens].transpose(0, 1).reshape(*ngram_ids.shape[:2], -1)
+        embeddings = embeddings[:, :tokens].transpose(0, 1).reshape(*ngram_ids.shape[:2], -1)
+        if (scales := self.scales) is None:
+            return embeddings
+        return self._dequantize(embeddings, scales.repeat_interleave(embeddings.shape[-1] // len(self.rows)))
 
     @torch.no_grad()
     def gather_table(self, head: int) -> Tensor:
@@ -148,11 +204,17 @@ class NgramEmbedding(MegatronModule):
 
         Every rank of the group must call this at the same time.
         """
-        held = self.get_parameter(f"weight{head}").data if head in self.heads else None
+        held = getattr(self, f"weight{head}").detach() if head in self.heads else None
         if isinstance(held, DTensor):
             held = uneven_dtensor_to_full_tensor(held)
-        if self.group.size() == 1:
-            return held
+        table = held if self.group.size() == 1 else self._gather_columns(head, held)
+        if (scales := self.scales) is None:
+            return table
+        blocks = table.split(max(1, _BLOCK // table.shape[1]))
+        return torch.cat([self._dequantize(block, scales[head]) for block in blocks])
+
+    def _gather_columns(self, head: int, held: Tensor | None) -> Tensor:
+        """Return the complete table of a hash head; `held` is this rank's part, or None."""
         first = head // len(self.heads) * self.column_parts
         parts = []
         for rank in range(first, first + self.column_parts):
@@ -160,7 +222,7 @@ class NgramEmbedding(MegatronModule):
                 part = held.contiguous()
             else:
                 shape = self.rows[head], self.columns_per_rank
-                part = torch.empty(shape, dtype=self.config.params_dtype, device=self._weights()[0].device)
+                part = torch.empty(shape, dtype=self._weights()[0].dtype, device=self._weights()[0].device)
             parts.append(broadcast_from_rank(part, rank, self.group))
         return torch.cat(parts, 1)
 
@@ -189,24 +251,34 @@ class NgramEmbedding(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, ShardedTensor]:
         """Return a sharded tensor for each head of this rank. It can be loaded with another number of ranks."""
-        groups = self.groups
-        if self.group.size() == 1:
-            metadata = ensure_metadata_has_dp_cp_group(metadata)
-            replica = (0, groups.tp.rank(), metadata["dp_cp_group"].rank())
-        else:
-            replica = (0, 0, groups.expt_dp.rank())
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        complete = (0, self.groups.tp.rank(), metadata["dp_cp_group"].rank())  # of what each rank of the stage has
+        replica = complete if self.group.size() == 1 else (0, 0, self.groups.expt_dp.rank())
         column_axis = len(sharded_offsets) + 1
-        return {
-            f"{prefix}{name}": ShardedTensor.from_rank_offsets(
+
+        def shard(name: str, tensor: Tensor, replica_id: tuple[int, int, int], *offsets: tuple) -> ShardedTensor:
+            return ShardedTensor.from_rank_offsets(
                 f"{prefix}{name}",
-                weight,
+                tensor,
                 *sharded_offsets,
-                (column_axis, self.column_part, self.column_parts),
-                replica_id=replica,
+                *offsets,
+                replica_id=replica_id,
                 prepend_axis_num=len(sharded_offsets),
             )
-            for name, weight in self.named_parameters()
-        }
+
+        divided = (column_axis, self.column_part, self.column_parts)
+        names = [f"weight{head}" for head in self.heads]
+        sharded = {f"{prefix}{name}": shard(name, getattr(self, name), replica, divided) for name in names}
+        if self.weight_scale is not None:
+            sharded[f"{prefix}weight_scale"] = shard("weight_scale", self.weight_scale, complete)
+        return sharded
+
+
+def share_scales(chunks: Sequence[nn.Module]) -> None:
+    """Let the ranks that share n-gram tables in FP8 tell each other their scales. All ranks must call this together."""
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(module, NgramEmbedding):
+            module.share_scales()
 
 
 def _has_gradient_buffer(weight: nn.Parameter) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Self
 
 from qwen3vl_bridge.core.collectives import broadcast_from_rank, max_in_group
@@ -16,6 +16,9 @@ from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 from torch import Tensor, nn
 
+# Number of elements of an n-gram table that are quantized at a time.
+_BLOCK = 1 << 22
+
 
 class NgramHeadMapping(MegatronParamMapping[dict[str, Tensor]]):
     """Mapping that loads the n-gram table of one hash head from the parts that contain its rows.
@@ -26,11 +29,12 @@ class NgramHeadMapping(MegatronParamMapping[dict[str, Tensor]]):
     Args:
         row: the expanded weight-table row of the hash head.
         dimensions: the dimensions of the model.
+        find_scale: returns the scale with which the checkpoint stores a tensor in FP8, or None.
     """
 
-    def __init__(self, row: NgramHead, dimensions: Dimensions) -> None:
+    def __init__(self, row: NgramHead, dimensions: Dimensions, find_scale: Callable[[str], float | None]) -> None:
         super().__init__(row.megatron, {name: name for name in row.hf})
-        self.row, self.dimensions = row, dimensions
+        self.row, self.dimensions, self.find_scale = row, dimensions, find_scale
 
     def resolve(self, captures: tuple[str, ...]) -> Self:
         """Return this mapping, whose names have no wildcards."""
@@ -40,10 +44,32 @@ class NgramHeadMapping(MegatronParamMapping[dict[str, Tensor]]):
         """Return this rank's columns of the head's n-gram table."""
         slices = self.row.hf_slices(self.dimensions)
         rows = torch.cat([hf_weights[part.tensor].flatten()[part.start :][: part.length] for part in slices])
-        return rows.view(self.row.megatron_shape(self.dimensions))[:, megatron_module.columns]
+        rows, (_, head) = rows.view(self.row.megatron_shape(self.dimensions)), self.row.position
+        if megatron_module.weight_scale is None:
+            return rows[:, megatron_module.columns]
+        blocks = rows.split(max(1, _BLOCK // rows.shape[1]))
+        return torch.cat(list(megatron_module.encode(head, lambda: blocks, self.find_scale(self.row.hf[0]))))
 
     def megatron_to_hf(self, megatron_weights: Tensor | None, megatron_module: nn.Module | None) -> dict[str, Tensor]:
         """Return an empty dict, because `gather_tables` exports the n-gram tables."""
+        return {}
+
+
+class NgramScaleMapping(MegatronParamMapping[dict[str, Tensor]]):
+    """Mapping of the scales of tables in FP8. It loads nothing, because loading the tables sets the scales."""
+
+    def __init__(self, row: NgramHead) -> None:
+        super().__init__(f"{row.megatron.rpartition('.')[0]}.weight_scale", {})
+
+    def resolve(self, captures: tuple[str, ...]) -> Self:
+        """Return this mapping, whose names have no wildcards."""
+        return self
+
+    def hf_to_megatron(self, hf_weights: Mapping[str, Tensor], megatron_module: nn.Module) -> None:
+        """Return None, so that the scales are kept."""
+
+    def megatron_to_hf(self, megatron_weights: Tensor | None, megatron_module: nn.Module | None) -> dict[str, Tensor]:
+        """Return an empty dict: exported tables are dequantized."""
         return {}
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from qwen3vl_bridge.config.checks import Check, Requires, is_above, requires_default
+from qwen3vl_bridge.config.checks import Check, Requires, is_above, is_on, one_of, requires_default
 from qwen3vl_bridge.core.ngrams import NgramHash
 from qwen3vl_bridge.models.common.hybrid_provider import HybridExpertsMixin, HybridModelProvider
 from qwen3vl_bridge.models.qwen4_exp import config as hf
 from qwen3vl_bridge.models.qwen4_exp.config import FAMILY_NAME
 from qwen3vl_bridge.models.qwen4_exp.hash_constants import head_sizes, multipliers
 from qwen3vl_bridge.models.qwen4_exp.model import Qwen4ExpModel
+from qwen3vl_bridge.weights.fp8 import E4M3
 from qwen3vl_bridge.weights.rows import Dimensions
 
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -44,6 +45,11 @@ _CHECKS: tuple[Check, ...] = (
     _check_offloaded_modules,
     Requires("fp8", None, lambda model: model.trains_mtp, why="multi-token prediction is not computed in FP8"),
     Requires("fp4", None, lambda model: model.trains_mtp, why="multi-token prediction is not computed in FP4"),
+    Requires("ngram_table_dtype", one_of(None, E4M3)),
+    Requires(
+        "freeze_ngram_table", True, is_on("ngram_table_dtype") & (lambda model: not model.freeze_language_model),
+        why="an n-gram table in FP8 is not trained",
+    ),
     *requires_default("fp32_residual_connection", _NOT_WITH_STREAMS),
     Requires("hidden_dropout", 0.0, why=_NOT_WITH_STREAMS),
     Requires("attention_dropout", 0.0, why="attention to selected blocks does not support it"),
@@ -73,6 +79,8 @@ class Qwen4ExpModelProvider(HybridExpertsMixin, HybridModelProvider):
         split_ngram_parts: number of tensors in which Hugging Face checkpoints store the table of a layer.
         ngram_seed: seed of the factors by which tokens are multiplied for the hash.
         freeze_ngram_table: do not train the n-gram tables.
+        ngram_table_dtype: "float8_e4m3fn" keeps frozen n-gram tables in FP8 with a scale for each hash head, as the FP8
+            release does; None keeps them in the dtype of the other weights.
         indexer_n_heads, indexer_head_dim: number and size of the query heads that select the blocks which full
             attention attends to. The indexer is never trained, because its choice has no gradient.
         indexer_budget: number of tokens in the selected blocks. Shorter documents have ordinary attention.
@@ -101,6 +109,7 @@ class Qwen4ExpModelProvider(HybridExpertsMixin, HybridModelProvider):
     split_ngram_parts: int = 128
     ngram_seed: int = hf.SEED
     freeze_ngram_table: bool = False
+    ngram_table_dtype: str | None = None
 
     indexer_n_heads: int = 4
     indexer_head_dim: int = 128
