@@ -41,7 +41,7 @@ def qwen3_vl_digits_reranker_config():
     cfg = reranker("2B", seq_length=2048, global_batch_size=2)
     cfg.peft = None  # a tiny model has few weights
     cfg.dataset.vision = type(cfg.dataset.vision)()
-    cfg.train.train_iters, cfg.scheduler.lr_warmup_iters = 500, 30
+    cfg.train.train_iters, cfg.scheduler.lr_warmup_iters = 900, 30
     cfg.optimizer.lr, cfg.optimizer.min_lr = 2e-3, 0.0
     cfg.validation.eval_interval, cfg.validation.eval_iters = 100, 10
     cfg.dataset.num_workers = 1

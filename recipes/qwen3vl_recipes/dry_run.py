@@ -372,7 +372,7 @@ def _describe_objective(cfg: ConfigContainer) -> dict[str, str]:
     Raises:
         ValueError: log-probabilities of the reference model are missing, or were computed by another model.
     """
-    from qwen3vl_bridge.training.objectives import objective_of
+    from qwen3vl_bridge.training.objective_settings import objective_of
     from qwen3vl_bridge.training.reference_scores import check_reference_model
 
     if (settings := objective_of(cfg)) is None:

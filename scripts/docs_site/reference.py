@@ -79,7 +79,7 @@ GROUPS: dict[str, tuple[Group, ...]] = {
     "training": (
         Group("", "training/config.py", "Qwen3VLConfigContainer"),
         Group("checkpoint.", "training/config.py", "Qwen3VLCheckpointConfig"),
-        Group("objective.", "training/objectives.py", "ObjectiveConfig"),
+        Group("objective.", "training/objective_settings.py", "ObjectiveConfig"),
         Group("guard.", "training/config.py", "GuardConfig"),
         Group("accuracy.", "training/config.py", "AccuracyConfig"),
         Group("optimizer_config_override_provider.", "training/config.py", "Qwen3VLLearningRates"),

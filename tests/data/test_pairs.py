@@ -90,7 +90,7 @@ def test_columns_setting_selects_question_and_answers_of_pair():
 
 
 @pytest.mark.parametrize(("record", "message"), [
-    ({"messages": [ASK, YES]}, r"x: found the keys messages, expected a chosen and a rejected .*objective.kind=sft"),
+    ({"messages": [ASK, YES]}, r"x: found the keys messages, expected a chosen and a rejected .*sft for conversations"),
     ({"messages": [ASK, YES], "rejected": "a", "rejected_response": "b"}, "found both 'rejected' and 'rejected_resp"),
     ({"chosen": "Human: Which? Seven.", "rejected": "Human: Which? No."}, "without a question"),
     ({"chosen": [ASK, YES], "rejected": [ASK, YES]}, "found equal conversations"),

@@ -19,6 +19,7 @@ SAME = [
     QUERY,
     {"anchor": "A cat", "positive": ["Tom"], "negative": ["Dog", "Car"]},
     {"query": {"text": "A cat"}, "pos": ["Tom"], "neg": [{"text": "Dog"}, "Car"]},
+    {"anchor": "A cat", "positive": "Tom", "negative_1": "Dog", "negative_2": "Car", "id": 7},
     {"messages": [{"role": "user", "content": "A cat"}], "positive_messages": [[{"role": "user", "content": "Tom"}]],
      "negative_messages": [[{"role": "user", "content": "Dog"}], [{"role": "user", "content": "Car"}]]},
 ]  # fmt: skip
@@ -70,7 +71,7 @@ def test_retrieval_record_media_belong_to_query_or_document():
         found = read(objective, record)
         assert [one.images for one in found.documents] == expected
     assert texts(read("reranker", record))[1].endswith("<Query>:|image|Which?|\n<Document>:|image|image|Seven")
-    swift = SAME[3] | {"images": [b"q"], "negative_images": [[b"d"], []]}
+    swift = SAME[4] | {"images": [b"q"], "negative_images": [[b"d"], []]}
     swift["messages"] = [{"role": "user", "content": "<image>A cat"}]
     swift["negative_messages"] = [[{"role": "user", "content": "Dog <image>"}], [{"role": "user", "content": "Car"}]]
     assert [one.images for one in read("embedding", swift).documents] == [(b"q",), (), (b"d",), ()]
@@ -83,10 +84,16 @@ def test_retrieval_record_media_belong_to_query_or_document():
     ({"messages": [ASK, SEVEN]}, "found the keys messages, expected 'query', 'positive'"),
     (QUERY | {"positive": ["Tom", "Kit"]}, "found 2 positive documents, expected one"),
     (QUERY | {"instruction": 3}, "found 3 as the instruction"),
+    (QUERY | {"label": 0.0}, "found 'label', which would be ignored"),
+    (QUERY | {"positive_image": "a.png"}, "found 'positive_image', which would be ignored"),
+    (QUERY | {"picture": "a.png"}, "found 'picture', which would be ignored"),
+    (QUERY | {"pos": ["Tom"]}, "found 'positive' and 'pos', expected one of them"),
+    ({"query": {"text": "A", "image": "a.png"}, "image": "b.png", "positive": "B"}, "found 'image' in the query and"),
+    ({"prompt": "Q", "chosen": "A", "rejected": "B"}, "objective.kind must fit the records"),
     (QUERY | {"negatives": [3]}, "x: negative 1: found 3, expected a text"),
     (QUERY | {"negatives": [{"txt": "Dog"}]}, "x: negative 1: found {'txt': 'Dog'}, expected a text"),
-    (SAME[3] | {"positive_images": [[b"a"], [b"b"]]}, "under 'positive_images', expected a list for each document"),
-    (SAME[3] | {"messages": [ASK, SEVEN]}, "x: query: found .* expected one message"),
+    (SAME[4] | {"positive_images": [[b"a"], [b"b"]]}, "under 'positive_images', expected a list for each document"),
+    (SAME[4] | {"messages": [ASK, SEVEN]}, "x: query: found .* expected one message"),
 ])  # fmt: skip
 def test_embedding_record_raises_clear_error(record, message):
     with pytest.raises(DataError, match=message):
@@ -191,11 +198,48 @@ def test_labeled_record_trains_only_last_answer():
     ({"messages": [ASK, SEVEN]}, "found messages, expected one of 'label', 'kto_tag', 'desirable'"),
     ({"messages": [ASK, SEVEN], "label": True, "kto_tag": True}, "found 'label' and 'kto_tag'"),
     ({"messages": [ASK, SEVEN], "label": 2}, "found 2 under 'label', expected true"),
-    ({"messages": [ASK, SEVEN, ASK], "label": True}, "found a last message of the role 'user', expected an answer"),
+    ({"messages": [ASK, SEVEN, ASK], "label": True}, "as messages, expected a conversation with an answer"),
+    ({"messages": [], "label": True}, "expected"),
+    ({"prompt": None, "label": True}, "expected"),
+    ({"messages": [ASK, {"role": "assistant", "content": [{"type": "image", "image": b"a"}]}], "label": 1},
+     "found an image or video in the answer"),
+    (QUERY, "objective.kind must fit the records"),
 ])  # fmt: skip
 def test_labeled_record_raises_clear_error(record, message):
     with pytest.raises(DataError, match=message):
         read("kto", record)
+
+
+def test_mismatched_answer_skips_records_with_same_prompt_and_unreadable_ones(tmp_path):
+    """As in a file in which both answers of each pair follow one another."""
+    records = [{"prompt": f"Q{n // 2}", "completion": f"A{n}", "label": n % 2 == 0} for n in range(6)]
+    records[1] = {"prompt": "Q0", "label": True}
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    source = open_source(tmp_path / "train.jsonl", columns=columns_for("kto", Columns()))
+    found = [source[n].others[0].messages[-1]["content"] for n in (0, 2, 3, 4, 5)]
+    assert found == ["A5", "A0", "A0", "A3", "A3"]
+    (tmp_path / "one.jsonl").write_text(json.dumps(records[0]) + "\n")
+    with pytest.raises(DataError, match=r"one.jsonl:1: found no readable answer to another prompt"):
+        open_source(tmp_path / "one.jsonl", columns=columns_for("kto", Columns()))[0]
+
+
+def test_supervised_record_raises_for_query_with_documents():
+    with pytest.raises(DataError, match=r"found 'positive' next to a query.*embedding or reranker"):
+        read("sft", QUERY)
+
+
+def test_retrieval_columns_raise_for_names_of_columns():
+    with pytest.raises(ValueError, match=r"columns.image is set, but records for an embedding model"):
+        columns_for("embedding", Columns(image="img")).check()
+    assert read("embedding", QUERY | {"label": 1}, ignore=("label",)).others
+
+
+def test_retrieval_record_reads_frames_and_system_message_and_skips_empty_media():
+    frames = {"query": "What?", "positive": {"video": [b"1", b"2"], "sample_fps": 2}}
+    assert [len(one.videos) for one in read("embedding", frames).documents] == [0, 1]
+    swift = SAME[4] | {"messages": [{"role": "system", "content": "Find it"}, {"role": "user", "content": "A cat"}]}
+    assert texts(read("embedding", swift))[0] == "Find it."
+    assert not read("embedding", QUERY | {"image": ""}).images
 
 
 def test_labeled_records_get_answer_of_previous_record(make_provider, tmp_path):

@@ -69,6 +69,8 @@ def _pack(parser: argparse.ArgumentParser) -> None:
     add("--overwrite", action="store_true", help="replace an earlier packing in that folder")
     add("--max-patches", type=at_least(1), metavar="N",
         help="maximum number of patches in a row (default: no limit)")  # fmt: skip
+    add("--max-documents", type=at_least(2), metavar="N",
+        help="maximum number of documents in a row, as objective.max_documents (default: no limit)")  # fmt: skip
     add("--pad-to-multiple-of", type=at_least(1), default=1, metavar="N",
         help="pad each sample in a row to a multiple of this; under context parallelism, twice "
         "the number of its ranks (default: %(default)s)")  # fmt: skip
@@ -211,8 +213,10 @@ def _run_pack(options: argparse.Namespace) -> int:
     padding = pad_token_id(encoder.processor.tokenizer)
     with naming_options("--seq-length and --pad-to-multiple-of"):
         collator = Collator(vision, padding, options.seq_length, options.pad_to_multiple_of)
-    if options.objective == "dpo" and options.on_long == "truncate":
-        raise DataError("--on-long", "found truncate, expected error or drop: a shortened answer cannot be compared")
+    if options.objective != "sft" and options.on_long == "truncate":
+        raise DataError("--on-long", "found truncate, expected error or drop: a shortened document cannot be compared")
+    if options.max_documents is not None:
+        sample_filter = sample_filter.with_max_documents(options.max_documents)
 
     def progress(steps: Iterable[int]) -> Iterable[int]:
         bar = progress_bar(options, range(len(source)))

@@ -48,6 +48,11 @@ def sum_own_parts(parts: Tensor, group: torch.distributed.ProcessGroup) -> Tenso
     return tensor_parallel.reduce_from_tensor_model_parallel_region(parts.clone(), group=group)
 
 
+def sum_gradients(values: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+    """Return `values`, which all ranks of a group have; the backward pass sums their gradients over the ranks."""
+    return tensor_parallel.copy_to_tensor_model_parallel_region(values, group=group)
+
+
 def max_in_group(values: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
     """Return the elementwise maximum of `values` over the ranks of a group, as a new tensor."""
     values = values.clone()
@@ -193,7 +198,7 @@ def sum_gradients_over_sequence(features: Tensor, config: TransformerConfig, gro
     """
     if not config.sequence_parallel:
         return features
-    return tensor_parallel.copy_to_tensor_model_parallel_region(features, group=groups.tp)
+    return sum_gradients(features, groups.tp)
 
 
 def gather_in_group(local: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:

@@ -421,6 +421,13 @@ _OPTIONAL_KEYS = (*MEDIA_KEYS, FPS_KEY, "system", "tools")  # optional in a reco
 _PAIRED = {*PROMPT_KEYS, *PROMPT_KEYS.values(), "input"}
 # Rejected answers of preference data: `rejected` in TRL and LLaMA-Factory, `rejected_response` in ms-swift and so on.
 REJECTED_KEY = re.compile(r"reject(ed)?(_\w+)?")
+# Keys of the relevant document of a query, in data for embedding models and rerankers.
+POSITIVE_KEYS = ("positive", "positives", "pos", "positive_messages")
+# Advice in errors about records for another objective.
+OTHER_OBJECTIVES = (
+    "objective.kind must fit the records: sft for conversations, dpo for 'chosen' and 'rejected', kto for answers with "
+    "a 'label', embedding or reranker for 'query' and 'positive'"
+)
 # Keys of KTO data (TRL, LLaMA-Factory) and the values that mark a bad answer. In many data sets `label` is a class.
 DESIRABLE: Mapping[str, tuple[Any, ...]] = {
     "label": (False,), "kto_tag": (False, 0, "false", "False"), "desirable": (False,)
@@ -604,6 +611,12 @@ class Columns:
                 "answer. To train on pairs, set objective.kind=dpo (recipes such as qwen3_vl_8b_dpo_config); if "
                 f"supervised training is intended, set columns.ignore=[{worse}]",
             )
+        if {"query", "anchor", "messages"} & {*keys} and (found := {*POSITIVE_KEYS} & {*keys} - read):
+            raise DataError(
+                place,
+                f"found {min(found)!r} next to a query, expected a conversation: {OTHER_OBJECTIVES}. If the key means "
+                f"something else, set columns.ignore=[{min(found)}]",
+            )
         asked = next((key for key in ("question", "answer") if getattr(self, key) is not None), None)
         turns = [key for key in keys if key in TURN_KEYS and key not in self.ignore]
         if asked and turns:
@@ -664,6 +677,10 @@ def find_schema(name: str | None, columns: Columns) -> Schema:
     if name not in SCHEMAS:
         audio = ", which contains audio that the model does not support;" if name in _AUDIO_SCHEMAS else ","
         raise ValueError(f"schema_adapter is {name!r}{audio} expected one of {', '.join(SCHEMAS)}, or none")
+    if type(columns) is not Columns:
+        raise ValueError(
+            f"schema_adapter is {name!r}, which reads conversations, expected None: it is for objective.kind=sft"
+        )
     if columns.name:
         raise ValueError(
             f"schema_adapter is {name!r}, which has fixed column names, but there is also a schema {columns.name}; "

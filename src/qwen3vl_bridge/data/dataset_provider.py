@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -390,8 +391,8 @@ class Qwen3VLConversationProvider(ConversationRows):
 
     def sample_filter(self) -> SampleFilter:
         """Return the filter that decides which conversations become samples."""
-        least = 1 if self.max_documents is None else -(-self.seq_length // self.max_documents)
-        return super().sample_filter().with_document_tokens(-(-least // self.multiple) * self.multiple)
+        found = super().sample_filter()
+        return found if self.max_documents is None else found.with_max_documents(self.max_documents)
 
     def check_paths(self) -> None:
         """Raise ValueError if no path of training data is set, or a data path does not exist."""
@@ -584,7 +585,7 @@ class Qwen3VLConversationProvider(ConversationRows):
                     break  # reading is slow: read fewer records of each block
                 name, read = source.sample_id(number), read + 1
                 try:
-                    for image in source[number].images:
+                    for image in chain.from_iterable(document.images for document in source[number].documents):
                         image_size(image, name)
                 except DataError as error:
                     errors.append((name, error))

@@ -17,7 +17,14 @@ from typing import Any, ClassVar, TypeGuard
 
 from qwen3vl_bridge.core.atomic import replace_file
 from qwen3vl_bridge.core.files import parse_json, parse_record
-from qwen3vl_bridge.data.conversations import DESIRABLE, REJECTED_KEY, Columns, GroupRecord, is_template
+from qwen3vl_bridge.data.conversations import (
+    DESIRABLE,
+    OTHER_OBJECTIVES,
+    REJECTED_KEY,
+    Columns,
+    GroupRecord,
+    is_template,
+)
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.records import (
     KEYS_OF_KIND,
@@ -42,8 +49,8 @@ _QUESTION_KEYS = {*TURN_KEYS, *PROMPT_KEYS, *PROMPT_KEYS.values(), "input", "his
 _REJECTED_IMAGES = "rejected_images"  # ms-swift's images of the rejected answer, where they differ
 _OTHER_MEDIA = ("rejected_image", "rejected_video", "rejected_videos")
 _EXPECTED = (
-    "a chosen and a rejected answer: 'chosen' and 'rejected', or 'rejected_response' next to a conversation. For "
-    "supervised training, set objective.kind=sft (recipes such as qwen3_vl_8b_sft_config)"
+    "a chosen and a rejected answer: 'chosen' and 'rejected', or 'rejected_response' next to a conversation; "
+    + OTHER_OBJECTIVES
 )
 
 
@@ -172,9 +179,13 @@ class LabeledColumns(Columns):
             expected = "true for a desirable or false for an undesirable answer"
             raise DataError(place, f"found {short_repr(record[keys[0]])} under {keys[0]!r}, expected {expected}")
         own = super().convert_record(given, place)
-        *prompt, answer = own["messages"]
-        if _role(answer) != "assistant":
-            raise DataError(place, f"found a last message of the role {_role(answer)!r}, expected an answer")
+        messages = own.get("messages")
+        if not isinstance(messages, list) or not messages or _role(messages[-1]) != "assistant":
+            raise DataError(place, f"found {short_repr(messages)} as messages, expected a conversation with an answer")
+        *prompt, answer = messages
+        if any(part.get("type") != "text" for part in _parts(answer)):
+            raise DataError(place, "found an image or video in the answer, expected only text: the answer is also used "
+                            "with the prompt of another record")  # fmt: skip
         return GroupRecord(own | {"messages": [*map(_without_loss, prompt), answer]}, is_desirable=_LABELS[label])
 
     def columns_to_read(self, names: Sequence[str], place: str) -> list[str]:
@@ -190,12 +201,17 @@ class LabeledColumns(Columns):
             raise DataError(
                 place,
                 f"found {found}, expected one of {', '.join(map(repr, DESIRABLE))}, which says whether the answer is "
-                "desirable. For supervised training, set objective.kind=sft; for pairs of answers, objective.kind=dpo",
+                f"desirable; {OTHER_OBJECTIVES}",
             )
         return keys
 
 
 _LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+
+
+def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the content parts of a converted message; none if the content is a text."""
+    return message["content"] if isinstance(message.get("content"), list) else []
 
 
 def _parse_turns(turns: Any, place: str) -> list[Any]:

@@ -10,24 +10,40 @@ the conversation: "." for an embedding model; for a reranker "yes" or "no", the 
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qwen3vl_bridge.data.conversations import Columns, GroupRecord
+from qwen3vl_bridge.data.conversations import OTHER_OBJECTIVES, POSITIVE_KEYS, Columns, GroupRecord
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.records import KEYS_OF_KIND, MEDIA_KEYS, drop_nulls, short_repr
-
-_QUERY_KEYS, _INSTRUCTION_KEYS = ("query", "anchor"), ("instruction", "prompt")
-_DOCUMENT_KEYS = {"positive": ("positive", "positives", "pos"), "negative": ("negatives", "negative", "neg")}
-# ms-swift's keys: messages of documents, and lists of their media.
-_MESSAGES_KEYS = {kind: f"{kind}_messages" for kind in _DOCUMENT_KEYS}
-_MEDIA_KEYS = {f"{kind}_{medium}": kind for kind in _DOCUMENT_KEYS for medium in ("images", "videos")}
-_EXPECTED = (
-    "'query', 'positive' and, where there are any, 'negatives', or ms-swift's 'messages' and 'positive_messages'"
+from qwen3vl_bridge.data.records import (
+    FPS_KEY,
+    KEYS_OF_KIND,
+    MEDIA_KEYS,
+    MEDIA_NAME,
+    drop_nulls,
+    is_empty_medium,
+    short_repr,
 )
+
+# Names of the same value; a record has one of them.
+_NAMES = {
+    "query": ("query", "anchor"),
+    "instruction": ("instruction", "prompt"),
+    "positive": POSITIVE_KEYS,
+    "negative": ("negatives", "negative", "neg", "hard_negatives", "negative_messages"),
+}
+_NUMBERED = re.compile(r"negative_\d+")  # of sentence-transformers
+# ms-swift's lists of the media of each document.
+_MEDIA_KEYS = {f"{kind}_{medium}": kind for kind in ("positive", "negative") for medium in ("images", "videos")}
+# Keys of other formats that would change what is trained, such as the similarity of a pair.
+_UNREAD = re.compile(
+    r"labels?|scores?|similarity|system|tools|response|completion|(positive|negative|pos|neg|query)_\w+"
+)
+_EXPECTED = "'query', 'positive' and, if there are any, 'negatives', or ms-swift's 'messages' and 'positive_messages'"
 _EMPTY = [{"type": "text", "text": "NULL"}]  # of a document without text, images and videos
 
 
@@ -40,27 +56,51 @@ class _RetrievalColumns(Columns):
         """Return a text that identifies the schema, which is part of the fingerprint of a data set."""
         return f"{super().name} of {type(self).__name__}".strip()
 
+    def check(self) -> None:
+        """Raise ValueError for names of columns: these records have fixed names."""
+        if given := sorted({*self.settings()} - {"ignore"}):
+            raise ValueError(
+                f"columns.{given[0]} is set, but records for an embedding model or a reranker have fixed names of "
+                f"columns: {_EXPECTED}"
+            )
+        super().check()
+
     def convert_record(self, record: Any, place: str) -> Any:
-        """Return the conversations of a record as a `GroupRecord`; raise DataError for an unsupported format."""
+        """Return the conversations of a record as a `GroupRecord`.
+
+        Raises:
+            DataError: the record has another format, or a key that would be ignored.
+        """
         if not isinstance(record, dict):
             return record
         given = {key: value for key, value in drop_nulls(record).items() if key not in self.ignore}
-        instruction = next((given.pop(key) for key in _INSTRUCTION_KEYS if key in given), None)
+        found = {name: _take_one(given, keys, place) for name, keys in _NAMES.items()}
+        instruction, numbered = found["instruction"], sorted(filter(_NUMBERED.fullmatch, map(str, given)))
+        negatives = [*_listed([] if found["negative"] is None else found["negative"]), *map(given.pop, numbered)]
+        documents = {"positive": _listed([] if found["positive"] is None else found["positive"]), "negative": negatives}
+        query: dict[str, Any] = {}
+        if "messages" in given:
+            query["messages"] = turns = given.pop("messages")
+            if isinstance(turns, list) and len(turns) == 2 and _is_system(turns[0]) and instruction is None:
+                instruction, query["messages"] = turns[0].get("content"), turns[1:]
+            documents = {kind: [{"messages": one} for one in listed] for kind, listed in documents.items()}
+            for key in [key for key in given if key in _MEDIA_KEYS]:
+                _add_media(documents[_MEDIA_KEYS[key]], key, given.pop(key), place)
+        elif found["query"] is not None:
+            query = dict(found["query"]) if isinstance(found["query"], Mapping) else {"text": found["query"]}
+        for key in [key for key in given if key in (*MEDIA_KEYS, FPS_KEY)]:
+            if key in query:
+                raise DataError(place, f"found {key!r} in the query and next to it, expected it once")
+            query[key] = given.pop(key)
+        if not documents["positive"] or not query:
+            raise DataError(
+                place, f"found the keys {', '.join(map(str, record))}, expected {_EXPECTED}; {OTHER_OBJECTIVES}"
+            )
+        if unread := [key for key in map(str, given) if _UNREAD.fullmatch(key) or MEDIA_NAME.fullmatch(key)]:
+            problem = f"found {unread[0]!r}, which would be ignored, expected {_EXPECTED}"
+            raise DataError(place, f"{problem}. Remove it, or set columns.ignore=[{unread[0]}]")
         if instruction is not None and not isinstance(instruction, str):
             raise DataError(place, f"found {short_repr(instruction)} as the instruction, expected a text")
-        messages = {kind: given.pop(key, None) for kind, key in _MESSAGES_KEYS.items()}
-        if messages["positive"] is not None:
-            query = {"messages": given.pop("messages", None)}
-            documents = {kind: _swift_documents(kind, listed, given, place) for kind, listed in messages.items()}
-        else:
-            query = {"text": next((given.pop(key) for key in _QUERY_KEYS if key in given), None)}
-            found = {kind: [given.pop(key) for key in keys if key in given] for kind, keys in _DOCUMENT_KEYS.items()}
-            documents = {kind: _listed(values[0]) if values else [] for kind, values in found.items()}
-            if isinstance(query["text"], Mapping):
-                query = dict(query["text"])
-        query |= {key: given.pop(key) for key in MEDIA_KEYS if key in given}
-        if not documents["positive"] or not any(value is not None for value in query.values()):
-            raise DataError(place, f"found the keys {', '.join(map(str, record))}, expected {_EXPECTED}")
         parts = self._parts(query, f"{place}: query")
         encoded = {
             kind: [self._parts(one, f"{place}: {kind} {number}") for number, one in enumerate(values, start=1)]
@@ -69,17 +109,10 @@ class _RetrievalColumns(Columns):
         return self.make_record(parts, encoded["positive"], encoded["negative"], instruction, place)
 
     def columns_to_read(self, names: Sequence[str], place: str) -> list[str]:
-        """Return the columns to read from a table with the columns `names`.
-
-        Raises:
-            DataError: there is no column of positive documents.
-        """
-        documents = [key for keys in _DOCUMENT_KEYS.values() for key in keys]
-        known = (*_QUERY_KEYS, *_INSTRUCTION_KEYS, *documents, *_MESSAGES_KEYS.values(), *_MEDIA_KEYS, "messages")
-        positive = {*_DOCUMENT_KEYS["positive"], _MESSAGES_KEYS["positive"]}
-        if not positive & {*names}:
-            raise DataError(place, f"found the columns {', '.join(names)}, expected {_EXPECTED}")
-        return [name for name in names if name in {*known, *MEDIA_KEYS} and name not in self.ignore]
+        """Return the columns to read from a table with the columns `names`; raise DataError if some are missing."""
+        if not {*POSITIVE_KEYS} & {*names}:
+            raise DataError(place, f"found the columns {', '.join(names)}, expected {_EXPECTED}; {OTHER_OBJECTIVES}")
+        return [name for name in names if name not in self.ignore]  # other columns are rejected record by record
 
     @abstractmethod
     def make_record(
@@ -94,17 +127,19 @@ class _RetrievalColumns(Columns):
         `value` is a text, or a mapping with `text` and media, or a mapping with `messages` and media.
         """
         given = {"text": value} if isinstance(value, str) else value
-        if not isinstance(given, Mapping) or not {*given} <= {"text", "messages", *MEDIA_KEYS}:
+        if not isinstance(given, Mapping) or not {*given} <= {"text", "messages", FPS_KEY, *MEDIA_KEYS}:
             raise DataError(
                 place, f"found {short_repr(value)}, expected a text, or an object with text, image or video"
             )
         if "messages" not in given:
-            # Qwen's scripts write videos first, then images, then texts.
+            # Qwen's scripts write videos first, then images, then texts. With a rate, a video is a list of frames.
+            rate = {FPS_KEY: given[FPS_KEY]} if FPS_KEY in given else {}
             media = [
-                {"type": kind, kind: medium}
+                {"type": kind, kind: medium} | (rate if kind == "video" else {})
                 for kind in ("video", "image")
                 for key in KEYS_OF_KIND[kind]
-                for medium in _listed(given.get(key, []))
+                for medium in ([given[key]] if rate and key == "video" else _listed(given.get(key, [])))
+                if not is_empty_medium(medium)
             ]
             texts = [{"type": "text", "text": text} for text in _listed(given.get("text", []))]
             given = {"messages": [{"role": "user", "content": [*media, *texts]}]}
@@ -178,23 +213,21 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _swift_documents(kind: str, listed: Any, given: dict[str, Any], place: str) -> list[dict[str, Any]]:
-    """Return ms-swift's documents of a kind ("positive" or "negative"), with media that are removed from `given`.
+def _is_system(message: Any) -> bool:
+    return isinstance(message, Mapping) and message.get("role") == "system"
 
-    Args:
-        kind: kind of the documents.
-        listed: messages of each document; None for no documents.
-        given: the record, with lists of media under keys such as "positive_images".
-        place: location of the record, for error messages.
 
-    Raises:
-        DataError: a list of media has no entry for each document.
-    """
-    documents = [{"messages": messages} for messages in listed or ()]
-    for key in [key for key in given if _MEDIA_KEYS.get(key) == kind]:
-        media = given.pop(key)
-        if not isinstance(media, list) or len(media) != len(documents):
-            raise DataError(place, f"found {short_repr(media)} under {key!r}, expected a list for each document")
-        for document, own in zip(documents, media, strict=True):
-            document[key.removeprefix(f"{kind}_")] = own
-    return documents
+def _take_one(given: dict[str, Any], keys: Sequence[str], place: str) -> Any:
+    """Remove and return the value of the only one of `keys` in a record, or None; raise DataError for several."""
+    found = [key for key in keys if key in given]
+    if len(found) > 1:
+        raise DataError(place, f"found {' and '.join(map(repr, found))}, expected one of them")
+    return given.pop(found[0]) if found else None
+
+
+def _add_media(documents: list[dict[str, Any]], key: str, media: Any, place: str) -> None:
+    """Give each document its entry of ms-swift's list `media`, which the record has under `key`."""
+    if not isinstance(media, list) or len(media) != len(documents):
+        raise DataError(place, f"found {short_repr(media)} under {key!r}, expected a list for each document")
+    for document, own in zip(documents, media, strict=True):
+        document[key.partition("_")[2]] = own

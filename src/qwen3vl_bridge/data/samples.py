@@ -296,10 +296,13 @@ class SampleFilter:
         shared._counter = counter
         return shared
 
-    def with_document_tokens(self, tokens: int) -> SampleFilter:
-        """Return a copy that counts at least `tokens` tokens for each document, to limit the documents of a row."""
+    def with_max_documents(self, most: int) -> SampleFilter:
+        """Return a copy with a limit on the documents of a row.
+
+        A document then counts as at least 1 / `most` of the tokens of a row, so that no more documents fit.
+        """
         limited = copy.copy(self)
-        limited.document_tokens = tokens
+        limited.document_tokens = -(-self.limit // (most * self.multiple)) * self.multiple
         return limited
 
     def fingerprint(self) -> dict[str, int | str | None]:
@@ -308,9 +311,9 @@ class SampleFilter:
             "seq_length": self.limit,
             "encoding": self.encoder.fingerprint,
             "most_patches": self.most_patches,
-            "document_tokens": self.document_tokens,
             "on_long": self.on_long,
             "on_bad": self.on_bad,
+            **({} if self.document_tokens == 1 else {"document_tokens": self.document_tokens}),
         }
 
     def measure(self, read: Callable[[], Conversation], place: str) -> MeasuredConversation | None:
@@ -330,11 +333,14 @@ class SampleFilter:
         except DataError as error:
             return self.handle_error(error)
         if num_tokens > self.limit:
-            problem = f"{place}: found a sample of {num_tokens} tokens, expected at most {self.limit}"
+            documents, most = len(conversation.documents), self.limit // self.document_tokens
+            if documents > most:
+                problem = f"{place}: found {documents} documents, expected at most {most} (objective.max_documents)"
+            else:
+                problem = f"{place}: found a sample of {num_tokens} tokens, expected at most {self.limit}"
             if self.on_long == "error":
-                raise DataError(
-                    f"{problem} (dataset.seq_length; dataset.on_long=drop drops the sample, truncate shortens it)"
-                )
+                truncate = ", truncate shortens it" if documents == 1 else ""
+                raise DataError(f"{problem} (dataset.seq_length; dataset.on_long=drop drops the sample{truncate})")
             if self.on_long == "drop":
                 return self._drop(problem)
             self.num_truncated += 1
@@ -349,7 +355,7 @@ class SampleFilter:
     def _total(self, sizes: Iterable[Size]) -> Size:
         """Return the sum of the sizes of a sample's documents, each with its padding.
 
-        A single document is not padded, unless `with_document_tokens` sets a minimum.
+        The plan of rows pads single documents. Here only the documents of a group are padded.
         """
         first, *others = sizes
         if not others and self.document_tokens == 1:
@@ -489,7 +495,7 @@ class Samples:
         if self.reference_logps[index].isnan().any() and not sample.is_blank:
             raise DataError(
                 self.file.sample_id(index),
-                "found no log-probabilities of the reference model: `qwen3vl data score` has left the pair out. Run it "
-                "with the row length, limits and other settings of this run",
+                "found no log-probabilities of the reference model: `qwen3vl data score` has left the record out. Run "
+                "it with the row length, limits and other settings of this run",
             )
         return replace(sample, reference_logps=(chosen, rejected))

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from qwen3vl_bridge.core.files import parse_record
 from qwen3vl_bridge.data.conversations import (
@@ -35,6 +35,9 @@ from qwen3vl_bridge.data.media import (
 
 # White space, words and complete strings up to the next bracket, an unclosed quotation mark, or the end.
 _TO_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|"(?:[^"\\]++|\\.)*+")*+([\[\]{}"]|\Z)', re.DOTALL)
+
+
+_MOST_DISTANCE = 64  # conversations among which one with another prompt is searched
 
 
 class Conversations(Protocol):
@@ -198,9 +201,9 @@ class JsonList(_JsonFile):
 
 
 class MismatchedAnswers:
-    """A data set in which each conversation has a second document, with the last answer of the previous conversation.
+    """A data set that adds to each conversation a copy with the last answer of an earlier conversation.
 
-    KTO estimates from these documents how far a model is from its reference model.
+    KTO estimates from these copies how far a model is from its reference model.
     """
 
     def __init__(self, source: ConversationSource) -> None:
@@ -210,8 +213,24 @@ class MismatchedAnswers:
         return len(self.source)
 
     def __getitem__(self, index: int) -> Conversation:
-        """Read a conversation and the answer of the conversation before it; the first one gets the last answer."""
-        conversation, other = self.source[index], self.source[(index - 1) % len(self)]
+        """Read a conversation, and the answer of the nearest earlier conversation with another prompt.
+
+        The data set begins again before its first conversation.
+
+        Raises:
+            DataError: the conversation cannot be read, or no other answer is found among the conversations before it.
+        """
+        conversation = self.source[index]
+        for distance in range(1, min(len(self), _MOST_DISTANCE + 1)):
+            try:
+                other = self.source[(index - distance) % len(self)]
+            except DataError:  # reported when that conversation is read for itself
+                continue
+            if _prompt(other) != _prompt(conversation):
+                break
+        else:
+            problem = f"found no readable answer to another prompt among the {_MOST_DISTANCE} records before this one"
+            raise DataError(self.sample_id(index), f"{problem}, which KTO needs: shuffle the file")
         messages = (*conversation.messages[:-1], other.messages[-1])
         name = f"{conversation.sample_id} (answer of {other.sample_id})"
         return replace(conversation, others=(replace(conversation, sample_id=name, messages=messages),))
@@ -223,6 +242,10 @@ class MismatchedAnswers:
     def fingerprint(self) -> str:
         """Return a text that identifies the data."""
         return self.source.fingerprint()
+
+
+def _prompt(conversation: Conversation) -> tuple[Any, ...]:
+    return conversation.messages[:-1], conversation.images, conversation.videos
 
 
 def open_source(

@@ -38,7 +38,7 @@ from qwen3vl_bridge.terminal import show
 from qwen3vl_bridge.training import checkpoint_manager, weight_loading
 from qwen3vl_bridge.training.callbacks import build_callbacks
 from qwen3vl_bridge.training.guard import StepGuard
-from qwen3vl_bridge.training.objectives import objective_of
+from qwen3vl_bridge.training.objective_settings import objective_of
 from qwen3vl_bridge.training.run_log import RunLog
 from qwen3vl_bridge.training.step import forward_step
 from qwen3vl_bridge.upstream import simulated_gpu, torch_memory

@@ -17,7 +17,7 @@ from qwen3vl_bridge.data.dataset_provider import ConversationRows, Qwen3VLConver
 from qwen3vl_bridge.data.loading import kill_workers_at_exit
 from qwen3vl_bridge.training import run_validation
 from qwen3vl_bridge.training.checkpoint_manager import MANAGER, check_script
-from qwen3vl_bridge.training.objectives import ObjectiveConfig
+from qwen3vl_bridge.training.objective_settings import ObjectiveConfig
 from qwen3vl_bridge.training.retrieval import freeze_unused_output
 from qwen3vl_bridge.training.weight_loading import register_initial_weights
 from qwen3vl_bridge.weights.rows import Component, component_of
@@ -229,6 +229,11 @@ class Qwen3VLConfigContainer(ConfigContainer):
         self.dataset.objective = self.objective.kind
         self.dataset.reference_logps = self.objective.reference_logps
         if self.objective.kind == "embedding":
+            if self.dataset.max_documents not in (None, self.objective.max_documents):
+                raise ValueError(
+                    f"dataset.max_documents is {self.dataset.max_documents}, but objective.max_documents is "
+                    f"{self.objective.max_documents}: set only objective.max_documents"
+                )
             self.dataset.max_documents = self.objective.max_documents
 
     def log_non_default_values(self) -> None:

@@ -26,7 +26,7 @@ from qwen3vl_bridge.core.device_transfer import HostCopy
 from qwen3vl_bridge.core.layout import SequenceLayout, token_index
 from qwen3vl_bridge.dist_train.joint_run import lacks_joint_gradients
 from qwen3vl_bridge.training import run_validation
-from qwen3vl_bridge.training.objectives import objective_of
+from qwen3vl_bridge.training.objective_settings import objective_of
 from qwen3vl_bridge.training.retrieval import RetrievalLoss
 from qwen3vl_bridge.training.run_log import COMPONENT_NORMS, MEASURED, STEP_LOSS, read_metrics
 from qwen3vl_bridge.upstream.gradient_norm import gradients_for_norm

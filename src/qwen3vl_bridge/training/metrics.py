@@ -23,7 +23,7 @@ from qwen3vl_bridge.models.common.moe import metrics_index, metrics_size
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 from qwen3vl_bridge.peft.lora import Qwen3VLAdapters
 from qwen3vl_bridge.planning.hardware import GPUS
-from qwen3vl_bridge.training.objectives import objective_of
+from qwen3vl_bridge.training.objective_settings import objective_of
 from qwen3vl_bridge.training.run_log import COMPONENT_NORMS, finished_step, publish_metrics
 from qwen3vl_bridge.training.run_validation import microbatches_per_rank
 from qwen3vl_bridge.upstream.flops_counters import add_operations

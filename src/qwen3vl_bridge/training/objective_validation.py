@@ -14,12 +14,12 @@ from qwen3vl_bridge.config.checks import (
     requires_default,
 )
 from qwen3vl_bridge.data.dataset_provider import Qwen3VLConversationProvider
-from qwen3vl_bridge.training.objectives import LOSS_TYPES, objective_of
+from qwen3vl_bridge.training.objective_settings import LOSS_TYPES, RETRIEVAL, UNITS, objective_of
 from qwen3vl_bridge.weights.rows import Component
 
 # Other objectives than supervised training.
 _GROUPED = Condition("objective.kind", objective_of)
-_ADAPTERS_OFF = Condition(
+_REFERENCE_IS_BASE = Condition(
     "objective.kind objective.reference_logps",
     lambda cfg: _GROUPED(cfg) and cfg.objective.needs_reference and cfg.objective.reference_logps is None,
 )
@@ -30,6 +30,8 @@ _BALANCES = is_on("model.moe_aux_loss_coeff")
 def _check_objective(cfg: Any) -> None:
     """Raise ValueError if settings of `objective` contradict each other, are out of range, or would be ignored."""
     objective = cfg.objective
+    if objective.kind not in UNITS and objective.kind != "sft":
+        raise ValueError(f"objective.kind is {objective.kind!r}, expected one of sft, {', '.join(UNITS)}")
     if ignored := objective.ignored():
         raise ValueError(f"objective.{ignored[0]} is set, but objective.kind is {objective.kind!r}, which ignores it")
     if objective.needs_reference and objective.formula not in (allowed := LOSS_TYPES[objective.kind]):
@@ -59,7 +61,7 @@ def _check_objective(cfg: Any) -> None:
 
 def _check_reference(cfg: Any) -> None:
     """Raise ValueError if the model without its adapters is not the reference model: if other weights are trained."""
-    if not _ADAPTERS_OFF(cfg):
+    if not _REFERENCE_IS_BASE(cfg):
         return
     trained = [
         component.value
@@ -84,7 +86,7 @@ def _check_teacher(cfg: Any) -> None:
         )
 
 
-_SCALED = "losses of routers are scaled by tokens, and the loss of records is not"
+_SCALED = "losses of routers would be divided by the number of records, although they are sums over tokens"
 _NOT_TRIED = "it has not been tested with this objective"
 OBJECTIVE: tuple[Check, ...] = (
     _check_objective,
@@ -99,7 +101,7 @@ OBJECTIVE: tuple[Check, ...] = (
         why="gradients are divided by the number of losses in the global batch",
     ),
     Requires(
-        "model.variable_seq_lengths", True, _ADAPTERS_OFF & is_above("model.pipeline_model_parallel_size", 1),
+        "model.variable_seq_lengths", True, _REFERENCE_IS_BASE & is_above("model.pipeline_model_parallel_size", 1),
         why="stages send the hidden states of two models",
     ),
     *requires_default("rerun_state_machine.check_for_spiky_loss", "the guard checks losses", _GROUPED),
@@ -120,10 +122,16 @@ OBJECTIVE: tuple[Check, ...] = (
         & is_above("model.pipeline_model_parallel_size", 1),
         why="the last stage's copy of the embedding has no gradient",
     ),
+    Requires(
+        "dataset.empty_thinking", "prompt",
+        Condition("objective.kind", lambda cfg: _GROUPED(cfg) and cfg.objective.kind in RETRIEVAL),
+        why="a prompt ends where the answer begins",
+    ),
     *requires_default("guard.on_spike", "losses may be near zero, or negative", _GROUPED),
     *requires_default("model.overlap_moe_expert_parallel_comm", _NOT_TRIED, _GROUPED),
     *requires_default("model.dist_train.use_dist_train", _NOT_TRIED, _GROUPED),
     *requires_default(
-        "ddp.use_megatron_fsdp dist.use_megatron_fsdp", "set objective.reference_logps for Megatron-FSDP", _ADAPTERS_OFF
+        "ddp.use_megatron_fsdp dist.use_megatron_fsdp", "set objective.reference_logps for Megatron-FSDP",
+        _REFERENCE_IS_BASE,
     ),
 )  # fmt: skip

@@ -16,21 +16,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from qwen3vl_bridge.core.batch import ModelInputs, TokenBatch
 from qwen3vl_bridge.core.collectives import sum_own_parts
 from qwen3vl_bridge.core.device_transfer import Transferable
 from qwen3vl_bridge.core.layout import token_index
+from qwen3vl_bridge.training.objective_settings import ObjectiveConfig
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 from torch.nn.functional import logsigmoid
-
-if TYPE_CHECKING:
-    from qwen3vl_bridge.training.objectives import ObjectiveConfig
 
 
 @dataclass(frozen=True)
@@ -117,6 +115,8 @@ def kto_losses(
 ) -> tuple[Tensor, Tensor]:
     """Return the loss of each record [R], and the estimated divergence of the model from the reference model.
 
+    The divergence is 0 for "apo_zero_unpaired", which does not use it.
+
     The formulas are those of TRL (`trl/trainer/kto_trainer.py`): "kto" of arXiv 2402.01306 and "apo_zero_unpaired" of
     arXiv 2408.06266. The divergence is the mean over the records of the row, at least 0, and has no gradient.
 
@@ -132,7 +132,7 @@ def kto_losses(
     divergence = divergence.clamp(min=0)
     is_good = is_desirable > 0
     if settings.formula == "apo_zero_unpaired":
-        probability = (settings.beta * own).sigmoid()
+        probability, divergence = (settings.beta * own).sigmoid(), torch.zeros_like(divergence)
         losses = torch.where(is_good, 1 - probability, probability)
     else:
         losses = 1 - (settings.beta * torch.where(is_good, own - divergence, divergence - own)).sigmoid()

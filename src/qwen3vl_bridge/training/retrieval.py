@@ -1,29 +1,28 @@
 """The loss of embedding models and rerankers, computed from the hidden state of the last token of each prompt.
 
-Each rank places the hidden states that it has in a tensor for all documents of the row; the sum over context-parallel
-and sequence-parallel ranks is complete. All of these ranks compute the same loss, and each gets the gradient of its own
-hidden states. The loss is summed over queries or documents; megatron-core divides gradients by their number in the
-global batch, as it does with tokens (`calculate_per_token_loss`).
+Each rank fills in the rows of a [documents, h] tensor for the last tokens that it has, and leaves zeros elsewhere. The
+sum over context- and sequence-parallel ranks has all rows. All of these ranks compute the same loss, and each gets the
+gradient of its own hidden states. The loss is summed over queries or documents; megatron-core divides gradients by
+their number in the global batch, as it does with tokens (`calculate_per_token_loss`).
 """
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from qwen3vl_bridge.core.batch import TokenBatch
-from qwen3vl_bridge.core.collectives import gather_in_group, gather_stacked, scatter_sequence, sum_own_parts
+from qwen3vl_bridge.core.collectives import gather_in_group, gather_stacked, sum_gradients, sum_own_parts
 from qwen3vl_bridge.core.device_transfer import Transferable
 from qwen3vl_bridge.core.layout import token_index
+from qwen3vl_bridge.training.objective_settings import ObjectiveConfig
 
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from qwen3vl_bridge.training.objectives import ObjectiveConfig
 
 
 @dataclass(frozen=True)
@@ -32,26 +31,31 @@ class PooledDocuments(Transferable):
 
     slots: Tensor  # [K] int64, indices into the hidden states [s / sp, b] of this rank, flattened
     documents: Tensor  # [K] int64, the document of each of these hidden states
-    document_of: Tensor  # [b, s] int64, the document of each token of this context-parallel rank, or -1
-    is_first: Tensor  # [D] bool, for the first document of a record, the query of an embedding model
-    is_positive: Tensor  # [D] bool, for relevant documents
+    document_of: Tensor  # [b, s] int64, the document that a token of this context-parallel rank ends; -1 for others
+    is_query: Tensor  # [D] bool, for the first document of each record
+    is_positive: Tensor  # [D] bool, for documents whose answer is "yes" (reranker)
     is_counted: Tensor  # [D] bool, False for documents of unreadable records
+    contents: Tensor  # [D] int64, equal for equal texts; unique for documents with images or videos
     answer_tokens: tuple[int, int] | None  # ids of "yes" and "no", for a reranker
     config: Any  # the provider
     pg_collection: ProcessGroupCollection
 
     @classmethod
     def from_batch(cls, batch: TokenBatch, model: torch.nn.Module) -> Self:
-        """Return the documents of a batch, on the host."""
+        """Return the documents of a batch, on the host.
+
+        Raises:
+            ValueError: an answer for a reranker does not begin with "yes" or "no".
+        """
         config, groups = get_model_config(model), get_attr_wrapped_model(model, "pg_collection")
-        layout, mask, records = batch.layout, batch.loss_mask.flatten() > 0, batch.groups
+        layout, records, labels = batch.layout, batch.groups, batch.labels.flatten()
         assert records is not None
         count, segments = records.num_documents, layout.segment_ids()
-        # The label of a prompt's last token is the first token of the answer.
-        tokens = mask.nonzero().squeeze(1)
-        is_last = torch.ones_like(tokens, dtype=torch.bool)
-        is_last[1:] = segments[tokens[1:]] != segments[tokens[:-1]]
-        tokens = tokens[is_last]
+        # The first trained position of a segment is the last token of the prompt: its label begins the answer.
+        tokens = (batch.loss_mask.flatten() > 0).nonzero().squeeze(1)
+        ends_prompt = torch.ones_like(tokens, dtype=torch.bool)
+        ends_prompt[1:] = segments[tokens[1:]] != segments[tokens[:-1]]
+        tokens = tokens[ends_prompt]
         document_of = torch.full((layout.total,), -1).index_copy(0, tokens, segments[tokens])
         cp, sp = (groups.cp.size(), groups.cp.rank()), (1, 0)
         if config.sequence_parallel:
@@ -59,21 +63,22 @@ class PooledDocuments(Transferable):
         local = document_of[token_index(layout, *cp, *sp).flatten()]
         slots = (local >= 0).nonzero().squeeze(1)
         sizes = torch.tensor(records.sizes)
-        firsts = sizes.cumsum(0) - sizes
-        is_first, answers = torch.zeros(count, dtype=torch.bool), torch.zeros(count, dtype=torch.int64)
-        is_first[firsts] = True
-        answers[segments[tokens]] = batch.labels.flatten()[tokens]
-        if records.answer_tokens is None:  # the second document of an embedding model's record is the positive one
-            is_positive = is_first.roll(1)
-        else:
-            is_positive = answers == records.answer_tokens[0]
+        no_document = torch.zeros(count, dtype=torch.bool)
+        is_positive = no_document
+        if records.answer_tokens is not None:
+            yes, no = records.answer_tokens
+            if not torch.isin(labels[tokens], torch.tensor([yes, no])).all():
+                found = sorted({*labels[tokens].tolist()} - {yes, no})
+                raise ValueError(f"answers begin with the tokens {found}, expected 'yes', {yes}, or 'no', {no}")
+            is_positive = no_document.index_copy(0, segments[tokens], labels[tokens] == yes)
         return cls(
             slots=slots,
             documents=local[slots],
             document_of=document_of[token_index(layout, *cp).T],
-            is_first=is_first,
+            is_query=no_document.index_fill(0, sizes.cumsum(0) - sizes, True),
             is_positive=is_positive,
-            is_counted=torch.zeros(count, dtype=torch.bool).index_fill(0, segments[tokens], True),
+            is_counted=no_document.index_fill(0, segments[tokens], True),
+            contents=_hash_contents(batch, count, groups.dp.rank()),
             answer_tokens=records.answer_tokens,
             config=config,
             pg_collection=groups,
@@ -91,59 +96,61 @@ class PooledDocuments(Transferable):
     def pool_or_score(
         self, *, hidden_states: Tensor, output_layer: torch.nn.Module, output_weight: Tensor | None, **_: Any
     ) -> Tensor:
-        """Return the hidden states [D, h] of the documents, or for a reranker the logits [D, 2] of "yes" and "no".
+        """Return hidden states [D, h] of the documents, or for a reranker the scores [D], before the sigmoid.
 
-        All ranks of a row return the same, in float32. An `output_processor` of GPTModel.
+        Results are in float32, and equal on all ranks of a row. An `output_processor` of GPTModel.
         """
         tp, cp = self.pg_collection.tp, self.pg_collection.cp
         hidden = hidden_states.flatten(0, 1)[self.slots].float()
-        pooled = hidden.new_zeros(len(self.is_first), hidden.size(-1)).index_copy(0, self.documents, hidden)
+        pooled = hidden.new_zeros(len(self.is_query), hidden.size(-1)).index_copy(0, self.documents, hidden)
         if self.config.sequence_parallel:
             pooled = sum_own_parts(pooled, tp)
         if self.answer_tokens is None:
             return sum_own_parts(pooled, cp)
-        # The output layer gathers the sequence, so its length must be a multiple of the ranks. Logits of documents that
-        # other context-parallel ranks have are zero here. So a rank adds to the gradient of the layer for its own only.
-        padded = F.pad(pooled, (0, 0, 0, -len(pooled) % tp.size())).to(hidden_states.dtype)[:, None]
-        local = scatter_sequence(padded, self.config, self.pg_collection)
-        logits = output_layer(local, weight=output_weight, runtime_gather_output=False)[0][: len(pooled), 0]
-        first, count = tp.rank() * logits.size(-1), logits.size(-1)
-        answers = [
-            logits[:, token - first] if first <= token < first + count else logits[:, 0] * 0
-            for token in self.answer_tokens
-        ]
-        return sum_own_parts(sum_own_parts(torch.stack(answers, 1).float(), tp), cp)
+        # A score is the logit of "yes" minus the logit of "no". It is computed from the difference of their weights in
+        # float32, because 16 bits of a logit near 20 differ by 0.1. Each tensor-parallel rank adds the weights that it
+        # has. Rows of other context-parallel ranks are zero, so the gradient of the weights is of own documents only.
+        weight = output_layer.weight if output_weight is None else output_weight
+        first, direction = tp.rank() * len(weight), weight.new_zeros(weight.size(1), dtype=torch.float32)
+        for token, sign in zip(self.answer_tokens, (1, -1), strict=True):
+            if first <= token < first + len(weight):
+                direction = direction + sign * weight[token - first].float()
+        return sum_own_parts(sum_own_parts(sum_gradients(pooled, tp) @ direction, tp), cp)
+
+
+def _hash_contents(batch: TokenBatch, count: int, dp_rank: int) -> Tensor:
+    """Return a number [count] for the content of each document, see `PooledDocuments.contents`."""
+    starts, lengths = batch.layout.cu_seqlens_padded.tolist(), batch.layout.lengths
+    ids, has_vision, hashes = batch.input_ids.flatten(), batch.vision_slot >= 0, []
+    for number, (start, length) in enumerate(zip(starts[:count], lengths[:count], strict=True)):
+        place = slice(start, start + length)
+        unique = -1 - number - (dp_rank << 32)  # negative, unlike a checksum
+        hashes.append(unique if has_vision[place].any() else zlib.crc32(ids[place].numpy()))
+    return torch.tensor(hashes, dtype=torch.int64)
 
 
 def info_nce(
-    settings: ObjectiveConfig, embedded: Tensor, pooled: PooledDocuments, dp: torch.distributed.ProcessGroup
+    settings: ObjectiveConfig, embedded: Tensor, candidates: Tensor, is_candidate: Tensor, positive: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the InfoNCE loss [D] of each query, its similarity to the positive document, and to the nearest other one.
+    """Return the InfoNCE losses [D], and the similarities [D] to the positive and to the nearest other document.
 
-    The candidates of a query are all documents in the rows that data-parallel ranks run at the same time, except for
-    queries (arXiv 1807.03748). Values of documents that are not queries have no meaning. Without other candidates the
-    nearest similarity is minus infinity.
+    Only their values for queries have a meaning. Without other candidates the nearest similarity is minus infinity.
+    The formula is that of arXiv 1807.03748, for cosine similarities divided by a temperature.
 
     Args:
         settings: the objective.
         embedded: [D, h], not normalized.
-        pooled: the documents.
-        dp: the group of data-parallel ranks.
+        candidates: [C, h], documents of all data-parallel ranks, not normalized.
+        is_candidate: [D, C] bool, whether a document is compared with a candidate besides its positive document.
+        positive: [D] int64, the index of the positive document of each query among the candidates.
     """
-    count, most = len(embedded), settings.max_documents
-    if count > most:
-        raise ValueError(f"a row has {count} documents, expected at most objective.max_documents, {most}")
-    # Ranks exchange tensors of one size, because they do not know how many documents the others have.
-    embedded = F.normalize(embedded, dim=-1)
-    candidates = gather_in_group(F.pad(embedded, (0, 0, 0, most - count)), dp).flatten(0, 1)
-    is_candidate = gather_stacked(F.pad(pooled.is_counted & ~pooled.is_first, (0, most - count)).float(), dp).flatten()
-    similarity = (embedded @ candidates.T).masked_fill(is_candidate == 0, -torch.inf)
-    positive = (torch.arange(1, count + 1, device=embedded.device) + dp.rank() * most)[:, None]  # follows its query
-    positive = positive.clamp(max=similarity.size(1) - 1)
-    own = similarity.gather(1, positive)
-    others = similarity.scatter(1, positive, -torch.inf)
+    similarity = F.normalize(embedded, dim=-1) @ F.normalize(candidates, dim=-1).T
+    own = similarity.gather(1, positive[:, None])
+    is_compared = is_candidate.scatter(1, positive[:, None], False)
     if settings.false_negative_margin is not None:
-        others = others.masked_fill(others > own + settings.false_negative_margin, -torch.inf)
+        is_compared = is_compared & (similarity <= own + settings.false_negative_margin)
+    # Without any candidate the gradient of logsumexp is NaN, but only where `masked_fill` replaces it by zero.
+    others = similarity.masked_fill(~is_compared, -torch.inf)
     losses = F.softplus(torch.logsumexp(others / settings.temperature, 1) - own[:, 0] / settings.temperature)
     return losses, own[:, 0].detach(), others.amax(1).detach()
 
@@ -161,7 +168,7 @@ def freeze_unused_output(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
 
 
 class RetrievalLoss:
-    """Loss function of a microbatch, see `run_objective`. `token_losses` is set by the call."""
+    """Loss function of a microbatch, see `run_objective`. A call sets `token_losses`."""
 
     def __init__(self, settings: ObjectiveConfig, pooled: PooledDocuments) -> None:
         self.settings, self.pooled = settings, pooled
@@ -182,22 +189,34 @@ class RetrievalLoss:
 
     def _embedding(self, output: Tensor) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
         """Return the loss of each document, whether it counts, and (values, where they count) of each metric."""
-        pooled, dims = self.pooled, self.settings.matryoshka_dims or [output.size(1)]
-        found = [info_nce(self.settings, output[:, :size], pooled, pooled.pg_collection.dp) for size in dims]
+        pooled, settings, dp = self.pooled, self.settings, self.pooled.pg_collection.dp
+        count, most = len(output), settings.max_documents
+        if count > most:
+            raise ValueError(f"a row has {count} documents, expected at most objective.max_documents, {most}")
+        # Ranks exchange tensors of one size, because they do not know how many documents the others have.
+        candidates = gather_in_group(F.pad(output, (0, 0, 0, most - count)), dp).flatten(0, 1)
+        is_document = F.pad(pooled.is_counted & ~pooled.is_query, (0, most - count)).long()
+        contents = F.pad(pooled.contents, (0, most - count))
+        is_document, contents = gather_stacked(torch.stack((is_document, contents), 1), dp).flatten(0, 1).unbind(1)
+        positive = torch.arange(1, count + 1, device=output.device) + dp.rank() * most  # follows its query
+        positive = positive.clamp(max=len(candidates) - 1)
+        # A document with the text of the positive one is relevant, too.
+        is_candidate = (is_document > 0) & (contents != contents[positive][:, None])
+        dims = sorted({*(settings.matryoshka_dims or ()), output.size(1)})
+        found = [info_nce(settings, output[:, :n], candidates[:, :n], is_candidate, positive) for n in dims]
         losses = torch.stack([losses for losses, _, _ in found]).mean(0)
-        _, own, nearest = found[-1]
-        queries = pooled.is_first & pooled.is_counted
+        _, own, nearest = found[-1]  # of the full embedding
+        queries = pooled.is_query & pooled.is_counted
         return losses, queries, [
             ((own > nearest).float(), queries), (own, queries), (nearest, queries & nearest.isfinite()),
         ]  # fmt: skip
 
     def _reranker(self, output: Tensor) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
-        """Return the same as `_embedding`, for logits [D, 2]."""
+        """Return the same as `_embedding`, for scores [D]."""
         counted, positive = self.pooled.is_counted, self.pooled.is_positive
-        scores = output[:, 0] - output[:, 1]
-        losses = F.binary_cross_entropy_with_logits(scores, positive.float(), reduction="none")
-        probability = scores.detach().sigmoid()
-        right = ((scores > 0) == positive).float()
+        losses = F.binary_cross_entropy_with_logits(output, positive.float(), reduction="none")
+        probability = output.detach().sigmoid()
+        right = ((output > 0) == positive).float()
         return losses, counted, [
             (right, counted), (probability, counted & positive), (probability, counted & ~positive),
         ]  # fmt: skip

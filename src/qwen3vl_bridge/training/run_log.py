@@ -20,7 +20,7 @@ from qwen3vl_bridge.core.atomic import replace_file
 from qwen3vl_bridge.core.collectives import gather_objects, is_rank_zero, raise_on_all_ranks
 from qwen3vl_bridge.core.files import parse_record
 from qwen3vl_bridge.data.loading import Epoch
-from qwen3vl_bridge.training.objectives import objective_of
+from qwen3vl_bridge.training.objective_settings import objective_of
 from qwen3vl_bridge.training.run_lock import lock_folder
 
 import torch

@@ -20,7 +20,8 @@ from qwen3vl_bridge.models.common.schedule import ModelSchedulePlan
 from qwen3vl_bridge.training.guard import record_losses
 from qwen3vl_bridge.training.megatron_batches import from_collator
 from qwen3vl_bridge.training.metrics import BatchCounts, count_flops, count_microbatch
-from qwen3vl_bridge.training.objectives import objective_of, run_objective
+from qwen3vl_bridge.training.objective_settings import objective_of
+from qwen3vl_bridge.training.objectives import run_objective
 from qwen3vl_bridge.training.run_validation import check_balance
 
 import torch

@@ -8,7 +8,7 @@ from typing import Any
 
 from qwen3vl_bridge.core.batch import DocumentGroups, TokenBatch
 from qwen3vl_bridge.core.layout import SequenceLayout
-from qwen3vl_bridge.training.objectives import ObjectiveConfig
+from qwen3vl_bridge.training.objective_settings import ObjectiveConfig
 
 import torch
 import torch.nn.functional as F
@@ -123,7 +123,7 @@ def _kto_loss_of_batch(model: torch.nn.Module, settings: ObjectiveConfig) -> dic
             if all(sample.loss_mask.sum() for sample in pair):
                 records.append((*(logp(model, sample) for sample in pair), given, good))
         divergence = max(0.0, math.fsum((other - given[1]).item() for _, other, given, _ in records) / len(records))
-        found["kl"] += [divergence] * len(records)
+        found["kl"] += [0.0 if settings.loss_type == "apo_zero_unpaired" else divergence] * len(records)
         for own, _, given, good in records:
             reward, sign = own - given[0], 1 if good else -1
             shift = 0.0 if settings.loss_type == "apo_zero_unpaired" else divergence

@@ -8,7 +8,7 @@ from typing import Any
 from qwen3vl_bridge.core.collectives import max_over_ranks, sum_over_ranks
 from qwen3vl_bridge.peft.lora import Qwen3VLLoRA
 from qwen3vl_bridge.peft.running_model_export import save_hf_adapter
-from qwen3vl_bridge.training.objectives import ObjectiveConfig
+from qwen3vl_bridge.training.objective_settings import ObjectiveConfig
 
 import pytest
 import torch
@@ -85,7 +85,7 @@ def folders(untied_folder, moe_folder, tmp_path_factory):
 
 
 @pytest.mark.parametrize("family", ["dense", "MoE", "Qwen3.5"])
-def test_dpo_step_one_process_matches_transformers(folders, family):
+def test_preference_step_one_process_matches_transformers(folders, family):
     names = SETTINGS if family == "dense" else ["sigmoid"]
     expected = {name: expected_step(folders[family], SETTINGS[name]) for name in names}
     limits = dict(loss=LOSS, metrics=LOSS, gradient=GRADIENT)
@@ -102,22 +102,25 @@ def errors_of_ranks(folders: dict[str, Path], expected: dict[str, dict], names: 
     for name in names:
         for family in TOPOLOGIES[name].families:
             split = Split(folders[family], TOPOLOGIES[name])
-            found[name, family] = largest(compare(run_step(split, SETTINGS["smoothed"]), expected[family]))
+            for kind in ("smoothed", "kto"):
+                one = run_step(split, SETTINGS[kind])
+                found[name, family, kind] = largest(compare(one, expected[family, kind]))
     return found
 
 
 @pytest.mark.parametrize("names", [["TP2+SP", "CP2"], ["DP2", "PP2"], ["PP2+VPP2", "EP2", "CP2+EP2"]])
-def test_dpo_step_two_ranks_matches_transformers(folders, expected_smoothed, names):
-    found = results_of_ranks(errors_of_ranks, 2, folders, expected_smoothed, names)
+def test_preference_step_two_ranks_matches_transformers(folders, expected_of_ranks, names):
+    found = results_of_ranks(errors_of_ranks, 2, folders, expected_of_ranks, names)
     print(found)
-    assert len(found) >= len(names)
+    assert len(found) >= 2 * len(names)
     for errors in found.values():
         assert errors["loss"] <= LOSS and errors["metrics"] <= LOSS and errors["gradient"] <= GRADIENT
 
 
 @pytest.fixture(scope="module")
-def expected_smoothed(folders):
-    return {family: expected_step(folders[family], SETTINGS["smoothed"]) for family in ("dense", "MoE")}
+def expected_of_ranks(folders):
+    cases = [(family, kind) for family in ("dense", "MoE") for kind in ("smoothed", "kto")]
+    return {(family, kind): expected_step(folders[family], SETTINGS[kind]) for family, kind in cases}
 
 
 def lora_split(folder: Path, topology: Topology) -> Split:

@@ -12,7 +12,7 @@ from qwen3vl_bridge.cli.data import main as data
 from qwen3vl_bridge.data import DataError
 from qwen3vl_bridge.testing.digits import make_dataset
 from qwen3vl_bridge.training import process_groups
-from qwen3vl_bridge.training.objectives import ObjectiveConfig
+from qwen3vl_bridge.training.objective_settings import ObjectiveConfig
 from qwen3vl_bridge.training.reference_scores import weights_digest
 
 import pytest

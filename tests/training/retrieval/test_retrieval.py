@@ -9,8 +9,8 @@ from typing import Any
 from qwen3vl_bridge.core.batch import DocumentGroups, TokenBatch
 from qwen3vl_bridge.core.collectives import sum_over_ranks
 from qwen3vl_bridge.core.layout import SequenceLayout
-from qwen3vl_bridge.training.objectives import ObjectiveConfig
-from qwen3vl_bridge.training.retrieval import freeze_unused_output
+from qwen3vl_bridge.training.objective_settings import ObjectiveConfig
+from qwen3vl_bridge.training.retrieval import freeze_unused_output, info_nce
 
 import pytest
 import torch
@@ -112,7 +112,7 @@ def embedding_loss(model: torch.nn.Module, settings: ObjectiveConfig, dp: int) -
         vectors = [[hidden_states(model, sample)[0] for sample in r] for r in read if r[0].loss_mask.any()]
         for place, (query, *own) in enumerate(vectors):
             per_size = []
-            for size in settings.matryoshka_dims or [len(query)]:
+            for size in sorted({*(settings.matryoshka_dims or ()), len(query)}):
                 documents = [own[0], *own[1:]]
                 documents += [one for n, other in enumerate(vectors) if n != place for one in other[1:]]
                 cosine = torch.stack([F.cosine_similarity(query[:size], one[:size], dim=0) for one in documents])
@@ -209,7 +209,7 @@ def expected_of_ranks(folders):
     return {case: expected_step(folders[case[0]], SETTINGS[case[1]], case[2]) for case in cases}
 
 
-@pytest.mark.parametrize("names", [["TP2+SP", "CP2"], ["DP2", "PP2"], ["PP2+VPP2", "EP2", "CP2+EP2"]])
+@pytest.mark.parametrize("names", [["TP2+SP", "CP2"], ["TP2", "DP2", "PP2"], ["PP2+VPP2", "EP2", "CP2+EP2"]])
 def test_retrieval_step_two_ranks_matches_transformers(folders, expected_of_ranks, names):
     found = results_of_ranks(errors_of_ranks, 2, folders, expected_of_ranks, names)
     print(found)
@@ -223,3 +223,23 @@ def test_freeze_unused_output_freezes_only_untied_output_layer(folders):
     frozen = freeze_unused_output(split.run.model)
     names = [name for name, p in frozen[0].named_parameters() if not p.requires_grad]
     assert [name.split("language_model.")[-1] for name in names] == ["output_layer.weight"]
+
+
+def test_freeze_unused_output_freezes_nothing_with_tied_embeddings(tied_folder):
+    split = Split(tied_folder, Topology(1))
+    assert all(p.requires_grad for chunk in freeze_unused_output(split.run.model) for p in chunk.parameters())
+
+
+def test_info_nce_compares_only_given_candidates():
+    """A query, its document and two others: one with an equal text, one of another rank."""
+    rng = torch.Generator().manual_seed(1)
+    query, documents = torch.randn(1, 6, generator=rng), torch.randn(4, 6, generator=rng)
+    settings, positive = SETTINGS["embedding"], torch.tensor([1])
+    for compared in ([False, False, True, True], [True, False, True, False], [False] * 4):
+        loss, own, nearest = info_nce(settings, query, documents, torch.tensor([compared]), positive)
+        cosine = F.cosine_similarity(query, documents)
+        others = [i for i, is_compared in enumerate(compared) if is_compared and i != 1]
+        logits = cosine[[1, *others]] / settings.temperature
+        torch.testing.assert_close(loss[0], -logits.log_softmax(0)[0])
+        torch.testing.assert_close(own[0], cosine[1])
+        torch.testing.assert_close(nearest[0], cosine[others].max() if others else torch.tensor(-torch.inf))
