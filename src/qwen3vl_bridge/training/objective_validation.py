@@ -84,7 +84,7 @@ def _check_teacher(cfg: Any) -> None:
         )
 
 
-_SCALED = "losses of routers are scaled by tokens, and the loss of records is not"
+_SCALED = "router losses are scaled by the number of tokens, but the loss of this objective is not"
 _NOT_TRIED = "it has not been tested with this objective"
 OBJECTIVE: tuple[Check, ...] = (
     _check_objective,
