@@ -249,7 +249,8 @@ def _build_config(args: argparse.Namespace, chosen: Recipe) -> ConfigContainer:
     cfg = chosen()
     if not hasattr(cfg, "dataset"):
         raise ValueError(
-            f"{args.recipe} returned {cfg!r:.80}, expected a configuration, as this package's recipes return"
+            f"--recipe {args.recipe} returned {cfg!r:.80}, expected a ConfigContainer: the function must return its "
+            "configuration"
         )
     set_paths(
         cfg,
@@ -260,9 +261,14 @@ def _build_config(args: argparse.Namespace, chosen: Recipe) -> ConfigContainer:
     )
     overrides.apply(cfg, args.settings, args.config)
     if args.from_scratch and (weights := cfg.checkpoint.pretrained_checkpoint) is not None:
-        raise ValueError(f"checkpoint.pretrained_checkpoint is {weights}, expected None with --from-scratch")
+        raise ValueError(
+            f"checkpoint.pretrained_checkpoint is {weights} with --from-scratch, expected None: remove one of them"
+        )
     if cfg.peft is not None and args.from_scratch and cfg.checkpoint.pretrained_checkpoint is None:
-        raise ValueError("peft needs initial weights: give --pretrained-checkpoint, or set peft=null")
+        raise ValueError(
+            "peft is set with --from-scratch, but adapters need initial weights: use --pretrained-checkpoint instead, "
+            "or set peft=null"
+        )
     if args.dry_run or args.simulate_gpu:
         return cfg
     if cfg.checkpoint.save is None:

@@ -93,7 +93,9 @@ def _check_required(args: Namespace, given: Collection[str], *, runs: bool) -> N
     if runs and args.save is None and "checkpoint.save" not in given:
         raise ValueError("checkpoint.save is None, expected a folder used only by this run: give --save")
     if args.simulate_gpu and "_dist_train_" in args.recipe and "model.dist_train.use_dist_train" not in given:
-        raise ValueError(f"{args.recipe} has separate vision ranks, which cannot be simulated: use another recipe")
+        raise ValueError(
+            f"--simulate-gpu does not support separate vision ranks, which {args.recipe} has: use another recipe"
+        )
     if runs and not (args.data_path or any(name in given for name in (*_DATA, "dataset.mixture"))):
         raise ValueError(
             "dataset.path is None: give --data-path, a folder with train.jsonl or a file of conversations; or "

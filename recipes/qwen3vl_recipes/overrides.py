@@ -72,7 +72,10 @@ def apply(cfg: ConfigContainer, words: Sequence[str] = (), files: Sequence[str |
     arrived = _flat(_settings(cfg)[0])
     for name, new in changed.items():
         if (found := arrived.get(name)) != new:
-            raise ValueError(f"{name} cannot be set to {new!r} here and stays {found!r}: set it in your own recipe")
+            raise ValueError(
+                f"{name} cannot be set to {new!r} with an argument or --config, and stays {found!r}: set it in your "
+                "own recipe"
+            )
     _check_precision(cfg, changed)
     return cfg
 
@@ -97,7 +100,7 @@ def _check_precision(cfg: ConfigContainer, names: Iterable[str]) -> None:
         found, written = getattr(getattr(cfg, section), field), getattr(mixed, field)
         if found != written:
             raise ValueError(
-                f"{name} is {found!r}, and mixed_precision sets it to {written!r}: use this value or another "
+                f"{name} is {found!r}, but mixed_precision sets it to {written!r}: use this value or another "
                 "mixed_precision, or set mixed_precision=null to set the precision of each section separately"
             )
 

@@ -99,7 +99,7 @@ def _module_of_file(path: Path) -> ModuleType:
         raise ValueError(f"{path}: found nothing, expected a Python file with a recipe")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise ValueError(f"{path}: Python cannot read it as a module")
+        raise ValueError(f"{path} cannot be imported as a Python module: check the name of the file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)

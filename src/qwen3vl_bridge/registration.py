@@ -41,7 +41,8 @@ def after_import(module: ModuleType) -> None:
         except AttributeError as error:
             function = step.func if isinstance(step, partial) else step
             raise ImportError(
-                f"{error}, which {function.__module__} replaces: docs/compatibility.md lists the supported releases"
+                f"{error}, which {function.__module__} replaces. The installed release of this library is not "
+                "supported: docs/compatibility.md lists the supported releases"
             ) from error
 
 

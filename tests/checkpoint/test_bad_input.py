@@ -178,7 +178,9 @@ def test_convert_raises_if_target_contains_user_files(capsys, tmp_path, untied_f
 def test_import_raises_if_target_is_inside_source(capsys, tmp_path, untied_folder):
     shutil.copytree(untied_folder, tmp_path / "model")
     target = str(tmp_path / "model" / "megatron")
-    expect_error(capsys, ["import", "--hf-model", str(tmp_path / "model"), "--megatron-path", target], "overlap")
+    expect_error(
+        capsys, ["import", "--hf-model", str(tmp_path / "model"), "--megatron-path", target], "use separate folders"
+    )
 
 
 @pytest.mark.parametrize(("options", "parts"), [
@@ -394,10 +396,11 @@ def test_import_with_single_file_and_shards_reads_only_single_file(tmp_path, sha
     notes = import_checkpoint(folder, tmp_path / "megatron").notes
     assert len(notes) == len(list(folder.glob("model-*.safetensors")))
     assert all(
-        note.endswith("is not read: model.safetensors comes before model.safetensors.index.json") for note in notes
+        note.endswith("is not read: model.safetensors is read instead of model.safetensors.index.json")
+        for note in notes
     )
     save_file({NORM: tensors[NORM]}, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"would be lost, such as .*model\.safetensors comes before"):
+    with pytest.raises(CheckpointError, match=r"would be lost, such as .*model\.safetensors is read instead of"):
         import_checkpoint(folder, tmp_path / "other")
 
 

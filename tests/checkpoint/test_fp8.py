@@ -427,7 +427,7 @@ def test_export_fp8_replaces_invalid_scales_of_hf_model(folders, tmp_path):
 def test_autobridge_raises_if_fp8_weight_has_no_scale(folders, tmp_path):
     source = model_with(tmp_path / "lost", folders["dense"], lambda tensors: tensors.pop(f"{DOWN}_scale_inv"))
     bridge = AutoBridge.from_hf_pretrained(str(source))
-    with pytest.raises(ValueError, match=rf"tensor {DOWN}: its scales {DOWN}_scale_inv are missing"):
+    with pytest.raises(ValueError, match=rf"tensor {DOWN}: it is in FP8, but its scales {DOWN}_scale_inv are missing"):
         bridge.load_hf_weights(build(bridge.to_megatron_provider(load_weights=False)))
 
 

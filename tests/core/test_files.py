@@ -29,7 +29,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     ("a: *b", r"\*b refers to a node that contains it, or is undefined"), ("a: [", "expected"),
     ("a: 2001-99-99", "month"), ("a: !!bool x", "x"), ("a: !!timestamp x", "."), ("a: !!int ''", "."),
     ("a: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
-    ("b: 1\na: " + "9" * 6_000, r"line 2 has the number 9{20}\.\.\. of 6,000 letters, expected at most 100"),
+    ("b: 1\na: " + "9" * 6_000, r"line 2 has the number 9{20}\.\.\. of 6,000 characters, expected at most 100"),
     ("a: 1" + ":1" * 2_000_000, "line 1 has the number 1:1"),
     ("a: 1" + ":1" * 2_000_000 + ".5", "line 1 has the number 1:1"),
     ("a: !!int '1" + ":1" * 2_000_000 + "'", "line 1 has the number 1:1"),

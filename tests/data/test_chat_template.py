@@ -412,7 +412,7 @@ CONVERSATION = Conversation("train.jsonl:1", (ASK, THOUGHT_SEVEN, ASK, {**THOUGH
      "the prompt to generate it, with enable_thinking True"),
     ("{%- if add_generation_prompt -%}", "{%- if false -%}", "add_generation_prompt does not append a prompt"),
     ("{{- called(call) -}}\n        {%- endfor -%}\n        {{- '<|im_end|>\\n' -}}",
-     "{%- endfor -%}\n        {{- '\\n' -}}", "expected a token that closes the turn"),
+     "{%- endfor -%}\n        {{- '\\n' -}}", "expected a special token that ends the turn"),
 ])  # fmt: skip
 def test_encoder_raises_if_answer_cannot_be_located_in_rendered_text(thinking, old, new, message):
     assert QWEN3_5.count(old) == 1

@@ -87,7 +87,7 @@ def numbered():
 
 def test_columns_image_wildcard_reads_numbered_columns_in_numeric_order(numbered):
     expected = [*({"type": "image", "image": name} for name in ("10.png", "1.png")), {"type": "text", "text": "?"}]
-    with pytest.raises(DataError, match="placeholders for the images of the numbers 1, 3, expected each number from 1"):
+    with pytest.raises(DataError, match="placeholders for images with the numbers 1, 3, expected each number from 1"):
         read(numbered, image="image_*")
     numbered["question"] = "<image 3><image 1><image 2>?"
     assert asked(numbered, image="image_*")[::3] == expected[::2]
@@ -169,11 +169,11 @@ def test_columns_setting_raises_if_record_does_not_fit_columns(record, columns, 
     ({"answer": "{a.__class__}"}, "found {a.__class__}; write a column as"),
     ({"answer": "{a!r}"}, "found {a}; write a column as"), ({"answer": "{a:>9}"}, "found {a}; write a column as"),
     ({"ignore": "thumbnail"}, r"columns.ignore is 'thumbnail', expected a list of columns, such as \[thumbnail\]"),
-    ({"ignore": ["img"], "image": "img"}, "columns.ignore has 'img', which columns.image reads"),
+    ({"ignore": ["img"], "image": "img"}, "columns.ignore has 'img', but columns.image reads it"),
     ({"image": "*"}, r"is '\*', .*; for image, images, video, videos one '\*' in the name may stand for num"),
     ({"image": "image_**"}, r"columns.image is 'image_\*\*', expected the name of a column; for image"),
     ({"question": "question_*"}, r"columns.question is 'question_\*', expected the name of a column"),
-    ({"ignore": ["image_2"], "image": "image_*"}, "columns.ignore has 'image_2', which columns.image reads"),
+    ({"ignore": ["image_2"], "image": "image_*"}, "columns.ignore has 'image_2', but columns.image reads it"),
     ({"placeholders": "none"}, "columns.placeholders is 'none', expected 'media' or 'text'"),
 ])  # fmt: skip
 def test_columns_setting_with_invalid_value_raises(columns, message):

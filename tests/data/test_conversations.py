@@ -117,7 +117,7 @@ def test_parse_conversation_error_names_line_of_invalid_record(tmp_path, line, m
 @pytest.mark.parametrize(("arguments", "message"), [
     (("no.jsonl",), "no.jsonl: the file does not exist, expected JSON lines"),
     (("empty.jsonl",), "empty.jsonl: found no lines, expected one conversation per line"),
-    (("train.jsonl", "nowhere"), "nowhere: there is no such folder, expected the media root"),
+    (("train.jsonl", "nowhere"), "nowhere: there is no such folder, expected the folder of images"),
 ])  # fmt: skip
 def test_json_lines_raises_if_file_is_empty_or_path_is_missing(tmp_path, arguments, message):
     (tmp_path / "empty.jsonl").write_text("\n \n")

@@ -241,7 +241,7 @@ def test_encoder_raises_if_earlier_trained_answer_has_leading_newlines(joining_e
     encoder = joining_encoders["released_template"]
     ask, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "\n\nSeven."}
     messages = (ask, {**answer, "content": "Six."}, ask, answer, ask, {**answer, "content": "Eight."})
-    with pytest.raises(DataError, match=r"the answer '\\n\\nSeven\.<\|im_end\|>.*answers='last', exclude this one"):
+    with pytest.raises(DataError, match=r"the answer '\\n\\nSeven\.<\|im_end\|>.*answers='last', or exclude this"):
         encoder(Conversation("train.jsonl:1", messages))
     for remedied in (
         Encoder(encoder.processor, "last")(Conversation("train.jsonl:1", messages)),
@@ -266,7 +266,7 @@ PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif 
      "message 2: the chat template writes the answer 0 times, expected once"),
     # Does not close a turn.
     ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '\n' }}{% endfor %}" + PROMPT,
-     "message 2: the answer is followed by .*im_start.*, expected a token that closes the turn"),
+     "message 2: the chat template writes .*im_start.* after the answer, expected a special token"),
 ])  # fmt: skip
 def test_encoder_raises_if_answers_cannot_be_located_in_rendered_template(processor, read, template, message):
     with pytest.raises(DataError, match=message):

@@ -378,7 +378,7 @@ def test_streamed_rows_resume_raises_if_stream_parts_differ(make, divided, done)
             stream.load_state_dict(state)
         assert all(map(same, batches(resumed, 12), expected[4 * done :]))
     other = BatchStream(StreamedRows(make(dataset=divided[0])(), 2))
-    with pytest.raises(ValueError, match=r"read in 4 parts, but this run reads 2.* dataset.stream_parts=4 "):
+    with pytest.raises(ValueError, match=r"a stream of 4 parts, but this run reads 2 .* dataset.stream_parts=4,"):
         other.load_state_dict(state)
 
 
@@ -386,8 +386,8 @@ def test_streamed_rows_resume_raises_if_stream_parts_differ(make, divided, done)
 def test_streamed_part_begins_next_epoch_when_its_samples_are_used_up(make, divided, caplog):
     rows = StreamedRows(make(dataset=divided[0])(), 3)
     assert caplog.messages == [
-        "train: 8 files or row groups in 3 parts; samples of parts with 2 are read more often than samples of parts "
-        "with 3"
+        "train: 8 files or row groups are divided into 3 parts of 2 or 3. Samples of the smaller parts are read more "
+        "often. To avoid this, use a number of parts that divides the number of files or row groups"
     ]
     shares = [BatchStream(rows, dp_rank=rank, dp_size=3) for rank in range(3)]
     names = [[name for batch in take(share, 30) for name in batch.sample_ids] for share in shares]
@@ -498,7 +498,7 @@ def test_streamed_build_datasets_yields_same_rows_as_rank_streams(provider):
     later = provider(num_workers=1)
     later.expect_position(one.position, 12)
     with pytest.raises(
-        ValueError, match=r"read in 4 parts, but this run reads 2\. Use as many data-parallel ranks x data-"
+        ValueError, match=r"a stream of 4 parts, but this run reads 2 parts\. Use as many data-parallel ranks"
     ):
         built(later, 40, dp=2)
     again = provider(num_workers=1, stream_parts=4, pad_to_multiple_of=4)
@@ -510,9 +510,9 @@ def test_streamed_provider_raises_if_settings_are_invalid(provider):
     for changes, message in (
         ({"streaming": False, "stream_parts": 4}, "stream_parts is 4, but streaming is off"),
         ({"stream_parts": 0}, "stream_parts is 0, expected at least 1"),
-        ({"balance_over": 4}, "balance_over is 4, but streaming is on; it needs a data set with random access"),
+        ({"balance_over": 4}, "balance_over is 4, but streaming is on, and this setting needs random access"),
         ({"train_packing": "rows"}, "train_packing is 'rows', but streaming is on"),
-        ({"train_path": "train.jsonl"}, "streaming is on, but train.jsonl is not on the hub, expected hf://owner/name"),
+        ({"train_path": "train.jsonl"}, "streaming is on, but train.jsonl is not on the hub; use hf://owner/name"),
     ):
         with pytest.raises(ValueError, match=message):
             provider(**changes)

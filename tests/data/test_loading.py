@@ -141,7 +141,7 @@ def test_balanced_stream_resumes_inside_global_batch_only_with_same_dp_size(make
     again.load_state_dict(state)
     assert [batch.sample_ids for batch in islice(again, 9)] == expected[3:]
     with pytest.raises(
-        ValueError, match=r"row 6, .* 4 rows that were assigned to 2 ranks, but this run assigns 4 rows to 4"
+        ValueError, match=r"row 6, .* 4 rows over 2 data-parallel ranks, this run divides 4 rows over 4"
     ):
         streams(make_rows, 4)[0].load_state_dict(state)
 

@@ -100,7 +100,7 @@ def test_data_fingerprint_is_independent_of_media_roots(linked):
     source = open_source(file, [linked / "data", linked / "mnt"])
     assert source[0].images == (linked / "mnt/gqa/1.png",)
     assert source.fingerprint() == open_source(file).fingerprint()
-    with pytest.raises(DataError, match="nowhere: there is no such folder, expected the media root"):
+    with pytest.raises(DataError, match="nowhere: there is no such folder, expected the folder of images"):
         open_source(file, [linked / "data", linked / "nowhere"])
 
 

@@ -179,10 +179,10 @@ def test_mixture_raises_if_settings_are_invalid(make, mixture, message):
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"path": "x"}, "found data for train in 'x' by dataset.path and .* by dataset.mixture, expected one of these"),
-    ({"train_path": "x"}, "found data for train in 'x' by dataset.train_path and .*talk'.* by dataset.mixture"),
-    ({"valid_path": "x"}, "found data for valid in 'x' by dataset.valid_path and .*talk'.* by dataset.mixture"),
-    ({"streaming": True}, "mixture is .*, but streaming is on; it needs a data set with random access"),
+    ({"path": "x"}, "the split train is set to 'x' by dataset.path and .* by dataset.mixture; use only one of these"),
+    ({"train_path": "x"}, "the split train is set to 'x' by dataset.train_path and .*talk'.* by dataset.mixture"),
+    ({"valid_path": "x"}, "the split valid is set to 'x' by dataset.valid_path and .*talk'.* by dataset.mixture"),
+    ({"streaming": True}, "mixture is .*, but streaming is on, and this setting needs random access"),
 ])  # fmt: skip
 def test_mixture_raises_if_data_path_or_streaming_is_also_set(make, sets, changes, message):
     with pytest.raises(ValueError, match=message):

@@ -214,7 +214,7 @@ def test_offline_packed_row_raises_if_image_size_changed(make_rows, tmp_path, on
     picture(path, 32, 32, seed=1)
     assert len(make()[0].samples) == 1
     picture(path, 96, 64)
-    with pytest.raises(DataError, match=r"train.jsonl:1: found \d+ tokens and \d+ patches, but its row was planned"):
+    with pytest.raises(DataError, match=r"train.jsonl:1: found \d+ tokens and \d+ patches, but its row was packed"):
         make()[0]
 
 
@@ -276,7 +276,7 @@ def test_pack_command_writes_rows_for_training(command, checkpoint, tmp_path, ca
         provider.check_samples(cp_size=2)
     for changes, message in (
         ({"pack": False, "train_packing": None}, "balance_over is 2, but pack is off"),
-        ({"window_size": 8}, "window_size is 8, but train_packing sets the rows"),
+        ({"window_size": 8}, "window_size is 8, but train_packing already sets the rows"),
     ):
         with pytest.raises(ValueError, match=message):
             replace(provider, **changes).finalize()

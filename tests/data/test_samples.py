@@ -93,7 +93,7 @@ def test_sample_filter_with_on_bad_drop_counts_dropped_samples(make_rows, tmp_pa
     assert sorted(names) == sorted(f"train.jsonl:{line}" for line in range(1, 11))
     assert rows.samples.sample_filter.num_dropped == 2
     assert any("train.jsonl:11: found []" in text and "dropped, 1 so far" in text for text in caplog.messages)
-    assert any("train.jsonl:4: " in text and "left blank (1)" in text for text in caplog.messages)
+    assert any("train.jsonl:4: " in text and "without loss (1 so far)" in text for text in caplog.messages)
     assert batches[-1].dropped == (1,) and sum(sum(batch.unreadable) for batch in batches) == 1
     batch = next(batch for batch in batches if "train.jsonl:4" in batch.sample_ids)
     assert batch.layout.lengths[batch.sample_ids.index("train.jsonl:4")] == 1

@@ -170,7 +170,7 @@ def test_open_source_raises_if_path_is_invalid(tmp_path, path, message):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_open_source_raises_if_media_root_is_missing(folder, shape):
-    with pytest.raises(DataError, match="nowhere: there is no such folder, expected the media root"):
+    with pytest.raises(DataError, match="nowhere: there is no such folder, expected the folder of images"):
         open_source(folder / shape, folder / "nowhere")
 
 

@@ -172,7 +172,7 @@ UNLOADED = "found a data set that does not load"
     ("owner/several#test", f"hf://owner/several: {UNLOADED} .*ai2d"),
     ("owner/several@main:ocr", f"hf://owner/several@main:ocr: {UNLOADED} .*ai2d"),
     ("owner/one:ai2d", f"hf://owner/one:ai2d: {UNLOADED} .*default"),
-    ("datasets/owner/several:ai2d", "ai2d: found the splits train, test, expected one, as hf://owner/several:ai2d#tr"),
+    ("datasets/owner/several:ai2d", "ai2d: found the splits train, test; choose one, such as hf://owner/several:ai2d#tr"),
     ("owner/several:ai2d#dev", f'hf://owner/several:ai2d: {UNLOADED} .*"dev"|Bad split: dev'),
     ("datasets/owner/several/no/*.parquet", rf"hf://datasets/owner/several/no/\*.parquet: {UNLOADED}"),
 ])  # fmt: skip
@@ -206,7 +206,7 @@ def test_hub_address_with_revision_loads_that_revision(monkeypatch, revision):
 def test_saved_dataset_raises_if_split_is_unnamed_damaged_or_empty(tmp_path):
     dataset = datasets.Dataset.from_list([{"messages": [ASK, ANSWER]}])
     datasets.DatasetDict(train=dataset, test=dataset).save_to_disk(tmp_path / "saved")
-    with pytest.raises(DataError, match=r"found the splits test, train, expected one, as .*saved/SPLIT"):
+    with pytest.raises(DataError, match=r"found the splits test, train; choose one with .*saved/SPLIT"):
         open_source(tmp_path / "saved")
     assert len(open_source(tmp_path / "saved/test")) == 1
     next((tmp_path / "saved/test").glob("*.arrow")).unlink()

@@ -32,14 +32,14 @@ RECIPE = ["--recipe", "qwen3_vl_2b_sft_config"]
     (["--recipe", "wanting.py:make"], "wanting.py: No module named 'absent'; wanting.py imports this module: install"),
     (["--recipe", "mine.py"], "--recipe is mine.py, expected one of its functions: mine.py:FUNCTION"),
     (["--recipe", "mine.py:made"], "mine.py has no function 'made'"),
-    (["--recipe", "mine.py:make"], "mine.py:make returned 3, expected a configuration"),
+    (["--recipe", "mine.py:make"], "mine.py:make returned 3, expected a ConfigContainer"),
     (RECIPE, "checkpoint.save is None, expected a folder used only by this run"),
     ([*RECIPE, "--simulate-gpu", "--rank", "8"], "--rank is 8, expected 0 to 7 of 8 GPUs"),
     ([*RECIPE, "--simulate-gpu", "--rank", "2", "--gpus", "2"], "--rank is 2, expected 0 to 1 of 2 GPUs"),
     ([*RECIPE, "--simulate-gpu", "--gpu", "H1000"],
      "unknown GPU 'H1000', expected .*GB200; for another use --gpu-memory"),
     (["--recipe", "qwen3_vl_30b_a3b_sft_dist_train_config", "--simulate-gpu"],
-     "vision ranks, which cannot be simulated"),
+     "--simulate-gpu does not support separate vision ranks"),
     ([*RECIPE, "--save", "run", "--data-path", "/nowhere"],
      r"dataset.path \(--data-path\) is /nowhere: there is no such file or folder"),
 ])  # fmt: skip
@@ -75,7 +75,7 @@ def test_train_options_select_initial_weights(untied_folder, tied_folder, tmp_pa
     with pytest.raises(SystemExit) as end:
         cli.train([*words, "--from-scratch", "checkpoint.pretrained_checkpoint=MEGATRON"])
     assert end.value.code == 2
-    assert "pretrained_checkpoint is MEGATRON, expected None with --from-scratch" in capsys.readouterr().err
+    assert "pretrained_checkpoint is MEGATRON with --from-scratch, expected None" in capsys.readouterr().err
 
 
 def test_set_paths_raises_or_warns_if_model_folder_does_not_match_recipe(untied_folder, moe_folder, tmp_path, caplog):

@@ -148,7 +148,7 @@ def test_apply_raises_if_command_line_override_is_invalid(cfg, words, message):
 
 @pytest.mark.parametrize(("text", "message"), [
     ("train:\n  train_iter: 3\n", r"wrong\.yaml: .*train_iter"), ("train: [\n", r"wrong\.yaml"),
-    ("[" * 50_000, r"wrong\.yaml: nests objects or lists more than 50 deep"),  # parsers exceed the recursion limit
+    ("[" * 50_000, r"wrong\.yaml: objects or lists are nested more than 50 deep"),  # parsers exceed the recursion limit
 ])  # fmt: skip
 def test_apply_raises_if_override_file_is_invalid_or_missing(cfg, tmp_path, text, message):
     (tmp_path / "wrong.yaml").write_text(text)
@@ -159,9 +159,9 @@ def test_apply_raises_if_override_file_is_invalid_or_missing(cfg, tmp_path, text
 
 
 @pytest.mark.parametrize(("word", "message"), [
-    ("ddp.grad_reduce_in_fp32=false", "ddp.grad_reduce_in_fp32 is False, and mixed_precision sets it to True"),
-    ("model.fp8=hybrid", "model.fp8 is 'hybrid', and mixed_precision sets it to None"),
-    ("optimizer.loss_scale=8.0", "optimizer.loss_scale is 8.0, and mixed_precision sets it to None"),
+    ("ddp.grad_reduce_in_fp32=false", "ddp.grad_reduce_in_fp32 is False, but mixed_precision sets it to True"),
+    ("model.fp8=hybrid", "model.fp8 is 'hybrid', but mixed_precision sets it to None"),
+    ("optimizer.loss_scale=8.0", "optimizer.loss_scale is 8.0, but mixed_precision sets it to None"),
 ])  # fmt: skip
 def test_apply_raises_if_mixed_precision_would_overwrite_setting(cfg, word, message):
     """Megatron-Bridge silently writes fields of `mixed_precision` to other sections."""

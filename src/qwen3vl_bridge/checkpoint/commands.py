@@ -121,7 +121,7 @@ class MegatronTarget:
             raise CheckpointError(f"ckpt_format is {self.ckpt_format!r}, expected {' or '.join(megatron.FORMATS)}")
         if divisor is not None and not 1 <= divisor <= vocabulary:
             raise CheckpointError(
-                f"--make-vocab-size-divisible-by is {divisor}, expected 1 to {vocabulary}, the vocabulary"
+                f"--make-vocab-size-divisible-by is {divisor}, expected 1 to {vocabulary}, the vocabulary size"
             )
         if divisor is not None:
             step = divisor * self.topology.tp
@@ -198,7 +198,7 @@ class MegatronTarget:
         metadata = read_metadata(megatron.iteration_folder(root, 0))
         if set(metadata.byte_items) != set(self.dcp.byte_items):
             raise CheckpointError(
-                f"{metadata.folder}: .metadata lists other items than the conversion has planned; run it again"
+                f"{metadata.folder}: .metadata lists other items than this conversion writes; run the conversion again"
             )
         return DcpTensors(metadata, megatron.model_keys(metadata, self.ckpt_format))
 

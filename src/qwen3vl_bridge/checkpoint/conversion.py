@@ -285,7 +285,9 @@ def _stage(
     def can_resume(folder: Path) -> bool:
         # Process 0 holds the lock of the target. If it died, the other processes may still be alive.
         if output_files.has_live_writer(folder):
-            raise CheckpointError(f"{conversion.target} is being written by another process, in {folder}")
+            raise CheckpointError(
+                f"{conversion.target} is being written by another process, in {folder}: wait until it ends"
+            )
         found = output_files.read_plan_digest(folder) if options.resume else ""
         if len(found) == len(digest) and found != digest:
             raise CheckpointError(
@@ -359,13 +361,15 @@ def _finish_and_check(conversion: Conversion, options: ConversionOptions, work: 
     def check() -> dict[str, str]:
         written = output.open(work)
         if written.specs != conversion.plan.specs:
-            raise CheckpointError(f"{work} contains other tensors than the conversion has planned; run it again")
+            raise CheckpointError(
+                f"{work} contains other tensors than this conversion writes; run the conversion again"
+            )
         for task in tasks:  # finding the byte ranges checks that items are what the metadata says
             deque(written.byte_ranges(TensorSlice(task.target.name, 0, task.target.numel)), maxlen=0)
         if options.verify:
             with options.start_progress("verify", nbytes) as meter:
                 for found in compare_tensors(tasks, conversion.source, written, meter):
-                    raise CheckpointError(f"{work} was not written correctly: {found}")
+                    raise CheckpointError(f"{work} was not written correctly: {found}; run the conversion again")
         if not options.checksums:
             return {}
         with options.start_progress("checksums", nbytes) as meter:
@@ -437,7 +441,8 @@ class EarlierResult:
             written = {name: [(int(end), str(digest)) for end, digest in digests] for name, digests in files}
         except (AttributeError, KeyError, TypeError, ValueError):
             raise CheckpointError(
-                f"{root / self._manifest} lists no digests of the files, so {root} is not replaced; remove it yourself"
+                f"{root / self._manifest} lists no digests of the files, so --overwrite cannot see whether they were "
+                f"changed and does not replace {root}: remove it yourself"
             ) from None
         check_only_own_files(root, {self._manifest, *written}, "checkpoint")
         present = {name: written[name] for name in found if name in written}

@@ -167,7 +167,7 @@ def _map_slices(
                 parts = _transpose(parts, wanted.columns)
             if wanted.plus:
                 if not all(isinstance(part, TensorSlice) for part in parts):
-                    raise AssertionError("a number can be added only to slices of stored tensors")
+                    raise AssertionError("the plan adds a number to a slice that is not read from a stored tensor")
                 parts = tuple(part._replace(plus=part.plus + wanted.plus) for part in _stored_slices(parts))
             if available < wanted.length:
                 parts += (ZeroSlice(wanted.length - available),)
@@ -188,7 +188,9 @@ def _read_slice(part: TensorSlice) -> Slice:
     The result has the elements of `part` in the order of the Megatron parameter.
     """
     if part.stride > 1:
-        raise AssertionError(f"{part.tensor}: every {part.stride}th element cannot be read, only written")
+        raise AssertionError(
+            f"{part.tensor}: the plan reads every {part.stride}th element, but only the target may have a stride"
+        )
     stored = TensorSlice(part.tensor, part.start, part.length, plus=-part.plus)
     if not part.columns:
         return stored
@@ -208,7 +210,8 @@ def _transpose(slices: tuple[Slice, ...], columns: int) -> tuple[Slice, ...]:
         return first.slices  # both sides store the matrix in this order
     stored = tuple(part for part in slices if isinstance(part, TensorSlice))
     if len(stored) != len(slices):
-        raise AssertionError("a matrix to be transposed is transposed already, or is padded")
+        names = sorted({part.tensor for part in stored})
+        raise AssertionError(f"{names}: the plan transposes a matrix that is padded or is transposed already")
     return (TransposedSlice(stored, columns, 0, sum(part.length for part in stored)),)
 
 

@@ -169,7 +169,7 @@ def row_length_multiple(cp: int, sp: int, tokens: int = 1) -> int:
 def check_row_length(seq_length: int, cp: int, sp: int, tokens: int = 1) -> None:
     """Raise ValueError if ranks cannot get equal shares of a row of `seq_length` tokens; see `row_length_multiple`."""
     if seq_length % (multiple := row_length_multiple(cp, sp, tokens)):
-        precision = f", where products in 8 or 4 bits need multiples of {tokens} tokens" if tokens > 1 else ""
+        precision = f", where matrix products in FP8 or FP4 need multiples of {tokens} tokens" if tokens > 1 else ""
         raise ValueError(
             f"seq_length is {seq_length}, expected a multiple of {multiple}: rows are divided over {cp} "
             f"context-parallel ranks, and then over {sp} sequence-parallel ranks{precision}"

@@ -408,7 +408,8 @@ def complete_after_finalize(provider: VisionLanguageFields) -> None:
             )
     if uses_unfused_attention(provider):
         logger.warning(
-            "Transformer Engine's attention in float32 stores all attention scores; transformer_impl='local' does not"
+            "params_dtype is torch.float32: Transformer Engine's attention then stores all attention scores, which "
+            "needs much memory. transformer_impl='local' does not store them"
         )
     native = provider.cross_entropy_loss_fusion and provider.cross_entropy_fusion_impl == "native"
     if native and provider.params_dtype == torch.float32:

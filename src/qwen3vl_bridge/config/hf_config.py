@@ -58,11 +58,11 @@ def one_of(names: Sequence[str]) -> Kind:
 
 POSITIVE = Kind(lambda value: _is_whole(value, 1), "a whole number of at least 1")
 COUNT = Kind(lambda value: _is_whole(value, 1) and value <= _LONGEST, f"a whole number from 1 to {_LONGEST}")
-EXPERTS = Kind(lambda value: _is_whole(value) and value <= _LONGEST, f"a whole number up to {_LONGEST}")
-TOKEN = Kind(_is_whole, "the number of a token")
-LAYERS = Kind(lambda value: isinstance(value, list | tuple) and all(map(_is_whole, value)), "a list of layers")
+EXPERTS = Kind(lambda value: _is_whole(value) and value <= _LONGEST, f"a whole number from 0 to {_LONGEST}")
+TOKEN = Kind(_is_whole, "a token id")
+LAYERS = Kind(lambda value: isinstance(value, list | tuple) and all(map(_is_whole, value)), "a list of layer indices")
 ABOVE_ZERO = Kind(lambda value: _is_number(value) and value > 0, "a number above 0")
-NOT_NEGATIVE = Kind(lambda value: _is_number(value) and value >= 0, "a number from 0 on")
+NOT_NEGATIVE = Kind(lambda value: _is_number(value) and value >= 0, "a number of 0 or more")
 TRUTH = Kind(lambda value: isinstance(value, bool), "true or false")
 TEXT = Kind(lambda value: isinstance(value, str), "a name")
 OBJECT = Kind(lambda value: isinstance(value, Mapping), "an object")
@@ -265,7 +265,9 @@ def check_tower_size(vision: Mapping[str, Any], text_width: int) -> None:
     """
     width = vision.get("out_hidden_size", _OUT_HIDDEN_SIZE)
     if width != text_width:
-        raise ValueError(f"vision_config.out_hidden_size is {width}, expected hidden_size {text_width}")
+        raise ValueError(
+            f"vision_config.out_hidden_size is {width}, expected {text_width}, the text model's hidden_size"
+        )
     positions = vision["num_position_embeddings"]
     if math.isqrt(positions) ** 2 != positions:
         raise ValueError(f"vision_config.num_position_embeddings is {positions}, expected the square of a whole number")

@@ -236,22 +236,22 @@ _OVERLAP, _DELAYED = is_on("overlap_moe_expert_parallel_comm"), is_on("delay_wgr
 _COMBINED_SCHEDULE: tuple[Check, ...] = (
     *requires_default(
         "cpu_offloading fine_grained_activation_offloading moe_paged_stash",
-        "it starts in the decoder's forward pass, which the combined schedule does not call",
+        "it starts in the decoder's forward pass, which the combined 1F1B schedule does not call",
         _OVERLAP,
     ),
-    *requires_default("mlp_chunks_for_training", "the combined schedule ignores it", _OVERLAP),
+    *requires_default("mlp_chunks_for_training", "the combined 1F1B schedule ignores it", _OVERLAP),
     Requires(
         "moe_token_dispatcher_type", "alltoall", _OVERLAP,
         why="no other dispatcher has been compared with training without overlap",
     ),
     *requires_default(
         "fp8 fp4",
-        "the inputs of experts are freed before the backward pass, which is not tested in 8 bits",
+        "the inputs of experts are freed before the backward pass, which is not tested with FP8 or FP4",
         _OVERLAP,
         also=(False, ""),
     ),
     *requires_default(
-        "overlap_moe_expert_parallel_comm", "the schedule of two modules has no combined steps", _DIST_TRAIN
+        "overlap_moe_expert_parallel_comm", "the schedule for separate vision ranks does not support it", _DIST_TRAIN
     ),
     Requires("transformer_impl", "transformer_engine", _DELAYED, why="local layers cannot delay weight gradients"),
     Requires("freeze_language_model", False, _DELAYED, why="frozen layers have no weight gradients to delay"),
@@ -263,8 +263,8 @@ _COMBINED_SCHEDULE: tuple[Check, ...] = (
 )  # fmt: skip
 
 _NO_GRAPHS = (
-    "rows, images and positions differ between batches; a replayed layer would add no DeepStack features and would "
-    "treat padding as tokens"
+    "rows, images and positions differ between batches; a replayed CUDA graph would add no DeepStack features and "
+    "would treat padding as tokens"
 )
 # A run checks these settings before Megatron-Bridge validates the configuration, because that clears some of them.
 CUDA_GRAPHS: tuple[Requires, ...] = (
@@ -519,7 +519,11 @@ _DIST_TRAIN_SIZES: tuple[Check, ...] = (
 )  # fmt: skip
 
 AFTER_FINALIZE: tuple[Check, ...] = (
-    *requires_default("add_encoder add_decoder", "every rank has both modules", is_off("dist_train.use_dist_train")),
+    *requires_default(
+        "add_encoder add_decoder",
+        "every rank has both the vision tower and the language model",
+        is_off("dist_train.use_dist_train"),
+    ),
     *_DIST_TRAIN_SIZES,
     _check_divisible,
     _check_quantized_sizes,
@@ -544,9 +548,13 @@ AFTER_FINALIZE: tuple[Check, ...] = (
     *requires_default(
         _CP, "megatron-core's communicator between modules does not support context parallelism", _DIST_TRAIN
     ),
-    *requires_default(f"{_VPP} overlap_p2p_comm", "the schedule of two modules is not interleaved", _DIST_TRAIN),
-    *requires_default("fp16", "each module would scale its loss and skip steps independently", _DIST_TRAIN),
-    *requires_default("fp32_residual_connection", "stages and modules would send different dtypes", _DIST_TRAIN),
+    *requires_default(
+        f"{_VPP} overlap_p2p_comm", "the schedule for separate vision ranks is not interleaved", _DIST_TRAIN
+    ),
+    *requires_default("fp16", "vision and language ranks would scale losses and skip steps independently", _DIST_TRAIN),
+    *requires_default(
+        "fp32_residual_connection", "pipeline stages and vision ranks would send different dtypes", _DIST_TRAIN
+    ),
     Requires(
         "variable_seq_lengths", True, _DIST_TRAIN,
         why="the size of the tensors that modules send each other depends on the images in a row",

@@ -62,7 +62,9 @@ def atomic_directory(
             parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(_lock(target))
             if _restore(target, notify) and check_replaceable is None:
-                raise CheckpointError(f"{target} exists: it was restored just now; --overwrite replaces it")
+                raise CheckpointError(
+                    f"{target} exists: it was just restored after an interrupted run; --overwrite replaces it"
+                )
             folder = _find_resumable(target, notify, can_resume)
             if folder is None:
                 folder = _new_hidden(target, "partial")
@@ -182,7 +184,7 @@ def _lock(target: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(file)
-            raise CheckpointError(f"{target} is being written by another process") from None
+            raise CheckpointError(f"{target} is being written by another process: wait until it ends") from None
         except OSError:
             os.close(file)
             raise
@@ -314,10 +316,14 @@ def check_target(
     for source in sources:
         ours, theirs = target.resolve(), source.resolve()
         if ours == theirs or ours in theirs.parents or theirs in ours.parents:
-            raise CheckpointError(f"{target} and the source {source} overlap, expected separate folders")
+            raise CheckpointError(
+                f"{target} and the source {source} are the same folder, or one contains the other; use separate folders"
+            )
     if target.is_symlink() or os.path.ismount(target):
         kind = "a link" if target.is_symlink() else "a mount point"
-        raise CheckpointError(f"{target} is {kind}, expected a path that a folder can be renamed to")
+        raise CheckpointError(
+            f"{target} is {kind}, which a renamed folder cannot replace: use another path, such as {target / 'new'}"
+        )
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not overwrite:
@@ -373,5 +379,6 @@ def check_space(target: Path, nbytes: int) -> None:
     free = free_space(target)
     if free < nbytes + _SPARE_BYTES:
         raise CheckpointError(
-            f"{disk_of(target)} has {free:,} bytes free, expected {nbytes + _SPARE_BYTES:,} for {target.name}"
+            f"{disk_of(target)} has {free:,} bytes free, expected {nbytes + _SPARE_BYTES:,} for {target.name}: free "
+            "some space"
         )

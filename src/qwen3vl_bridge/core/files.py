@@ -18,7 +18,7 @@ from qwen3vl_bridge.upstream.python_unpickler import PythonUnpickler
 
 # Deeper than any configuration. Parsers, and functions that walk through a value, recurse once per level.
 MAX_DEPTH = 50
-_TOO_DEEP = f"nests objects or lists more than {MAX_DEPTH} deep"
+_TOO_DEEP = f"objects or lists are nested more than {MAX_DEPTH} deep"
 # Larger than any index of tensors, and than any configuration of a run.
 _MAX_JSON_BYTES, _MAX_YAML_BYTES = 1 << 28, 1 << 24
 # Values in a YAML text with every alias expanded.
@@ -268,9 +268,11 @@ def check_yaml(path: Path) -> str:
                     if tag in _YAML_NUMBERS:
                         line, shown = (
                             event.start_mark.line + 1,
-                            f"{event.value[:20]}... of {len(event.value):,} letters",
+                            f"{event.value[:20]}... of {len(event.value):,} characters",
                         )
-                        raise ValueError(f"line {line} has the number {shown}, expected at most {_MAX_DIGITS} letters")
+                        raise ValueError(
+                            f"line {line} has the number {shown}, expected at most {_MAX_DIGITS} characters"
+                        )
             if count > _MAX_YAML_VALUES:
                 raise ValueError(f"found more than {_MAX_YAML_VALUES:,} values with all aliases written out")
     except (yaml.YAMLError, ValueError) as error:
@@ -304,7 +306,7 @@ class PickledRecord:
     def __setstate__(self, state: Any) -> None:
         # Frozen dataclasses and enums have one state. A second one would be an attempt to change the first.
         if self.state is not None:
-            raise pickle.UnpicklingError(f"{self.kind} has two states")
+            raise pickle.UnpicklingError(f"it sets the state of a {self.kind} twice")
         self.state = state
 
     def field(self, name: str) -> Any:

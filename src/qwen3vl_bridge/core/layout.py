@@ -78,8 +78,8 @@ class SequenceLayout(Transferable):
         rest = 0 if total is None else total - sum(padded)
         if rest < 0:
             raise ValueError(
-                f"{len(padded)} segments take {sum(padded)} tokens, padded to multiples of {multiple}: expected at "
-                f"most {total}"
+                f"{len(padded)} segments, padded to multiples of {multiple}, have {sum(padded)} tokens: expected at "
+                f"most {total} in a row"
             )
         if rest % multiple:
             raise ValueError(

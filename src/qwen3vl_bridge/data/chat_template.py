@@ -284,7 +284,11 @@ class ChatTemplate:
             )
         special = [token for token in self._special if after.lstrip().startswith(token)]
         if not special or prompt.lstrip().startswith(special[0]):  # that begins the next turn
-            raise DataError(where, f"the answer is followed by {after[:20]!r}, expected a token that closes the turn")
+            raise DataError(
+                where,
+                f"the chat template writes {after[:20]!r} after the answer, expected a special token that ends the "
+                "turn, such as <|im_end|>; give the checkpoint another chat template",
+            )
         end = len(text) - len(after) + after.index(special[0]) + len(special[0])
         # The text before the answer and the prompt may end with a thinking block, open or empty.
         header, asks = (_BLOCK.sub("", words) for words in (before, prompt))

@@ -39,7 +39,7 @@ def read_vision_settings(path: str | Path, processor: Any) -> VisionSettings:
         ("temporal patch size", processor.image_processor.temporal_patch_size, vision.temporal_patch_size),
     ):
         if found != expected:
-            raise DataError(str(path), f"the {name} is {found} in the processor, but {expected} in the config")
+            raise DataError(str(path), f"the {name} is {found} in the processor, expected {expected} as in config.json")
     return VisionSettings.from_config(config)
 
 
@@ -52,7 +52,9 @@ def pad_token_id(tokenizer: Any) -> int:
     for number in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if number is not None:
             return number
-    raise DataError(type(tokenizer).__name__, "found neither a padding nor an end-of-sequence token to pad rows with")
+    raise DataError(
+        type(tokenizer).__name__, "pad_token and eos_token are not set, expected one of them, to pad rows with"
+    )
 
 
 @dataclass(frozen=True)

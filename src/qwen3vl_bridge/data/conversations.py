@@ -527,7 +527,9 @@ class Columns:
                 )
         read = self._column_keys(self.ignore)
         if left := [name for name in self.ignore if name in read]:
-            raise ValueError(f"columns.ignore has {left[0]!r}, which columns.{read[left[0]]} reads")
+            raise ValueError(
+                f"columns.ignore has {left[0]!r}, but columns.{read[left[0]]} reads it; remove it from one of them"
+            )
 
     @property
     def name(self) -> str:

@@ -338,17 +338,17 @@ class Qwen3VLConversationProvider(ConversationRows):
             given = {name: found for name, found in given.items() if found}
             if len(set(given.values())) > 1:
                 found = " and ".join(f"{found!r} by {name}" for name, found in given.items())
-                raise ValueError(f"found data for {split} in {found}, expected one of these settings")
+                raise ValueError(f"the split {split} is set to {found}; use only one of these settings")
         wrong = {}
         if not self.pack:
-            wrong |= dict.fromkeys(("train_packing", "balance_over"), "pack is off")
+            wrong |= dict.fromkeys(("train_packing", "balance_over"), "pack is off; remove it, or turn pack on")
         if self.streaming:
-            needed = "streaming is on; it needs a data set with random access"
+            needed = "streaming is on, and this setting needs random access; remove it, or turn streaming off"
             wrong |= dict.fromkeys(("train_packing", "balance_over", "mixture"), needed)
         else:
-            wrong["stream_parts"] = "streaming is off"
+            wrong["stream_parts"] = "streaming is off; remove it, or turn streaming on"
         if self.train_packing is not None and self.window_size != type(self).window_size:
-            wrong["window_size"] = "train_packing sets the rows"
+            wrong["window_size"] = "train_packing already sets the rows; remove one of them"
         for name, problem in wrong.items():
             if (found := getattr(self, name)) is not None:
                 raise ValueError(f"{name} is {found!r}, but {problem}")
@@ -362,7 +362,9 @@ class Qwen3VLConversationProvider(ConversationRows):
             if path.startswith(HUB):
                 HubName.parse(path)
             elif self.streaming:
-                raise ValueError(f"streaming is on, but {path} is not on the hub, expected {HUB}owner/name#split")
+                raise ValueError(
+                    f"streaming is on, but {path} is not on the hub; use {HUB}owner/name#split, or turn streaming off"
+                )
         MediaAccess.from_settings(self.media_root)
         find_schema(self.schema_adapter, columns_for(self.objective, self.columns))
 
@@ -494,7 +496,10 @@ class Qwen3VLConversationProvider(ConversationRows):
             DataError: files are missing, or samples are bad or too long and the settings do not drop them.
         """
         if self.streaming:
-            raise ValueError("streaming is on: the number of rows is known only after reading them")
+            raise ValueError(
+                "streaming is on: the number of rows is known only after reading them. Set train.train_iters instead "
+                "of train.num_epochs, or turn streaming off"
+            )
         rows = self.for_context_parallel(cp_size).rows("train", alone=True)
         epoch = rows.epoch(counted=True)
         assert epoch is not None  # the data set is not streamed

@@ -321,7 +321,7 @@ class Downloader:
                     self._failed[down] += weight
                 attempts = f"{attempt} attempt{'s' * (attempt > 1)} ({problem})"
                 kind = _NoConnection if is_unconnected else DataUnavailable
-                raise kind(place, f"found {str(url)!r} unreachable after {attempts}; run the download again")
+                raise kind(place, f"{str(url)!r} could not be downloaded in {attempts}; run the download again")
         return None
 
     def _attempt(self, url: httpx.URL, path: Path, place: str) -> None:
@@ -336,8 +336,8 @@ class Downloader:
                 kind = _NoConnection if server in self._unconnected else DataUnavailable
                 raise kind(
                     place,
-                    f"found {str(asked)!r}, which was not requested because earlier URLs of {server} failed; run the "
-                    "download again when the server responds",
+                    f"{str(asked)!r} was not requested, because earlier requests to {server} failed; run the download "
+                    "again when the server responds",
                 )
             try:
                 response = self._client.send(self._client.build_request("GET", asked), stream=True)

@@ -113,7 +113,9 @@ def check_processor(processor: Any, place: str) -> None:
     for name in ("image_token", "video_token"):
         token, number = getattr(processor, name), getattr(processor, f"{name}_id")
         if number is None or number == tokenizer.unk_token_id or tokenizer.encode(token) != [number]:
-            raise DataError(place, f"{name} {token!r} has the id {number}, expected the id that the tokenizer gives it")
+            raise DataError(
+                place, f"{name} {token!r} has the id {number}, expected the id of one token of the tokenizer"
+            )
     if not getattr(processor, "chat_template", None):
         raise DataError(place, "found no chat template, expected the one that the model was trained with")
 
@@ -363,7 +365,11 @@ class Encoder:
         found += [tuple(made["video_grid_thw"][0].tolist()) for made in made_videos]
         expected = [*headers.image_tokens, *(sampled.grid for sampled in headers.videos)]
         if found != expected:
-            raise DataError(place, f"images and videos became {found}, expected {expected} according to their headers")
+            raise DataError(
+                place,
+                f"the processor made images and videos of {found} (tokens of an image, grid of a video), expected "
+                f"{expected} according to their headers",
+            )
         return {
             name: torch.cat([one[name] for one in made]) if made else None
             for made, names in (
@@ -479,11 +485,10 @@ def _check_prompt_tokens(
     start = next(start for (start, _), end in zip(answers, ends, strict=True) if common < end)
     raise DataError(
         place,
-        f"the tokenizer joins the beginning of the answer {text[start : start + 20]!r}... with the text before it in "
-        f"the "
-        "prompt of a later answer, so its tokens differ there; remove white space at its beginning, train on only the "
-        "last answer with answers='last', exclude this one with \"loss\": false, or, for an empty "
-        "thinking block, set empty_thinking='prompt'",
+        f"in the prompt of a later answer, the tokenizer joins the beginning of the answer "
+        f"{text[start : start + 20]!r}... with the text before it, so its tokens differ there. Remove white space at "
+        "its beginning, train on only the last answer with answers='last', or exclude this answer with \"loss\": "
+        "false. For an empty thinking block, set empty_thinking='prompt'",
     )
 
 

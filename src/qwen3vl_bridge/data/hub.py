@@ -115,7 +115,7 @@ class HubDataset:
         folder = Path(folder)
         if (folder / "dataset_dict.json").is_file():
             splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
-            raise DataError(str(folder), f"found the splits {', '.join(splits)}, expected one, as {folder}/SPLIT")
+            raise DataError(str(folder), f"found the splits {', '.join(splits)}; choose one with {folder}/SPLIT")
         try:
             dataset = datasets.load_from_disk(str(folder))
         except Exception as error:  # any of Arrow's, JSON's and its own
@@ -178,7 +178,7 @@ def load_hub_dataset(name: str, **how: Any) -> tuple[Any, str]:
     except Exception as error:  # errors of the network, the hub, and file formats
         raise DataError(place, f"found a data set that does not load ({error})") from error
     if dataset is None:
-        raise DataError(place, f"found the splits {', '.join(splits)}, expected one, as {place}#{splits[0]}")
+        raise DataError(place, f"found the splits {', '.join(splits)}; choose one, such as {place}#{splits[0]}")
     return dataset, str(replace(found, split=splits[0]))
 
 
@@ -264,8 +264,8 @@ class StreamedDataset:
             )
         if found % parts and found < _MANY * parts:
             text = (
-                "%s: %d files or row groups in %d parts; samples of parts with %d are read more often than samples of "
-                "parts with %d"
+                "%s: %d files or row groups are divided into %d parts of %d or %d. Samples of the smaller parts are "
+                "read more often. To avoid this, use a number of parts that divides the number of files or row groups"
             )
             logger.warning(text, self.name, found, parts, found // parts, found // parts + 1)
         return self._with_dataset(dataset, None)

@@ -447,10 +447,9 @@ def check_position(found: Mapping[str, Any], expected: Mapping[str, Any]) -> Non
     now, then = found.get("parts"), expected.get("parts")
     if then is not None and now is not None and now != then:
         raise ValueError(
-            f"the position is in a stream that was read in {then} parts, but this run reads {now}. Use as many "
-            f"data-parallel "
-            f"ranks x data-loading processes as before, or set dataset.stream_parts={then} and use a product of them "
-            f"that divides {then}"
+            f"the checkpoint's position belongs to a stream of {then} parts, but this run reads {now} parts. Use as "
+            f"many data-parallel ranks x data-loading processes as before. Or set dataset.stream_parts={then}, and use "
+            f"a number of ranks x processes that divides {then}"
         )
     if names := [name for name in {**expected, **found} if found.get(name) != expected.get(name)]:
         differ = "; ".join(f"{name} {found.get(name)}, expected {expected.get(name)}" for name in names)
@@ -468,9 +467,10 @@ def check_assignment(row: int, before: tuple[int, int], now: tuple[int, int]) ->
     """
     if before != now and any(row % over for over, _ in (before, now)):
         raise ValueError(
-            f"the position, row {row}, is among {before[0]} rows that were assigned to {before[1]} ranks, but this run "
-            f"assigns {now[0]} rows to {now[1]} ranks. Use the same dataset.balance_over and number of data-parallel "
-            "ranks, or a checkpoint that was saved between global batches"
+            f"the checkpoint's position is row {row}, inside a group of rows. The earlier run divided groups of "
+            f"{before[0]} rows over {before[1]} data-parallel ranks, this run divides {now[0]} rows over {now[1]} "
+            "ranks. Use the same dataset.balance_over and number of data-parallel ranks, or a checkpoint that was "
+            "saved between global batches"
         )
 
 

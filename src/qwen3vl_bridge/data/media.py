@@ -96,7 +96,7 @@ def make_media_access(given: MediaRoot, default: Path | None) -> MediaAccess:
     roots = access.roots or _as_roots(default)
     for root in roots:
         if not root.is_dir():
-            raise DataError(str(root), "there is no such folder, expected the media root")
+            raise DataError(str(root), "there is no such folder, expected the folder of images and videos (media_root)")
     return replace(access, roots=roots)
 
 
@@ -128,7 +128,9 @@ def find_media(name: str, root: Path | MediaAccess, place: str) -> Media:
     if name.lower().startswith(("http://", "https://")):
         return access.url_cache(name, place)
     if "://" in name:
-        raise DataError(place, f"found the URL {name[:80]!r}, expected the path of a file")
+        raise DataError(
+            place, f"found the URL {name[:80]!r}, expected the path of a file, or a URL with http:// or https://"
+        )
     if not access.roots:
         raise DataError(place, f"found the path {name[:80]!r}, but media_root is not set: set it to the path's folder")
     return _find_file(name, access.roots, place)
@@ -269,11 +271,11 @@ class UrlCache:
             )
         problem = self.failure_reason(address)
         if has_failed or (problem is not None and self.record is None):
-            problem = problem or "the latest download of these data did not reach it; run it again to retry"
+            problem = problem or "the latest download of these data did not reach it; run `qwen3vl data download` again"
             raise DataError(place, f"{found}, which could not be downloaded: {problem}")
         state = f"and no download of it in {self.root} (url_cache)"
         if problem is not None:
-            state = f"which could not be downloaded ({problem}), and no record of that in a download of these data"
+            state = f"which failed in a download of other data ({problem})"
         raise DataUnavailable(
             place,
             f"{found}, {state}; run `qwen3vl data download` for these data, with --columns and --schema-adapter as in "

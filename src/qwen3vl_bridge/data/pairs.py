@@ -111,7 +111,10 @@ class PairColumns(Columns):
             prompt, chosen, rejected = _common_prompt(full, rejected, place)
             for key in [key for key in own if key in _QUESTION_KEYS]:
                 if not _repeats(own.pop(key), prompt, full):
-                    raise DataError(place, f"found in {key!r} another text than at the beginning of both conversations")
+                    raise DataError(
+                        place,
+                        f"the text of {key!r} differs from the beginning of both conversations, expected the same",
+                    )
         elif turns is not None:
             prompt, chosen = (turns[:-1], turns[-1:]) if chosen is None else (turns, chosen)
         elif (answer := self._answer_key(own)) is not None:
@@ -220,7 +223,7 @@ def _parse_turns(turns: Any, place: str) -> list[Any]:
         try:
             turns = parse_record(turns)
         except ValueError as error:
-            raise DataError(place, f"found turns that do not decode ({error}), expected JSON") from error
+            raise DataError(place, f"found messages that are not valid JSON ({error})") from error
     if not isinstance(turns, list) or not turns:
         raise DataError(place, f"found {short_repr(turns)}, expected a list of messages")
     return turns

@@ -298,7 +298,7 @@ def insert_media(
         if given and numbers and numbers != set(range(1, len(given) + 1)):
             raise DataError(
                 place,
-                f"found placeholders for the {kind}s of the numbers {', '.join(map(str, sorted(numbers)))}, expected "
+                f"found placeholders for {kind}s with the numbers {', '.join(map(str, sorted(numbers)))}, expected "
                 f"each number from 1 to {len(given)}, the number of {kind}s in the record; remove media that no "
                 f"placeholder refers to, or write '<{kind}>' for the next",
             )

@@ -242,7 +242,7 @@ _NAMED = 4
 _LOG_TEXTS = {
     "dropped": "%s: dropped, %d so far",
     "cut": "%s: truncated, %d so far",
-    "unreadable": "%s: left blank (%d)",
+    "unreadable": "%s: replaced by one token without loss (%d so far)",
 }
 
 
@@ -381,9 +381,11 @@ class SampleFilter:
         sample = replace(documents[0], others=tuple(documents[1:]), is_desirable=conversation.is_desirable)
         tokens, patches, _ = self._total(Size(len(one), one.num_patches, 0) for one in documents)
         if (tokens, patches) != (size.tokens, size.patches):
-            found = f"found {tokens} tokens and {patches} patches"
-            planned = f"but its row was planned for {size.tokens} tokens and {size.patches} patches: the data changed"
-            raise SampleSizeChanged(sample.sample_id, f"{found}, {planned}")
+            raise SampleSizeChanged(
+                sample.sample_id,
+                f"found {tokens} tokens and {patches} patches, but its row was packed for {size.tokens} tokens and "
+                f"{size.patches} patches: the data changed. Restore them, or pack again",
+            )
         return sample
 
     def encode_or_blank(self, read: Callable[[], MeasuredConversation], place: str) -> EncodedSample:

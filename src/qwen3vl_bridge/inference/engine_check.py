@@ -211,7 +211,10 @@ def _check_fused(
         parts = next(([f"{layer}.{part}" for part in group] for group in FUSED if group[0] == last), [])
         taken = [part for part in parts if part in quantized]
         if taken and taken != parts:
-            yield f"{', '.join(parts)} are one layer for engines, and only {', '.join(taken)} is in FP8; quantize all"
+            yield (
+                f"{', '.join(parts)} are one layer for engines, and only {', '.join(taken)} is in FP8; quantize all or "
+                "none"
+            )
         counts = {part: expected[weights[part]][0] for part in taken[:-1]}
         crossed += (f"{part}: {count} rows" for part, count in counts.items() if count % rows)
     yield from _describe({(f"not multiples of the block's {rows} rows", "do not quantize them"): crossed})

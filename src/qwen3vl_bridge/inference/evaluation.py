@@ -65,7 +65,7 @@ def make_references(questions: Iterable[Question], metric: str) -> list[Referenc
                     'expected lines such as "A. a dog" and the letter of one of them',
                 )
         if metric == "vqa_accuracy" and len(accepted) == 1:
-            problem = "found one accepted answer, expected those of several people under 'references': others score 0"
+            problem = "vqa_accuracy needs answers of several people under 'references', found only one accepted answer"
             raise DataError(question.sample_id, problem)
         found.append(Reference(accepted, choices))
     return found

@@ -35,7 +35,9 @@ class Sampling:
         changed = [name for name in names if getattr(self, name) != getattr(Sampling, name)]
         if changed and not self.do_sample:
             have = "have" if len(changed) > 1 else "has"
-            raise ValueError(f"{' and '.join(changed)} {have} an effect only with do_sample=True, but it is False")
+            raise ValueError(
+                f"{' and '.join(changed)} {have} an effect only with do_sample=True, but it is False: set it to True"
+            )
         if not self.temperature > 0:
             raise ValueError(
                 f"temperature is {self.temperature}, expected more than 0; for greedy decoding set do_sample=False"

@@ -118,7 +118,8 @@ def check_same_adapters(folder: Path, peft: Any, *, compare: bool = True) -> Non
     names = sorted((theirs.keys() | ours.keys()) - _MAY_DIFFER)
     pairs = ((name, theirs.get(name), ours.get(name)) for name in names)
     if differ := [f"peft.{name} was {before!r}, is {now!r}" for name, before, now in pairs if before != now]:
-        raise CheckpointError("\n  ".join([f"{folder} has different adapters from this run:", *differ]))
+        problem = f"{folder} has different adapters from this run. Set the same peft, or use another folder:"
+        raise CheckpointError("\n  ".join([problem, *differ]))
 
 
 @dataclass(frozen=True)

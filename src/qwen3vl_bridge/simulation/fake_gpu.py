@@ -46,7 +46,7 @@ def build(folder: str | os.PathLike[str]) -> Path:
         installed = Path(engine.origin).parent  # may be outside of torch's site-packages
         libraries += sorted([*installed.rglob("*.so"), *installed.parent.glob("transformer_engine_torch*.so")])
     if not (site / "torch/lib/libtorch_cuda.so").exists():
-        raise FakeGPUError("torch is installed without CUDA, and the fake GPU needs the CUDA build: install that build")
+        raise FakeGPUError("torch is installed without CUDA, expected a build with CUDA for the fake GPU: install one")
     if missing := [program for program in ("gcc", "nm") if shutil.which(program) is None]:
         raise FakeGPUError(f"{' and '.join(missing)} not found: the fake GPU is built from C. Install a C compiler")
     sources = [Path(__file__), *sorted(SOURCES.iterdir())]

@@ -248,14 +248,14 @@ _KEEPS_ACCURACY = Condition(
     "checkpoint.keep_best", lambda cfg: getattr(cfg.checkpoint, "keep_best", None) == "accuracy"
 )
 QUANTIZED = is_on("model.restore_modelopt_state")
-_GROUPS = "each module has its own process groups, and all of them must be of one kind"
+_GROUPS = "Megatron-Bridge creates the process groups of separate vision ranks only with this value"
 _ONE_DTYPE = "it gathers parameters of one dtype in one call, but some parameters of linear attention are float32"
 
 # Run before validation, just before Megatron-Bridge overwrites the model's settings by those of `comm_overlap`.
 BEFORE_OVERLAP: tuple[Check, ...] = tuple(
     Requires(
         f"comm_overlap.{name}", True, is_on(f"model.{name}") & (lambda cfg: cfg.comm_overlap),
-        why="it replaces the model's setting, and None turns that off",
+        why="comm_overlap overwrites the model's setting with it",
     )
     for name in ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "defer_embedding_wgrad_compute")
 )  # fmt: skip
@@ -273,7 +273,7 @@ BEFORE_VALIDATE: tuple[Check, ...] = (
     Requires("dataset.seq_length", same_as("model.seq_length"), why="both are the length of a row; set both"),
     # ModelOpt
     *requires_default(_USE_FSDP, "its checkpoints have no quantizers", QUANTIZED),
-    *requires_default("dist.use_decentralized_pg", "ModelOpt asks megatron-core for process groups", QUANTIZED),
+    *requires_default("dist.use_decentralized_pg", "ModelOpt needs megatron-core's global process groups", QUANTIZED),
     *requires_default(
         "dist.use_torch_fsdp2", "it needs parameters of one dtype and full models; use ddp.use_megatron_fsdp"
     ),
@@ -296,7 +296,7 @@ BEFORE_VALIDATE: tuple[Check, ...] = (
     ),
     *requires_default(
         "checkpoint.custom_manager_class",
-        "it would save the random states of both modules under the same names",
+        "other managers would save the random states of vision and language ranks under the same names",
         _DIST_TRAIN & _saves_or_loads,
         also=(MANAGER,),
     ),
@@ -332,17 +332,19 @@ BEFORE_VALIDATE: tuple[Check, ...] = (
     Requires("accuracy.samples", at_least(1)),
     Requires(
         "accuracy.path", Values(lambda path, _: path is not None, lambda _: "a path"), _KEEPS_ACCURACY,
-        why="there is no accuracy otherwise",
+        why="accuracy is measured only with it",
     ),
-    Requires("validation.eval_iters", at_least(1), _KEEPS_BEST, why="checkpoints must have been evaluated"),
-    *requires_default("checkpoint.async_save", "Megatron removes older checkpoints then", _KEEPS_BEST),
+    Requires("validation.eval_iters", at_least(1), _KEEPS_BEST, why="the best checkpoint is chosen by evaluation"),
+    *requires_default(
+        "checkpoint.async_save", "Megatron-Bridge would remove older checkpoints, even the best one", _KEEPS_BEST
+    ),
     Requires(
         "checkpoint.save", Values(lambda path, _: path and "://" not in str(path), lambda _: "a local folder"),
         _KEEPS_BEST,
     ),
     Requires(
         "checkpoint.save_interval", multiple_of("validation.eval_interval"), _KEEPS_BEST, (None,),
-        why="checkpoints must have been evaluated",
+        why="every saved checkpoint must be evaluated, to keep the best",
     ),
     Requires("accuracy.max_new_tokens", at_least(1)),
     Requires(
@@ -355,7 +357,7 @@ BEFORE_VALIDATE: tuple[Check, ...] = (
         "optimizer.optimizer", one_of("adam", "sgd", "lion", "muon", "dist_muon"),
         why="megatron-core 0.19 cannot build, step or save others with emerging-optimizers 0.3",
     ),
-    *requires_default(_USE_FSDP, "it needs full matrices", _EMERGING),
+    *requires_default(_USE_FSDP, "the optimizer needs full matrices, which Megatron-FSDP shards", _EMERGING),
     *requires_default(
         "ddp.use_distributed_optimizer optimizer.use_distributed_optimizer",
         "each rank has the summed gradients of only a shard, but the optimizer would update full matrices",
@@ -436,7 +438,7 @@ ON_TRAIN_START: tuple[Check, ...] = (
         "logger.wandb_exp_name", Values(lambda name, _: name != "", lambda _: "a name for the run, or None"),
         is_on("logger.wandb_project"),
     ),
-    *requires_default("optimizer.optimizer_cuda_graph", "no step could be skipped"),
+    *requires_default("optimizer.optimizer_cuda_graph", "a captured optimizer step cannot be skipped"),
     Requires(
         "checkpoint.dist_ckpt_optim_fully_reshardable", True,
         _DIST_TRAIN & is_on("checkpoint.save") & is_on("checkpoint.save_optim")

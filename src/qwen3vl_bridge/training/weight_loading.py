@@ -261,7 +261,10 @@ class Pretrained:
             f"{name} is {theirs.get(name)}, expected {ours[name]}" for name in ours if theirs.get(name) != ours[name]
         ]
         if differ:
-            raise CheckpointError("\n  ".join([f"{self.folder} holds a different model from the run's:", *differ]))
+            advice = "Change checkpoint.pretrained_checkpoint, or the model"
+            raise CheckpointError(
+                "\n  ".join([f"{self.folder} holds a different model from the run's. {advice}:", *differ])
+            )
         if get_rank_safe() == 0:  # reads the header of each file
             open_model(self.folder, trust_remote_code=True).check()
 

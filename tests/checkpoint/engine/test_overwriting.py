@@ -211,7 +211,7 @@ def test_overwrite_raises_if_manifest_lacks_digests_or_kind_differs(tmp_path, im
     said = read_object(tmp_path / "hf" / MANIFEST)
     for files_then in (None, sorted(said["files"])):
         write_object(tmp_path / "hf" / MANIFEST, said | {"files": files_then})
-        with pytest.raises(CheckpointError, match=r"lists no digests of the files.* not replaced"):
+        with pytest.raises(CheckpointError, match=r"lists no digests of the files.* does not replace"):
             export_checkpoint(imported, tmp_path / "hf", overwrite=True)
 
 

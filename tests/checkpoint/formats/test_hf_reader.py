@@ -59,7 +59,8 @@ def test_hf_weights_raises_if_safetensors_header_is_invalid(content, tmp_path):
     ({"weight_map": {"a": "missing.safetensors"}}, "missing.safetensors: found nothing, expected a file"),
     ({"weight_map": {"a": "folder"}}, "folder: found something that is not a file"),
     ({"weight_map": {"a": "s", "b": "s"}}, "s lacks 1 tensors that model.safetensors.index.json lists for it: b"),
-    ({"weight_map": {"b": "s"}}, "s lacks 1 tensors"), ('{"weight_map": {"a": "s", "a": "t"}}', "'a' occurs twice"),
+    ({"weight_map": {"b": "s"}}, "s lacks 1 tensors"),
+    ('{"weight_map": {"a": "s", "a": "t"}}', "'a' occurs twice"),
     ({"weight_map": {"a": "s", "c": "t"}}, "t holds 1 tensors that model.safetensors.index.json does not list for"),
 ])  # fmt: skip
 def test_hf_weights_raises_if_safetensors_index_is_invalid(index, message, tmp_path):
@@ -192,10 +193,10 @@ def _no_place(metadata):
     (lambda m: setattr(_info(m), "relative_path", "y.distcp"), "found nothing, expected a file"),
     (lambda m: setattr(_info(m), "relative_path", 7), "found int, expected str"),
     (lambda m: setattr(_info(m), "length", 10**9), "bytes, expected"),
-    (lambda m: setattr(_info(m), "length", 20), "expected room for float32"),
+    (lambda m: setattr(_info(m), "length", 20), "expected enough bytes for float32"),
     (lambda m: setattr(_info(m), "offset", -1), "whole numbers"),
     (lambda m: setattr(_info(m), "offset", _info(m).offset + 1), "a"),
-    (lambda m: setattr(_info(m), "transform_descriptors", ["zstd"]), "an item that is transformed"),
+    (lambda m: setattr(_info(m), "transform_descriptors", ["zstd"]), "an item with transforms"),
     (lambda m: setattr(m, "storage_data", None), "found NoneType, expected dict"),
     (lambda m: setattr(m.state_dict_metadata["a"], "size", torch.Size([4, 4])), "element 12 is in no chunk"),
     (lambda m: setattr(m.state_dict_metadata["a"], "size", torch.Size([12])), "expected a chunk inside"),

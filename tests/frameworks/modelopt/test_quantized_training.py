@@ -243,7 +243,7 @@ def test_quantized_run_raises_if_process_groups_are_decentralized(inputs, floats
     cfg = training(inputs, floats, tmp_path, **SHORT)
     cfg.dist.use_decentralized_pg, cfg.dist.use_gloo_process_groups = True, False
     with (
-        allowed_but_for(monkeypatch, cfg, "ModelOpt asks megatron-core"),
+        allowed_but_for(monkeypatch, cfg, "ModelOpt needs megatron-core's global"),
         pytest.raises(AssertionError, match=r"group .* is not initialized"),
     ):
         train(cfg)

@@ -157,8 +157,9 @@ IDS = torch.arange(1, 9)[None]
 
 
 @pytest.mark.parametrize(("one", "other", "message"), [
-    (dict(packed_seq_params=packed_params([0, 6, 16])), None, "segment 0: a padded length of 6 .* the 4 chunks"),
-    (dict(packed_seq_params=packed_params([0, 6, 12, 14], [0, 8, 14, 16])), None, "segment 1: a padded length of"),
+    (dict(packed_seq_params=packed_params([0, 6, 16])), None,
+     "segment 0 has a padded length of 6 tokens, expected a multiple of 4"),
+    (dict(packed_seq_params=packed_params([0, 6, 12, 14], [0, 8, 14, 16])), None, "segment 1 has a padded length of"),
     (dict(packed_seq_params=packed_params([0, 8, 18])), None, "18 tokens in all.*expected 8 tokens.* also takes"),
     (dict(packed_seq_params=packed_params([0, 8, 18], [0, 8, 16])), None, r"segments of \[8, 10\] tokens in"),
     # All give one row without a mask, whose tokens are then not as many as the offsets count.

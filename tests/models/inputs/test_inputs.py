@@ -414,7 +414,7 @@ def flat(logical, mask=None):
     (dict(ONE_PICTURE, image_grid_thw=torch.tensor([[1, 2, 3]])), "divisible by 2"),
     (flat([0, 4, 6]), "6 tokens in all.* expected 8 tokens.*an attention_mask that marks the rest as padding"),
     (flat([0, 4, 6], [[1] * 8]), "an attention_mask that marks the rest as padding"),
-    (flat([0, 4, 16]), "16 tokens in all.* expected 8 tokens, the whole batch. .* also takes one flat row"),
+    (flat([0, 4, 16]), "16 tokens in all.* expected 8 tokens, the full batch. .* also takes one flat row"),
     (flat([0, 16]), "16 tokens for row 0, .*counts the tokens of all ranks"),
     (flat([0, 4, 8], [[0, 1, 1, 1, 1, 1, 1, 1]]), "padding before real tokens in segment 0"),
     (flat([0, 4, 8], [[1, 1, 1, 1, 1, 0, 1, 1]]), "padding before real tokens in segment 1"),

@@ -250,7 +250,7 @@ def test_check_gates_raises_if_tensor_parallel_size_exceeds_query_groups():
     ("text_config", "linear_num_value_heads", 17, "expected a multiple of linear_num_key_heads"),
     ("text_config", "attention_bias", True, "attention_bias is True, expected False"),
     ("vision_config", "deepstack_visual_indexes", [3], r"deepstack_visual_indexes is \[3\], expected \[\]"),
-    ("vision_config", "out_hidden_size", 1024, "out_hidden_size is 1024, expected hidden_size 2048"),
+    ("vision_config", "out_hidden_size", 1024, "out_hidden_size is 1024, expected 2048"),
 ])  # fmt: skip
 def test_qwen3_5_config_with_unsupported_value_raises(section, field, value, message):
     config = config_dict("2B")

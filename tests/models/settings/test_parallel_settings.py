@@ -88,7 +88,7 @@ INVALID = [
     (EXPERTS, dict(expert_model_parallel_size=3), "num_moe_experts is 128, expected a multiple of .*, 3"),
     (EXPERTS, dict(moe_router_force_load_balancing=True), "To measure speed, set allow_random_routing too"),
     # of the tower, rotary embeddings and recomputation
-    (DENSE, dict(hidden_size=1000), "out_hidden_size is .*, expected hidden_size 1000"),
+    (DENSE, dict(hidden_size=1000), "out_hidden_size is .*, expected 1000"),
     (DENSE, dict(mrope_section=[2, 1, 2]), "with the sum 5, expected half of the 128 dimensions"),
     (DENSE, dict(num_layers=2), "deepstack_visual_indexes has 3 layers, but there are only 2 text layers"),
     (DENSE, recompute("full", "vision_", method="uniform", num_layers=2), r"layers \[8, 16, 24\] are not the last of"),

@@ -209,13 +209,13 @@ class _MetadataChecker:
             raise self.error(spec.name, f"a chunk of {sizes} at {offsets}", f"a chunk inside {spec.shape}")
         item = self.check_item(self.storage.get((spec.name, offsets)), f"{spec.name}, chunk at {list(offsets)}")
         if item.length < math.prod(sizes) * ITEMSIZE[spec.dtype]:
-            raise self.error(spec.name, f"{item.length} bytes for a chunk of {sizes}", f"room for {spec.dtype}")
+            raise self.error(spec.name, f"{item.length} bytes for a chunk of {sizes}", f"enough bytes for {spec.dtype}")
         return Chunk(offsets, sizes, item)
 
     def check_item(self, info: Any, where: str) -> ByteRange:
         self.expect(info, "_StorageInfo", where)
         if info.field("transform_descriptors"):
-            raise self.error(where, "an item that is transformed", "an item stored as it is")
+            raise self.error(where, "an item with transforms such as compression", "an item without transforms")
         relative = self.expect(info.field("relative_path"), str, f"{where}, file")
         offset, length = self.check_numbers((info.field("offset"), info.field("length")), f"{where}, place")
         if relative not in self.files:
@@ -413,7 +413,7 @@ class _FileWindow(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
         if position < 0:
-            raise ValueError(f"seek to {position}")
+            raise ValueError(f"byte {position} is before its beginning")
         self._position = position
         return position
 
@@ -508,7 +508,7 @@ def _to_storage(pid: Any) -> _PickledStorage:
 def _to_tensor(storage: Any, offset: Any, sizes: Any, strides: Any, *_rest: Any) -> _PickledTensor:
     numbers = (offset, *sizes, *strides)
     if not isinstance(storage, _PickledStorage) or not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers):
-        raise ValueError("a tensor without a storage or with invalid sizes")
+        raise ValueError("it contains a tensor without a storage or with invalid sizes")
     if len(sizes) != len(strides):
         raise ValueError(f"found a tensor with {len(sizes)} sizes and {len(strides)} strides, expected equally many")
     return _PickledTensor(storage, offset, tuple(sizes), tuple(strides))

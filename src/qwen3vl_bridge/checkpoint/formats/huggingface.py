@@ -296,7 +296,9 @@ class HFWeights:
 
     def why_unread(self) -> str:
         """Return the reason why weight files in the folder are not read, as text for the end of a message."""
-        return f"{SINGLE} comes before {INDEX}" if (self.folder / SINGLE).exists() else f"{INDEX} does not name it"
+        return (
+            f"{SINGLE} is read instead of {INDEX}" if (self.folder / SINGLE).exists() else f"{INDEX} does not name it"
+        )
 
 
 def has_weights(folder: Path) -> bool:
@@ -348,7 +350,9 @@ def read_header(path: Path, named_by: str = "its folder") -> list[StoredTensor]:
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
     except (SafetensorError, ValueError) as error:
-        raise CheckpointError(f"{path} of {size} bytes: {error}; expected a complete safetensors file") from error
+        raise CheckpointError(
+            f"{path} of {size} bytes: {error}; expected a complete safetensors file: download or save it again"
+        ) from error
     header.pop("__metadata__", None)
     tensors = []
     for name, entry in header.items():

@@ -205,7 +205,9 @@ def _check_passive(value: Any, where: str) -> None:
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if key.startswith("_") and key.endswith("_"):
-                raise CheckpointError(f"{where} has the key {key!r}, expected no _key_: Megatron-Bridge may run it")
+                raise CheckpointError(
+                    f"{where} has the key {key!r}, expected no key like _name_: Megatron-Bridge may run code for it"
+                )
             _check_passive(inner, f"{where}, {key}")
     elif isinstance(value, list):
         for inner in value:

@@ -218,7 +218,9 @@ class Ranks:
             dist.all_gather_object(outcomes, mine, group=self._group)
         except RuntimeError as failure:
             reason = str(failure).splitlines()[0]
-            raise CheckpointError(f"another of the {self.size} processes ended: {reason}") from failure
+            raise CheckpointError(
+                f"another of the {self.size} processes ended ({reason}): see its error message"
+            ) from failure
         if error is not None:
             raise error
         for rank, (_, message) in enumerate(outcomes):

@@ -592,5 +592,5 @@ def compare_streams(left: Iterator[memoryview], right: Iterator[memoryview], dty
         a = a[length:] if len(a) > length else next(left, None)
         b = b[length:] if len(b) > length else next(right, None)
     if a is not None or b is not None:
-        raise AssertionError("streams of different lengths")
+        raise AssertionError("the compared tensors have different numbers of elements")
     return (count, first) if count else None

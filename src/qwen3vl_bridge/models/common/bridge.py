@@ -252,7 +252,7 @@ class _Fp8WeightFiles(_WeightFiles):
             where = f"{self.model_name_or_path}, tensor {name}"
             of_scales = find_scales(name, stored := self._stored.key_to_filename_map)
             if of_scales not in stored:
-                raise ValueError(f"{where}: its scales {of_scales} are missing")
+                raise ValueError(f"{where}: it is in FP8, but its scales {of_scales} are missing")
             scales = self._stored.load_tensors([of_scales])[of_scales]
             block = self._block if of_scales == name + SCALES else None  # the parts of an n-gram table share it
             try:

@@ -382,7 +382,8 @@ def _build_on_this_machine(
     known = _init_fields(provider_class)
     if unknown := sorted(values.keys() - known - set(ignorable)):
         logger.warning(
-            "%s has no %s: dropped from the saved configuration", provider_class.__name__, ", ".join(unknown)
+            "the saved configuration has fields that %s lacks, which are ignored: %s",
+            *(provider_class.__name__, ", ".join(unknown)),
         )
     return provider_class(**{name: value for name, value in values.items() if name in known})
 

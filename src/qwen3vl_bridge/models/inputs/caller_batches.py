@@ -600,7 +600,9 @@ def check_inference(context: Any, runtime_gather_output: bool | None, batch: Map
                 f"{context.sequence_len_offset} tokens, expected one new token of each row, [rows, 1]"
             )
     if runtime_gather_output and batch["labels"] is not None:
-        raise ValueError("runtime_gather_output is True with labels, expected None: the loss needs sharded logits")
+        raise ValueError(
+            "runtime_gather_output is True with labels: the loss needs sharded logits. Set it to None, or omit labels"
+        )
 
 
 def shape_and_dtype(values: Tensor | None) -> str:

@@ -114,7 +114,7 @@ def _split_packed_row(shape: tuple[int, int], keep: Tensor | None, logical: Tens
     elif rest:
         raise ValueError(
             f"packed_seq_params has {len(physical)} segments of {int(physical.sum())} tokens in all, input_ids has "
-            f"shape {list(shape)}: expected {rows * tokens} tokens, the whole batch"
+            f"shape {list(shape)}: expected {rows * tokens} tokens, the full batch"
             + (", or an attention_mask that marks the rest as padding" if rows == 1 and rest > 0 else "")
             + (f", or one segment for each of {rows} rows" if rows > 1 else "")
             + (f". {_SLICES}" if rest < 0 else "")

@@ -92,8 +92,8 @@ def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
     """
     defaults = {"rope_theta": None, "mrope_section": None, "partial_rotary_factor": 1.0}
     rope = hf_config.rope_parameters_of(text, defaults)
-    if rope.pop("partial_rotary_factor") != 1.0:
-        raise ValueError("partial_rotary_factor is not 1.0, the only supported value: remove it, or set it to 1.0")
+    if (factor := rope.pop("partial_rotary_factor")) != 1.0:
+        raise ValueError(f"partial_rotary_factor is {factor}, expected 1.0: remove it, or set it to 1.0")
     return rope
 
 
