@@ -439,10 +439,12 @@ class Qwen3VLConversationProvider(ConversationRows):
                 from the data of the resumed run, or from the data that were packed before training.
         """
         groups = context.pg_collection
-        rows, ranks = (self, 1) if groups is None else (self.for_context_parallel(groups.cp.size()), groups.dp.size())
+        settings, ranks = self, 1
+        if groups is not None:
+            settings, ranks = self.for_context_parallel(groups.cp.size()), groups.dp.size()
         wanted = (context.train_samples, context.valid_samples, context.test_samples)
         train, valid, test = (
-            rows._divide_stream(rows.rows(split, length=length, ranks=ranks), ranks, groups=groups)
+            settings._divide_stream(settings.rows(split, length=length, ranks=ranks), ranks, groups=groups)
             if length and self.paths_of(split)
             else None
             for split, length in zip(SPLITS, wanted, strict=True)

@@ -244,8 +244,8 @@ class Qwen3VLConfigContainer(ConfigContainer):
 
         An epoch may end in the middle of a step; the last step then continues in the next epoch.
         """
-        train, rows = self.train, self.dataset
-        if (epochs := train.num_epochs) is None or not isinstance(rows, ConversationRows):
+        train, dataset = self.train, self.dataset
+        if (epochs := train.num_epochs) is None or not isinstance(dataset, ConversationRows):
             return  # Megatron-Bridge counts the rows of its own data sets
         given = {name: getattr(train, name) for name in ("train_iters", "train_samples", "rampup_batch_size")}
         if epochs <= 0 or any(value is not None for value in given.values()):
@@ -254,12 +254,12 @@ class Qwen3VLConfigContainer(ConfigContainer):
                 f"train.num_epochs is {epochs}{' with ' * bool(found)}{found}, expected a number above 0, and None for "
                 "train_iters, train_samples and rampup_batch_size"
             )
-        if not isinstance(rows, Qwen3VLConversationProvider):
+        if not isinstance(dataset, Qwen3VLConversationProvider):
             raise ValueError(
-                f"train.num_epochs is {epochs} with a {type(rows).__name__}, expected None: the number of rows in an "
+                f"train.num_epochs is {epochs} with a {type(dataset).__name__}, expected None: the number of rows in an "
                 "epoch is not known before they are read. Set train.train_iters instead"
             )
-        count = int(rows.count_epoch(self.model.context_parallel_size).rows)
+        count = int(dataset.count_epoch(self.model.context_parallel_size).rows)
         train.num_epochs, train.train_iters = None, ceil(Fraction(str(epochs)) * count / train.global_batch_size)
         if get_rank_safe() == 0:
             logger.info("train.num_epochs %s of %d rows: train.train_iters is %d", epochs, count, train.train_iters)

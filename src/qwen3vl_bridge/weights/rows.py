@@ -280,11 +280,11 @@ class PackedExpert(WeightRow):
         return shape[::-1] if self.transposed else shape
 
 
-def stored_sizes(row: WeightRow, rows: int, dimensions: Dimensions) -> tuple[int, ...]:
-    """Return the size along dimension 0 of each tensor in `row.stored_names`. The parameter has `rows` rows."""
+def stored_sizes(row: WeightRow, height: int, dimensions: Dimensions) -> tuple[int, ...]:
+    """Return the size along dimension 0 of each tensor in `row.stored_names`. `height` is that of the parameter."""
     if row.sections:
         return tuple(dimensions[size] for _, size in row.sections)
-    return (rows // len(row.stored_names),) * len(row.stored_names)
+    return (height // len(row.stored_names),) * len(row.stored_names)
 
 
 def expand(rows: tuple[WeightRow, ...], dimensions: Dimensions) -> Iterator[WeightRow]:
