@@ -71,7 +71,7 @@ _GROUP_SETTINGS = (
 
 
 @dataclass(kw_only=True)
-class ConversationRows(DatasetProvider):
+class ConversationSettings(DatasetProvider):
     """Settings for encoding conversations and laying them out in rows.
 
     Attributes:
@@ -260,8 +260,8 @@ def _load_checkpoint_settings(path: str, limits: VisionLimits, *encoding: Any) -
 
 
 @dataclass(kw_only=True)
-class Qwen3VLConversationProvider(ConversationRows):
-    """Dataset of packed or padded conversations with images and videos. `ConversationRows` has the other settings.
+class Qwen3VLConversationProvider(ConversationSettings):
+    """Dataset of packed or padded conversations with images and videos. `ConversationSettings` has the other settings.
 
     Only the training split is shuffled. Where Megatron-Bridge counts samples, it counts rows of this dataset.
 

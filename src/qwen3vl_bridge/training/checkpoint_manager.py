@@ -34,7 +34,7 @@ from qwen3vl_bridge.core.collectives import (
     raise_on_all_ranks,
 )
 from qwen3vl_bridge.core.files import CheckpointError, read_object
-from qwen3vl_bridge.data.dataset_provider import ConversationRows
+from qwen3vl_bridge.data.dataset_provider import ConversationSettings
 from qwen3vl_bridge.data.loading import check_position
 from qwen3vl_bridge.dist_train.joint_run import merge_split_model
 from qwen3vl_bridge.peft.lora import Qwen3VLAdapters
@@ -335,7 +335,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 def _describe_data(cfg: ConfigContainer) -> dict[str, Any]:
     """Return the settings that determine the order of samples, as values that JSON can represent."""
-    if isinstance(cfg.dataset, ConversationRows):
+    if isinstance(cfg.dataset, ConversationSettings):
         return dict(cfg.dataset.position or {})
     fields = {f.name: repr(getattr(cfg.dataset, f.name)) for f in dataclasses.fields(cfg.dataset)}
     identity = {"type": type(cfg.dataset).__name__, **{k: v for k, v in fields.items() if k not in _NOT_ABOUT_ORDER}}
@@ -369,7 +369,7 @@ def _check_data(folder: Path, cfg: ConfigContainer, row: int) -> None:
     if not (folder / RUN_DATA).is_file():
         return
     saved = read_object(folder / RUN_DATA)
-    if isinstance(cfg.dataset, ConversationRows):
+    if isinstance(cfg.dataset, ConversationSettings):
         cfg.dataset.expect_position(saved, row)
     else:
         check_position(_describe_data(cfg), saved)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from qwen3vl_bridge.config.checks import run_checks
 from qwen3vl_bridge.config.model_validation import check_world
-from qwen3vl_bridge.data.dataset_provider import ConversationRows, Qwen3VLConversationProvider
+from qwen3vl_bridge.data.dataset_provider import ConversationSettings, Qwen3VLConversationProvider
 from qwen3vl_bridge.data.loading import kill_workers_at_exit
 from qwen3vl_bridge.training import run_validation
 from qwen3vl_bridge.training.checkpoint_manager import MANAGER, check_script
@@ -245,7 +245,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
         An epoch may end in the middle of a step; the last step then continues in the next epoch.
         """
         train, dataset = self.train, self.dataset
-        if (epochs := train.num_epochs) is None or not isinstance(dataset, ConversationRows):
+        if (epochs := train.num_epochs) is None or not isinstance(dataset, ConversationSettings):
             return  # Megatron-Bridge counts the rows of its own data sets
         given = {name: getattr(train, name) for name in ("train_iters", "train_samples", "rampup_batch_size")}
         if epochs <= 0 or any(value is not None for value in given.values()):
@@ -256,8 +256,8 @@ class Qwen3VLConfigContainer(ConfigContainer):
             )
         if not isinstance(dataset, Qwen3VLConversationProvider):
             raise ValueError(
-                f"train.num_epochs is {epochs} with a {type(dataset).__name__}, expected None: the number of rows in an "
-                "epoch is not known before they are read. Set train.train_iters instead"
+                f"train.num_epochs is {epochs} with a {type(dataset).__name__}, expected None: the number of rows in "
+                "an epoch is not known before they are read. Set train.train_iters instead"
             )
         count = int(dataset.count_epoch(self.model.context_parallel_size).rows)
         train.num_epochs, train.train_iters = None, ceil(Fraction(str(epochs)) * count / train.global_batch_size)
@@ -271,7 +271,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
         """
         dataset, train = self.dataset, self.train
         exit_signal = int(train.exit_signal) if train.exit_signal_handler_for_dataloader else None
-        if isinstance(dataset, ConversationRows):
+        if isinstance(dataset, ConversationSettings):
             dataset.rows_of_evaluation = rows_per_evaluation(self) or None
             dataset.ignored_signal = exit_signal
             dataset.params_dtype = self.model.params_dtype

@@ -69,10 +69,10 @@ def weights_digest(folder: str | Path) -> str:
 
 def check_reference_model(cfg: Any) -> None:
     """Raise ValueError on rank 0 if a run's log-probabilities were not computed by its reference model."""
-    objective, rows = getattr(cfg, "objective", None), cfg.dataset
+    objective, dataset = getattr(cfg, "objective", None), cfg.dataset
     if objective is None or objective.reference_logps is None or get_rank_safe() != 0:
         return
-    if not isinstance(rows, Qwen3VLConversationProvider):  # which `run_validation` rejects
+    if not isinstance(dataset, Qwen3VLConversationProvider):  # which `run_validation` rejects
         return
     weights = objective.reference_model or cfg.checkpoint.pretrained_checkpoint
     if weights is None:
@@ -81,7 +81,7 @@ def check_reference_model(cfg: Any) -> None:
             "checkpoint.pretrained_checkpoint or objective.reference_model"
         )
     expected = weights_digest(weights)
-    for split in (split for split in SPLITS if rows.paths_of(split)):
+    for split in (split for split in SPLITS if dataset.paths_of(split)):
         needed = split == "train" or cfg.validation.eval_iters
         if needed and (found := reference_model_digest(objective.reference_logps, split)) != expected:
             raise ValueError(

@@ -39,7 +39,7 @@ from qwen3vl_bridge.config.checks import (
 from qwen3vl_bridge.config.fields import dist_train_replicas
 from qwen3vl_bridge.config.other_trainers import suggest_settings
 from qwen3vl_bridge.core.atomic import free_space
-from qwen3vl_bridge.data.dataset_provider import ConversationRows, Qwen3VLConversationProvider
+from qwen3vl_bridge.data.dataset_provider import ConversationSettings, Qwen3VLConversationProvider
 from qwen3vl_bridge.peft.lora import Qwen3VLAdapters
 from qwen3vl_bridge.planning.from_config import checkpoint_bytes, count_checkpoints, estimate_run
 from qwen3vl_bridge.planning.hardware import GIB, host_bytes
@@ -347,7 +347,7 @@ BEFORE_VALIDATE: tuple[Check, ...] = (
     Requires("accuracy.max_new_tokens", at_least(1)),
     Requires(
         "dataset.__class__",
-        Values(lambda kind, _: issubclass(kind, ConversationRows), lambda _: "a data set of qwen3vl_bridge"),
+        Values(lambda kind, _: issubclass(kind, ConversationSettings), lambda _: "a data set of qwen3vl_bridge"),
         _GENERATES, why="its processor encodes the questions",
     ),
     # optimizers of emerging-optimizers
@@ -596,7 +596,7 @@ ON_META_DEVICE: tuple[Check, ...] = (
     Requires("checkpoint.custom_manager_class", MANAGER, _ON_META),
 )
 
-_PACKS = Condition("dataset.pack", lambda cfg: isinstance(cfg.dataset, ConversationRows) and cfg.dataset.pack)
+_PACKS = Condition("dataset.pack", lambda cfg: isinstance(cfg.dataset, ConversationSettings) and cfg.dataset.pack)
 
 AFTER_VALIDATE: tuple[Check, ...] = (
     lambda cfg: run_checks(model_validation.ON_TRAIN, cfg.model),
@@ -638,7 +638,7 @@ AFTER_VALIDATE: tuple[Check, ...] = (
     *requires_default(
         "tokenizer.chat_template tokenizer.chat_template_path",
         "conversations are formatted by the chat template of dataset.hf_processor_path",
-        lambda cfg: isinstance(cfg.dataset, ConversationRows) and isinstance(cfg.tokenizer, TokenizerConfig),
+        lambda cfg: isinstance(cfg.dataset, ConversationSettings) and isinstance(cfg.tokenizer, TokenizerConfig),
     ),
     *requires_default(
         "logger.log_l2_norm_grad_to_tensorboard",

@@ -77,7 +77,10 @@ class TensorSlice(NamedTuple):
     length: int
     columns: int = 0  # if not 0, the elements are a matrix with this many columns, stored transposed
     stride: int = 1  # distance between the elements in the stored tensor
-    plus: int = 0  # the stored values are larger than the parameter by this number
+    # Only in the slices of a `TensorLayout`: the stored values are larger than the parameter's by this number.
+    stored_offset: int = 0
+    # Only in the slices of a conversion plan: the number that is added to the stored values when they are read.
+    added: int = 0
 
     def cut(self, start: int, length: int) -> TensorSlice:
         """Return the part of this slice that has `length` elements and begins at element `start` of the slice."""
@@ -249,8 +252,8 @@ class ZeroCentered(WeightRow):
     mapping: ClassVar[str] = f"{_OUR_MAPPINGS}:ZeroCenteredMapping"
 
     def hf_slices(self, dimensions: Dimensions) -> Iterator[TensorSlice]:
-        """Yield the full tensor as one slice, with `plus=1` because Megatron's values are smaller by one."""
-        yield TensorSlice(self.hf[0], 0, math.prod(self.resolve_shapes(dimensions)[0]), plus=1)
+        """Yield the full tensor as one slice, with `stored_offset=1` because Megatron's values are smaller by one."""
+        yield TensorSlice(self.hf[0], 0, math.prod(self.resolve_shapes(dimensions)[0]), stored_offset=1)
 
 
 @dataclass(frozen=True)

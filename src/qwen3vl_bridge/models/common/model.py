@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NoReturn
 from qwen3vl_bridge.config.checks import run_checks
 from qwen3vl_bridge.config.fields import attribute_alias
 from qwen3vl_bridge.config.model_validation import GATHERED_LOGITS, ON_FORWARD, ON_TRAIN, check_token_count
-from qwen3vl_bridge.core.batch import ModelInputs, VisionRows
+from qwen3vl_bridge.core.batch import ModelInputs, VisionPlacement
 from qwen3vl_bridge.core.collectives import exchange_vision_tokens, scatter_sequence
 from qwen3vl_bridge.models.common.attention import layout_packed_seq_params
 from qwen3vl_bridge.models.common.decoding import has_tokens, is_stored, next_positions, step_inputs
@@ -430,7 +430,7 @@ class VisionLanguageModel(MegatronModule):
         hidden = self.embed_tokens(inputs.input_ids, tokens, inputs.fuse)
         return hidden, self.layer_arguments(features, inputs)
 
-    def embed_tokens(self, input_ids: Tensor, vision_tokens: Tensor, where: VisionRows) -> Tensor:
+    def embed_tokens(self, input_ids: Tensor, vision_tokens: Tensor, where: VisionPlacement) -> Tensor:
         """Embed token ids [b, s] as hidden states [s / sp, b, h], in which vision tokens replace placeholders.
 
         `where` tells which of the `vision_tokens` replaces which hidden state.
