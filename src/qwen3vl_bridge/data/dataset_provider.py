@@ -106,10 +106,14 @@ class ConversationSettings(DatasetProvider):
 
     # Settings of Megatron-Bridge that are ignored here, with their default.
     ignored_settings: ClassVar[dict[str, Any]] = {"data_sharding": True, "drop_last": True, "trust_remote_code": None}
-    # Not a setting: the position that checkpoints store, and that a resumed run is checked against.
+    # State of an object, not settings: a ClassVar is no field of the dataclass. Methods set it with `vars(self)`,
+    # because type checkers reject an assignment to the ClassVar of an object.
+    # The position that checkpoints store, and that a resumed run is checked against. Set by `record_position`.
     position: ClassVar[Mapping[str, Any] | None] = None
+    # Position and row of the resumed checkpoint. Set by `expect_position`, which the checkpoint manager calls when it
+    # loads the checkpoint, before the data sets are built; `record_position` resets it to None.
     _expected: ClassVar[tuple[Mapping[str, Any], int] | None] = None
-    # Not a setting: the first epoch of training, after its rows were built; None if it is not known.
+    # The first epoch of training; None if it is not known. Set by `build_datasets` and `count_epoch`.
     epoch: ClassVar[Epoch | None] = None
 
     hf_processor_path: str
@@ -206,7 +210,7 @@ class ConversationSettings(DatasetProvider):
         check_position(data, expected["data"])
         check_assignment(row, tuple(expected["assigned"]), assignment)
 
-    def checkpoint(self) -> CheckpointSettings:
+    def processor_settings(self) -> CheckpointSettings:
         """Read the encoder and other settings of the checkpoint `hf_processor_path`.
 
         Raises:
@@ -217,7 +221,7 @@ class ConversationSettings(DatasetProvider):
 
     def sample_filter(self) -> SampleFilter:
         """Return the filter that decides which conversations become samples."""
-        encoder = self.checkpoint().encoder
+        encoder = self.processor_settings().encoder
         return SampleFilter(
             encoder,
             limit=self.seq_length,
@@ -229,9 +233,9 @@ class ConversationSettings(DatasetProvider):
 
     def collator(self) -> Collator:
         """Return the collator that builds batches from samples."""
-        checkpoint = self.checkpoint()
+        settings = self.processor_settings()
         dtype = self.pixel_dtype or self.params_dtype or torch.float32
-        return Collator(checkpoint.vision, checkpoint.pad_id, self.seq_length, self.multiple, dtype)
+        return Collator(settings.vision, settings.pad_id, self.seq_length, self.multiple, dtype)
 
 
 @dataclass(frozen=True)
@@ -378,7 +382,7 @@ class Qwen3VLConversationProvider(ConversationSettings):
         collator = replace(super().collator(), objective=self.objective)
         if self.objective != "reranker":
             return collator
-        tokenizer = self.checkpoint().encoder.processor.tokenizer
+        tokenizer = self.processor_settings().encoder.processor.tokenizer
         answers = [tokenizer.encode(word, add_special_tokens=False) for word in ("yes", "no")]
         if any(len(ids) != 1 for ids in answers):
             raise DataError(
@@ -451,7 +455,7 @@ class Qwen3VLConversationProvider(ConversationSettings):
         )
         for split, one in zip(SPLITS, (train, valid, test), strict=True):
             if groups is not None and one is not None and not self.streaming and torch.distributed.is_initialized():
-                found = gather_objects(one.samples.file.fingerprint())
+                found = gather_objects(one.samples.source.fingerprint())
                 other = next((rank for rank, fingerprint in enumerate(found) if fingerprint != found[0]), None)
                 if other is not None:
                     raise ValueError(
@@ -521,7 +525,7 @@ class Qwen3VLConversationProvider(ConversationSettings):
         seed = self.seed if shuffled else None
         packed = PackedRows(self.train_packing) if split == "train" and self.train_packing else None
         over = shuffled and self.balance_over
-        balance = Balance(over, self.checkpoint().costs) if over else None
+        balance = Balance(over, self.processor_settings().costs) if over else None
         settings = RowSettings(self.collator(), self.pack, seed, self.window_size, packed, balance)
         source = self.open_split(split, seed)
         sample_filter, sizes = self.sample_filter(), None if packed is None else Sizes(known=packed.size)
@@ -643,7 +647,7 @@ class Qwen3VLConversationProvider(ConversationSettings):
                 f"dataset.stream_parts is {parts}, expected a multiple of {readers}: {ranks} data-parallel ranks x "
                 f"{workers} data-loading processes x {micro} rows of a microbatch"
             )
-        return StreamedRows(rows, parts, make_drop_counter({"stream": rows.samples.file.fingerprint()}, groups))
+        return StreamedRows(rows, parts, make_drop_counter({"stream": rows.samples.source.fingerprint()}, groups))
 
     def open_split(self, split: str, seed: int | None) -> ConversationSource | Mixture | StreamedDataset:
         """Open the conversations of a split. `seed` shuffles a stream; None keeps its order."""

@@ -50,7 +50,7 @@ def build_callbacks(cfg: ConfigContainer) -> list[Callback]:
     Dry runs and simulations call this function.
     """
     if isinstance(cfg, Qwen3VLConfigContainer):
-        vars(cfg)["has_callbacks"] = True
+        vars(cfg)["has_callbacks"] = True  # see `Qwen3VLConfigContainer`
     callbacks: list[Callback] = [StepGuard()]  # first: the others use its gradient norms
     if cfg.model.dist_train.use_dist_train:
         callbacks.append(JoinModules())
@@ -160,7 +160,7 @@ class Accuracy(Callback):
             schema_adapter=getattr(self.dataset, "schema_adapter", None),
             columns=getattr(self.dataset, "columns", None),
         )
-        encoder = replace(self.dataset, answers="last").checkpoint().encoder
+        encoder = replace(self.dataset, answers="last").processor_settings().encoder
         return Prompts(source, encoder, range(min(self.settings.samples, len(source))))
 
 

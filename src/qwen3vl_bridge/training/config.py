@@ -155,9 +155,12 @@ class Qwen3VLConfigContainer(ConfigContainer):
         accuracy: accuracy on held-out conversations.
     """
 
-    # Attributes, not settings.
-    has_callbacks: ClassVar[bool] = False  # `training_callbacks` has created callbacks for this configuration
-    has_recipes_warmup: ClassVar[bool] = False  # the warm-up is the recipe's default; a shorter run may shorten it
+    # Attributes, not settings: a ClassVar is no field of the dataclass. They are set with `vars(cfg)`, because type
+    # checkers reject an assignment to the ClassVar of an object.
+    # Callbacks were created for this configuration. Set by `build_callbacks` (training/callbacks.py).
+    has_callbacks: ClassVar[bool] = False
+    # The warm-up is the recipe's default, and may be shortened. Set by `apply` (overrides.py of qwen3vl_recipes).
+    has_recipes_warmup: ClassVar[bool] = False
 
     optimizer_config_override_provider: OptimizerConfigOverrideProvider = field(default_factory=Qwen3VLLearningRates)
     rerun_state_machine: RerunStateMachineConfig = field(
@@ -203,7 +206,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
         run_checks(run_validation.BEFORE_VALIDATE, self)
         self.apply_objective()
         self._count_steps()
-        run_validation.check_warmup(self)
+        run_validation.check_or_shorten_warmup(self)
         super().validate()
         if self.checkpoint.custom_manager_class is None:
             self.checkpoint.custom_manager_class = MANAGER
