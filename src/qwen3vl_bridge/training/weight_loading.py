@@ -107,9 +107,7 @@ def load_model(
         CheckpointError, ValueError: A checkpoint does not exist or does not fit the model, or a setting is wrong.
     """
     bridge = AutoBridge.from_hf_pretrained(str(hf_path))
-    family_of(
-        bridge.hf_pretrained.config.to_dict()
-    )  # raises ValueError if no family has the model
+    family_of(bridge.hf_pretrained.config.to_dict())  # raises ValueError if no family has the model
     provider = bridge.to_megatron_provider(load_weights=megatron_path is None)
     for name, value in settings.items():
         getattr(provider, name)

@@ -32,9 +32,9 @@ from typing import Any, ClassVar, NamedTuple
 class Dimensions:
     """Sizes and layer indices of one model: the values of the symbols in a weight table.
 
-    `dimensions[name]` returns the size with this name. The function `dimensions` of a family (`registry.Family`) defines
-    the names. Most are from `vision_sizes` below and `model_dimensions` in `config/hf_config.py`; names for linear
-    attention are from `config/hybrid_config.py`.
+    `dimensions[name]` returns the size with this name. The names are defined by the function `dimensions` of a family
+    (`registry.Family`). Most are from `vision_sizes` below and `model_dimensions` in `config/hf_config.py`; names for
+    linear attention are from `config/hybrid_config.py`.
     """
 
     sizes: Mapping[str, int]  # by name: symbols in shapes, conditions (0 or 1) and numbers of heads
