@@ -66,7 +66,7 @@ def apply(cfg: ConfigContainer, words: Sequence[str] = (), files: Sequence[str |
         *path, last = name.split(".")
         functools.reduce(lambda section, key: section.setdefault(key, {}), path, nested)[last] = new
     if not asked & _WARMUP:
-        vars(cfg)["has_recipes_warmup"] = True  # see Qwen3VLConfigContainer
+        vars(cfg)["has_recipes_warmup"] = True  # see `Qwen3VLConfigContainer`
     kept = {name: value for name, value in callables.items() if name.removeprefix("root.") not in changed}
     apply_overrides(cfg, nested, kept)
     arrived = _flat(_settings(cfg)[0])

@@ -53,7 +53,7 @@ _EXPERTS = ("models/common/provider.py", "ExpertsMixin")
 _QWEN3_VL, _QWEN3_5 = "models/qwen3_vl/provider.py", "models/qwen3_5/provider.py"
 _HYBRID, _QWEN4_EXP = "models/common/hybrid_provider.py", "models/qwen4_exp/provider.py"
 _HYBRID_FIELDS, _HYBRID_EXPERTS = (_HYBRID, "HybridModelProvider"), (_HYBRID, "HybridExpertsMixin")
-_ROWS = ("data/dataset_provider.py", "ConversationRows")
+_ROWS = ("data/dataset_provider.py", "ConversationSettings")
 
 # Name of a generated part of the page -> the dataclasses in it.
 GROUPS: dict[str, tuple[Group, ...]] = {

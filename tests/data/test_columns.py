@@ -303,7 +303,7 @@ def test_columns_of_data_set_in_mixture_override_common_columns(sources, checkpo
         made.finalize()
         return made.rows("train", shuffle=False)
 
-    source = rows(sets).samples.file
+    source = rows(sets).samples.source
     assert [source[number].messages[1]["content"] for number in range(7)] == ["0", "1", "2", "x", "x", "x", "Seven."]
     for columns, message in (
         ({"imag": "x"}, r"dataset.mixture\[0\].columns is {'imag': 'x'}, expected {KEY: COLUMN} with keys of messages"),

@@ -233,7 +233,7 @@ def test_offline_packed_rows_respect_padded_length_and_max_patches(make_rows, tm
 
 
 def assert_row_of(packed, rows, batch):
-    names = [sorted(map(rows.samples.file.sample_id, packed[row])) for row in range(len(packed))]
+    names = [sorted(map(rows.samples.source.sample_id, packed[row])) for row in range(len(packed))]
     assert sorted(batch.sample_ids) in names
 
 

@@ -144,8 +144,8 @@ def test_rows_of_pairs_keep_both_answers_of_each_pair(make_provider, pairs_file,
     """Each document of a row equals the supervised sample with its answer."""
     provider = make_provider(train_path=pairs_file, objective="dpo", seq_length=128, pad_to_multiple_of=multiple)
     rows, seen = provider.rows("train"), []
-    encoder = provider.checkpoint().encoder
-    conversations = {one.sample_id: one for one in map(rows.samples.file.__getitem__, range(40))}
+    encoder = provider.processor_settings().encoder
+    conversations = {one.sample_id: one for one in map(rows.samples.source.__getitem__, range(40))}
     for number in range(rows.plan.end_of_epoch()):
         batch = rows.collate_fn([rows[number]])
         starts, ids = batch.layout.cu_seqlens_padded.tolist(), batch.sample_ids
@@ -178,8 +178,8 @@ def test_unreadable_pair_becomes_pair_without_loss(make_provider, pairs_file, mo
     provider = make_provider(train_path=pairs_file, objective="dpo", seq_length=256, on_bad="drop")
     rows = provider.rows("train")
     rows.plan.row(0)
-    first, encoder = rows.plan.row(0)[0], type(provider.checkpoint().encoder)
-    bad, call = rows.samples.file.sample_id(first), encoder.__call__
+    first, encoder = rows.plan.row(0)[0], type(provider.processor_settings().encoder)
+    bad, call = rows.samples.source.sample_id(first), encoder.__call__
 
     def fail(self, conversation, limit=None):
         if conversation.sample_id == f"{bad} (rejected)":
@@ -196,7 +196,7 @@ def test_reference_logps_reach_batches_and_are_checked_against_data(make_provide
     settings = dict(train_path=pairs_file, objective="dpo", seq_length=128)
     rows = make_provider(**settings).rows("train")
     logps = torch.rand(40, 2, dtype=torch.float64)
-    rules = reference_rules(rows.samples.file, rows.samples.sample_filter)
+    rules = reference_rules(rows.samples.source, rows.samples.sample_filter)
     write_reference_logps(tmp_path / "scores", "train", logps, rules, "digest")
     assert reference_model_digest(tmp_path / "scores", "train") == "digest"
     scored = make_provider(**settings, reference_logps=str(tmp_path / "scores"))

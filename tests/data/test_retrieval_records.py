@@ -113,7 +113,7 @@ def test_retrieval_prompts_equal_tokens_of_qwens_scripts(processor, checkpoint, 
               "positive": {"text": "It is seven.", "image": "d.png"}, "negatives": ["Nothing"]}  # fmt: skip
     (tmp_path / "train.jsonl").write_text(json.dumps(record) + "\n")
     provider = make_provider(train_path=tmp_path / "train.jsonl", objective=objective, seq_length=1024)
-    encoder, found = provider.checkpoint().encoder, provider.rows("train").samples.file[0]
+    encoder, found = provider.processor_settings().encoder, provider.rows("train").samples.source[0]
 
     def part(kind: str, value: object = "") -> dict:
         return {"type": kind, kind: value}
@@ -246,7 +246,7 @@ def test_labeled_records_get_answer_of_previous_record(make_provider, tmp_path):
     records = [{"prompt": f"Q{n}", "completion": f"A{n}", "label": n % 2 == 0} for n in range(5)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     rows = make_provider(train_path=tmp_path / "train.jsonl", objective="kto").rows("train")
-    source = rows.samples.file
+    source = rows.samples.source
     for n in range(5):
         own, other = source[n].documents
         assert [own.messages[0]["content"], own.messages[1]["content"]] == [f"Q{n}", f"A{n}"]

@@ -311,7 +311,7 @@ def test_evaluation_prompts_ignore_loss_keys_of_messages(tmp_path, make_provider
     messages = [ASK, {**SEVEN, "loss": True}, ASK, {**SEVEN, "content": "Eight.", "loss": False}]
     path = write(tmp_path / "train.jsonl", [{"messages": messages}])
     rows = make_provider(train_path=path, seq_length=64, answers="last")
-    prompts = Prompts(open_source(path), rows.checkpoint().encoder, [0])
+    prompts = Prompts(open_source(path), rows.processor_settings().encoder, [0])
     (question,) = prompts.questions
     asked = processor.tokenizer.decode(prompts.encode(question).sample.input_ids)
     assert asked.endswith(f"Seven.{END}\n<|im_start|>user\nWhich?{END}\n<|im_start|>assistant\n")
@@ -321,7 +321,7 @@ def test_evaluation_prompts_ignore_loss_keys_of_messages(tmp_path, make_provider
 def test_evaluation_prompts_read_references_key_of_record(tmp_path, make_provider):
     records = [{"messages": [ASK, SEVEN], "references": given} for given in (["7", "seven"], "seven")]
     path = write(tmp_path / "train.jsonl", records)
-    encoder = make_provider(train_path=path, seq_length=64, answers="last").checkpoint().encoder
+    encoder = make_provider(train_path=path, seq_length=64, answers="last").processor_settings().encoder
     assert Prompts(open_source(path), encoder, [0]).questions[0].references == ("7", "seven")
     with pytest.raises(DataError, match=r"^train\.jsonl:2: found 'seven' under 'references', expected a list of texts"):
         Prompts(open_source(path), encoder, [1])
@@ -339,7 +339,7 @@ def test_evaluation_prompts_remove_reasoning_from_references(tmp_path, checkpoin
     def asked(template: str, answers: list[dict], **settings) -> list[Prompt]:
         path = write(tmp_path / "train.jsonl", [{"messages": [ASK, answer]} for answer in answers])
         settings |= dict(hf_processor_path=tmp_path / template, seq_length=64, answers="last")
-        encoder = make_provider(train_path=path, **settings).checkpoint().encoder
+        encoder = make_provider(train_path=path, **settings).processor_settings().encoder
         prompts = Prompts(open_source(path), encoder, range(len(answers)))
         assert [question.references[0].strip() for question in prompts.questions] == ["Seven."] * len(answers)
         return [prompts.encode(question) for question in prompts.questions]

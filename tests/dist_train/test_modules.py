@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import qwen3vl_bridge
 from qwen3vl_bridge.config.checks import run_checks
-from qwen3vl_bridge.training.run_validation import ON_TRAIN_START
+from qwen3vl_bridge.training.run_validation import RUN_CAN_START
 
 import pytest
 from megatron.bridge.models.qwen_vl.qwen3_vl_provider import DistTrainConfig
@@ -35,7 +35,7 @@ NUMBERED = dict(save="run", dist_ckpt_optim_fully_reshardable=False)
 ])  # fmt: skip
 def test_dist_train_raises_if_setting_is_unsupported(ranks, changed, message):
     with pytest.raises(ValueError, match=message):
-        run_checks(ON_TRAIN_START, run(*ranks, **changed))
+        run_checks(RUN_CAN_START, run(*ranks, **changed))
 
 
 @pytest.mark.parametrize("changed", [
@@ -43,4 +43,4 @@ def test_dist_train_raises_if_setting_is_unsupported(ranks, changed, message):
     NUMBERED | dict(save_optim=False),
 ])  # fmt: skip
 def test_dist_train_supported_settings_pass_checks(changed):
-    run_checks(ON_TRAIN_START, run(2, 2, **changed))
+    run_checks(RUN_CAN_START, run(2, 2, **changed))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from tests.helpers.batches import Sample, run_reference
@@ -35,14 +35,13 @@ def weighed(sample: Sample) -> Sample:
 
 def forward_step(loss: str, samples: int, state: Any, data: Iterator[Any], model: torch.nn.Module) -> tuple:
     """Run a microbatch; the loss is the mean over all samples of the step."""
-    batch, config = next(data), get_model_config(model)
-    groups = get_attr_wrapped_model(model, "pg_collection")
+    batch, groups = next(data), get_attr_wrapped_model(model, "pg_collection")
     microbatches = MICROBATCHES // groups.dp.size()
     if isinstance(batch, Shared):
         arguments = batch.arguments(groups.cp.size(), groups.cp.rank())
         losses, weights = model(**arguments), arguments["loss_mask"]
     else:
-        inputs = batch.local(**config.local_arguments(groups) | get_attr_wrapped_model(model, "stage_arguments")())
+        inputs = get_attr_wrapped_model(model, "select_local")(batch)
         losses, weights = model(inputs=inputs), inputs.loss_mask
 
     def verl(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

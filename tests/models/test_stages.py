@@ -3,7 +3,7 @@
 import types
 from dataclasses import replace
 
-from qwen3vl_bridge.core.batch import TokenBatch, VisionRankInputs, VisionRows
+from qwen3vl_bridge.core.batch import TokenBatch, VisionPlacement, VisionRankInputs
 from qwen3vl_bridge.core.layout import SequenceLayout
 from qwen3vl_bridge.core.vision_inputs import VisionSettings, make_vision_inputs
 from qwen3vl_bridge.core.vision_sharding import VisionShard, VisionWork, assign_vision
@@ -87,7 +87,7 @@ def test_stage_unpack_raises_if_received_tensor_has_wrong_size():
 @pytest.mark.parametrize(("sent", "pictures", "fits"), [(1, 2, False), (1, 0, True), (0, 2, True)])
 def test_stage_sending_deepstack_without_variable_seq_lengths_raises(sent, pictures, fits):
     """The schedule knows the length of rows, but not the number of features, which depends on images."""
-    where = VisionRows(torch.zeros(pictures).long(), torch.zeros(pictures).long())
+    where = VisionPlacement(torch.zeros(pictures).long(), torch.zeros(pictures).long())
     inputs, stage = types.SimpleNamespace(deepstack=where), DeepStackStage(received=3, sent=sent)
     stage.check_variable_lengths(inputs, types.SimpleNamespace(variable_seq_lengths=True))
     fixed = types.SimpleNamespace(variable_seq_lengths=False)

@@ -256,7 +256,7 @@ def run_conversion(make_conversion: Callable[[], Conversion], options: Conversio
         )
     with contextlib.ExitStack() as stack:
         work = ranks.run_on_rank0(
-            lambda: stack.enter_context(_stage(conversion, options, earlier, digests[0], disk_needed))
+            lambda: stack.enter_context(_staging_folder(conversion, options, earlier, digests[0], disk_needed))
         )
         seconds, resumed, written = _write_tensors(conversion, options, work)
         try:
@@ -274,7 +274,7 @@ def run_conversion(make_conversion: Callable[[], Conversion], options: Conversio
 
 
 @contextlib.contextmanager
-def _stage(
+def _staging_folder(
     conversion: Conversion, options: ConversionOptions, earlier: EarlierResult, digest: str, disk_needed: int
 ) -> Iterator[Path]:
     """Yield the hidden folder to write to, new or resumed. At the end of the `with` block rename it to the target.

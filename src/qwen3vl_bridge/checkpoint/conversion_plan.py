@@ -165,10 +165,10 @@ def _map_slices(
                 continue
             if wanted.columns:
                 parts = _transpose(parts, wanted.columns)
-            if wanted.plus:
+            if wanted.stored_offset:
                 if not all(isinstance(part, TensorSlice) for part in parts):
                     raise AssertionError("the plan adds a number to a slice that is not read from a stored tensor")
-                parts = tuple(part._replace(plus=part.plus + wanted.plus) for part in _stored_slices(parts))
+                parts = tuple(part._replace(added=part.added + wanted.stored_offset) for part in _stored_slices(parts))
             if available < wanted.length:
                 parts += (ZeroSlice(wanted.length - available),)
             start = wanted.start
@@ -191,7 +191,7 @@ def _read_slice(part: TensorSlice) -> Slice:
         raise AssertionError(
             f"{part.tensor}: the plan reads every {part.stride}th element, but only the target may have a stride"
         )
-    stored = TensorSlice(part.tensor, part.start, part.length, plus=-part.plus)
+    stored = TensorSlice(part.tensor, part.start, part.length, added=-part.stored_offset)
     if not part.columns:
         return stored
     # The source is the transpose of the target, so its columns are the target's rows.

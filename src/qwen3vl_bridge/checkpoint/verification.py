@@ -182,8 +182,8 @@ def _compare_models(
     inverse: dict[str, Task] = {}
     for task in plan.tasks:
         match list(task.slices):
-            case [TensorSlice(name, 0, length, plus=plus)] if plus and length == specs[name].numel:
-                slices = SliceList([TensorSlice(task.target.name, 0, length, plus=-plus)])
+            case [TensorSlice(name, 0, length, added=number)] if number and length == specs[name].numel:
+                slices = SliceList([TensorSlice(task.target.name, 0, length, added=-number)])
                 inverse[task.target.name] = Task(specs[name], slices)
     meter = Progress("verify", 0, shown=False)
     different = [

@@ -290,8 +290,7 @@ def _writing_options(parser: argparse.ArgumentParser) -> None:
 def _convert(options: argparse.Namespace) -> int:
     """Run a command that writes a checkpoint, print its report, and return the exit status.
 
-    `options.function` names the function of `qwen3vl_bridge.checkpoint` to call. It gets the other options as keyword
-    arguments.
+    `options.function` names the function of `qwen3vl_bridge.checkpoint` to call.
 
     Raises:
         OSError: the plan of a dry run cannot be printed.
@@ -303,6 +302,7 @@ def _convert(options: argparse.Namespace) -> int:
     if "tp" in given:
         sizes = (name.replace("-", "_") for name in _SIZES)
         given["topology"] = Topology(**{name: given.pop(name) for name in sizes})
+    # Each remaining option has the name of a parameter of the function, or of a field of `ConversionOptions`.
     report: ConversionReport = getattr(checkpoint, function)(**given)
     if not options.ranks.first:
         return 0

@@ -1,9 +1,10 @@
 """Checks of a provider. They raise for settings that would be ignored, fail later, or train something unexpected.
 
 The names in capitals are tables of checks. `finalize()` of a provider runs PARALLEL_SIZES, MOE or DENSE, the family's
-own `checks` and BEFORE_FINALIZE, then lets megatron-core complete the fields, and then runs AFTER_FINALIZE. ON_TRAIN
-runs when a run is validated and when a model is built for training. Before its first forward pass, and again after a
-setting has changed, a model runs ON_TRAIN in training mode and ON_FORWARD in evaluation mode.
+own `checks` and BEFORE_FINALIZE, then lets megatron-core complete the fields, and then runs AFTER_FINALIZE.
+MODEL_CAN_TRAIN runs when a run is validated and when a model is built for training. Before its first forward pass, and
+again after a setting has changed, a model runs MODEL_CAN_TRAIN in training mode and ON_FORWARD in evaluation mode.
+`training/run_validation.py` lists the order of all tables in a run.
 
 Settings that megatron-core or Megatron-Bridge reject with a clear message are not checked here. The settings that no
 code reads were found by searching the installed megatron-core, Megatron-Bridge and this package, and by recording the
@@ -630,7 +631,7 @@ GATHERED_LOGITS = "a loss on gathered logits gives wrong gradients"
 
 # Checked only for training, because a model that is loaded for export or inference may have the schedule settings of
 # the run that saved it. Megatron-Bridge's `comm_overlap` has set `overlap_p2p_comm` and `batch_p2p_comm` before.
-ON_TRAIN: tuple[Check, ...] = (
+MODEL_CAN_TRAIN: tuple[Check, ...] = (
     *ON_FORWARD,
     Requires(
         "cross_entropy_fusion_impl", "native",

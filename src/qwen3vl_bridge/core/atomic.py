@@ -1,6 +1,8 @@
 """Write a folder so that it is either complete or absent: write a hidden folder, then rename it to the target.
 
-Whenever the process is killed, the target is either unchanged or complete.
+Whenever the process is killed, the target is either unchanged or complete. There is one exception: if the file system
+cannot swap two folders, a replaced target is absent for a moment. If the process is killed then, the next call of
+`atomic_directory` restores it.
 """
 
 from __future__ import annotations
@@ -104,7 +106,10 @@ def atomic_directory(
 
 
 def scratch_folder(folder: Path) -> Path:
-    """Return the path for temporary files next to a hidden folder. It is removed with the hidden folder."""
+    """Return the path for temporary files next to a hidden folder, which the caller may create.
+
+    `atomic_directory` removes it with the hidden folder if the `with` block raises, and after the rename otherwise.
+    """
     return folder.with_name(f"{folder.name}.scratch")
 
 

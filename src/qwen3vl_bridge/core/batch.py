@@ -38,7 +38,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class VisionRows(Transferable):
+class VisionPlacement(Transferable):
     """Indices with which vision tokens replace hidden states of a rank: hidden[targets] = vision[sources].
 
     Hidden states are flattened from [s, b].
@@ -63,7 +63,7 @@ class NextTokens(Transferable):
     padding_mask: Tensor  # [b, s / sp] bool, True for tokens of this sequence-parallel rank without a next token
     num_trained: Tensor  # [] float32, number of tokens in the whole batch whose next token is trained on
     num_predicted: Tensor  # [] float32, number of tokens in the whole batch where `loss_mask` is 1
-    fuse: VisionRows  # vision tokens among this context-parallel rank's next tokens
+    fuse: VisionPlacement  # vision tokens among this context-parallel rank's next tokens
     measured: bool = False  # whether predictions are computed and counted outside of training, too
 
 
@@ -78,8 +78,8 @@ class ModelInputs(Transferable):
     # [b, s / sp] bool, True for padding and for `excluded_from_aux_loss` tokens of this sequence-parallel rank.
     padding_mask: Tensor
     layout: SequenceLayout  # of the whole batch; attention reads it in packed rows
-    fuse: VisionRows  # vision tokens of this context-parallel rank
-    deepstack: VisionRows  # vision tokens of this context- and sequence-parallel rank
+    fuse: VisionPlacement  # vision tokens of this context-parallel rank
+    deepstack: VisionPlacement  # vision tokens of this context- and sequence-parallel rank
     vision: VisionInputs | None = None  # the images and videos that this rank encodes, or None
     vision_exchange: VisionExchange | None = None  # None if the rank encodes all vision tokens that it needs
     # For each separate vision rank, the shard that it sends for this batch. None without separate vision ranks.
@@ -221,11 +221,13 @@ class TokenBatch(Transferable):
         sp_index = token_index(self.layout, cp_size, cp_rank, sp_size, sp_rank)  # [s / sp, b]
 
         vision, exchange, shards = self.vision if encode_vision else None, None, None
-        encoded_index = None  # [M], index of each vision token among those that this rank encodes or receives
+        # [M], index of each vision token among the tokens that this rank receives; None if it encodes all of them.
+        received_index = None
         if encode_vision and vision_ranks is not None:
             assert vision_work is not None
             assignment = assign_vision(self.vision, vision_work, vision_ranks)
-            vision, shards, encoded_index = None, self.vision_shards_of(assignment), assignment.encoded_index
+            # The rank receives the tokens of all vision ranks, concatenated: both indices are equal.
+            vision, shards, received_index = None, self.vision_shards_of(assignment), assignment.encoded_index
         elif vision is not None and vision_work is not None and cp_size > 1:
             assignment = assign_vision(vision, vision_work, cp_size)
             slots = []  # for each context-parallel rank, the vision slots of all tokens that it reads
@@ -234,7 +236,7 @@ class TokenBatch(Transferable):
                 if with_next_tokens:
                     index = torch.cat((index, next_token_index(self.layout)[0][index]))
                 slots.append(self.vision_slot[index])
-            exchange, encoded_index = VisionExchange.plan(assignment, slots, cp_rank)
+            exchange, received_index = VisionExchange.plan(assignment, slots, cp_rank)
             vision = assignment.select(vision, cp_rank)
 
         excluded = self.layout.padding_mask()
@@ -250,9 +252,9 @@ class TokenBatch(Transferable):
             vision=vision,
             vision_exchange=exchange,
             vision_shards=shards,
-            fuse=self._vision_rows(cp_index, encoded_index),
-            deepstack=self._vision_rows(sp_index, encoded_index),
-            next_tokens=self._next_tokens(cp_index, sp_index, encoded_index) if with_next_tokens else None,
+            fuse=self._vision_placement(cp_index, received_index),
+            deepstack=self._vision_placement(sp_index, received_index),
+            next_tokens=self._next_tokens(cp_index, sp_index, received_index) if with_next_tokens else None,
             # N-grams may reach into the chunks of other ranks, so they are hashed before tokens are selected.
             ngram_ids=ngram_ids(self.input_ids, self.layout, ngram_hashes)[:, sp_index] if ngram_hashes else None,
         )
@@ -267,7 +269,7 @@ class TokenBatch(Transferable):
             for frames, tokens in zip(assignment.frames, assignment.counts, strict=True)
         )
 
-    def _next_tokens(self, cp_index: Tensor, sp_index: Tensor, encoded_index: Tensor | None) -> NextTokens:
+    def _next_tokens(self, cp_index: Tensor, sp_index: Tensor, received_index: Tensor | None) -> NextTokens:
         next_index, has_next = next_token_index(self.layout)
         labels, next_of_local = self.labels.flatten(), next_index[cp_index]
         # Callers may mark untrained tokens by negative labels, and may leave padding unmarked.
@@ -280,19 +282,19 @@ class TokenBatch(Transferable):
             padding_mask=~has_next[sp_index.T],
             num_trained=mask.sum(),
             num_predicted=next_mask.sum(),
-            fuse=self._vision_rows(next_of_local, encoded_index),
+            fuse=self._vision_placement(next_of_local, received_index),
         )
 
-    def _vision_rows(self, index: Tensor, encoded_index: Tensor | None) -> VisionRows:
+    def _vision_placement(self, index: Tensor, received_index: Tensor | None) -> VisionPlacement:
         """Return which vision tokens replace which of the tokens with the indices `index` [s, b] in the batch.
 
-        `encoded_index` [M]: index of each vision token among those that this rank encodes or receives. None if it
-        encodes all vision tokens of the batch.
+        `received_index` [M]: index of each vision token among the tokens that this rank receives, from itself and from
+        other ranks. None if it encodes all vision tokens of the batch.
         """
         slots = self.vision_slot[index.flatten()]
         targets = (slots >= 0).nonzero().squeeze(-1)
         sources = slots[targets]
-        return VisionRows(sources=sources if encoded_index is None else encoded_index[sources], targets=targets)
+        return VisionPlacement(sources=sources if received_index is None else received_index[sources], targets=targets)
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class VisionExchange(Transferable):
 
         Returns:
             The exchange, and for each of the M vision tokens of the batch its index among the tokens that the rank
-            receives, [M] int64; undefined for tokens that it does not use.
+            receives (`received_index` in `TokenBatch.local`), [M] int64; undefined for tokens that it does not use.
         """
         used = torch.zeros(len(slots), len(assignment.encoded_index), dtype=torch.bool)  # in the order of encoding
         for used_by_rank, of_rank in zip(used, slots, strict=True):

@@ -72,7 +72,7 @@ _GROUP_SETTINGS = (
 
 
 @dataclass(kw_only=True)
-class ConversationRows(DatasetProvider):
+class ConversationSettings(DatasetProvider):
     """Settings for encoding conversations and laying them out in rows.
 
     Attributes:
@@ -107,10 +107,14 @@ class ConversationRows(DatasetProvider):
 
     # Settings of Megatron-Bridge that are ignored here, with their default.
     ignored_settings: ClassVar[dict[str, Any]] = {"data_sharding": True, "drop_last": True, "trust_remote_code": None}
-    # Not a setting: the position that checkpoints store, and that a resumed run is checked against.
+    # State of an object, not settings: a ClassVar is no field of the dataclass. Methods set it with `vars(self)`,
+    # because type checkers reject an assignment to the ClassVar of an object.
+    # The position that checkpoints store, and that a resumed run is checked against. Set by `record_position`.
     position: ClassVar[Mapping[str, Any] | None] = None
+    # Position and row of the resumed checkpoint. Set by `expect_position`, which the checkpoint manager calls when it
+    # loads the checkpoint, before the data sets are built; `record_position` resets it to None.
     _expected: ClassVar[tuple[Mapping[str, Any], int] | None] = None
-    # Not a setting: the first epoch of training, after its rows were built; None if it is not known.
+    # The first epoch of training; None if it is not known. Set by `build_datasets` and `count_epoch`.
     epoch: ClassVar[Epoch | None] = None
 
     hf_processor_path: str
@@ -207,7 +211,7 @@ class ConversationRows(DatasetProvider):
         check_position(data, expected["data"])
         check_assignment(row, tuple(expected["assigned"]), assignment)
 
-    def checkpoint(self) -> CheckpointSettings:
+    def processor_settings(self) -> CheckpointSettings:
         """Read the encoder and other settings of the checkpoint `hf_processor_path`.
 
         Raises:
@@ -218,7 +222,7 @@ class ConversationRows(DatasetProvider):
 
     def sample_filter(self) -> SampleFilter:
         """Return the filter that decides which conversations become samples."""
-        encoder = self.checkpoint().encoder
+        encoder = self.processor_settings().encoder
         return SampleFilter(
             encoder,
             limit=self.seq_length,
@@ -230,9 +234,9 @@ class ConversationRows(DatasetProvider):
 
     def collator(self) -> Collator:
         """Return the collator that builds batches from samples."""
-        checkpoint = self.checkpoint()
+        settings = self.processor_settings()
         dtype = self.pixel_dtype or self.params_dtype or torch.float32
-        return Collator(checkpoint.vision, checkpoint.pad_id, self.seq_length, self.multiple, dtype)
+        return Collator(settings.vision, settings.pad_id, self.seq_length, self.multiple, dtype)
 
 
 @dataclass(frozen=True)
@@ -261,8 +265,8 @@ def _load_checkpoint_settings(path: str, limits: VisionLimits, *encoding: Any) -
 
 
 @dataclass(kw_only=True)
-class Qwen3VLConversationProvider(ConversationRows):
-    """Dataset of packed or padded conversations with images and videos. `ConversationRows` has the other settings.
+class Qwen3VLConversationProvider(ConversationSettings):
+    """Dataset of packed or padded conversations with images and videos. `ConversationSettings` has the other settings.
 
     Only the training split is shuffled. Where Megatron-Bridge counts samples, it counts rows of this dataset.
 
@@ -381,7 +385,7 @@ class Qwen3VLConversationProvider(ConversationRows):
         collator = replace(super().collator(), objective=self.objective)
         if self.objective != "reranker":
             return collator
-        tokenizer = self.checkpoint().encoder.processor.tokenizer
+        tokenizer = self.processor_settings().encoder.processor.tokenizer
         answers = [tokenizer.encode(word, add_special_tokens=False) for word in ("yes", "no")]
         if any(len(ids) != 1 for ids in answers):
             raise DataError(
@@ -442,17 +446,19 @@ class Qwen3VLConversationProvider(ConversationRows):
                 from the data of the resumed run, or from the data that were packed before training.
         """
         groups = context.pg_collection
-        rows, ranks = (self, 1) if groups is None else (self.for_context_parallel(groups.cp.size()), groups.dp.size())
+        settings, ranks = self, 1
+        if groups is not None:
+            settings, ranks = self.for_context_parallel(groups.cp.size()), groups.dp.size()
         wanted = (context.train_samples, context.valid_samples, context.test_samples)
         train, valid, test = (
-            rows._divide_stream(rows.rows(split, length=length, ranks=ranks), ranks, groups=groups)
+            settings._divide_stream(settings.rows(split, length=length, ranks=ranks), ranks, groups=groups)
             if length and self.paths_of(split)
             else None
             for split, length in zip(SPLITS, wanted, strict=True)
         )
         for split, one in zip(SPLITS, (train, valid, test), strict=True):
             if groups is not None and one is not None and not self.streaming and torch.distributed.is_initialized():
-                found = gather_objects(one.samples.file.fingerprint())
+                found = gather_objects(one.samples.source.fingerprint())
                 other = next((rank for rank, fingerprint in enumerate(found) if fingerprint != found[0]), None)
                 if other is not None:
                     raise ValueError(
@@ -525,7 +531,7 @@ class Qwen3VLConversationProvider(ConversationRows):
         seed = self.seed if shuffled else None
         packed = PackedRows(self.train_packing) if split == "train" and self.train_packing else None
         over = shuffled and self.balance_over
-        balance = Balance(over, self.checkpoint().costs) if over else None
+        balance = Balance(over, self.processor_settings().costs) if over else None
         settings = RowSettings(self.collator(), self.pack, seed, self.window_size, packed, balance)
         source = self.open_split(split, seed)
         sample_filter, sizes = self.sample_filter(), None if packed is None else Sizes(known=packed.size)
@@ -647,7 +653,7 @@ class Qwen3VLConversationProvider(ConversationRows):
                 f"dataset.stream_parts is {parts}, expected a multiple of {readers}: {ranks} data-parallel ranks x "
                 f"{workers} data-loading processes x {micro} rows of a microbatch"
             )
-        return StreamedRows(rows, parts, make_drop_counter({"stream": rows.samples.file.fingerprint()}, groups))
+        return StreamedRows(rows, parts, make_drop_counter({"stream": rows.samples.source.fingerprint()}, groups))
 
     def open_split(self, split: str, seed: int | None) -> ConversationSource | Mixture | StreamedDataset:
         """Open the conversations of a split. `seed` shuffles a stream; None keeps its order."""

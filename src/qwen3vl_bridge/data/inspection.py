@@ -155,8 +155,8 @@ def inspect_samples(
                 yield result
 
     def measure(index: int) -> tuple[str, int, bool]:
-        sample_filter, name = samples.sample_filter, samples.file.sample_id(index)
-        one = sample_filter.measure(lambda: samples.file[index], name)
+        sample_filter, name = samples.sample_filter, samples.source.sample_id(index)
+        one = sample_filter.measure(lambda: samples.source[index], name)
         assert one is not None  # a filter that drops samples would hide errors
         for document in one.conversation.documents:
             frames = (video.frames for video in document.videos if isinstance(video, FrameList))
@@ -187,7 +187,7 @@ def inspect_samples(
         too_long=tuple(name for name, length, _ in found if length > seq_length),
         empty_answers=tuple(name for name, _, is_empty in found if is_empty),
         row_fills=tuple(row_fills),
-        errors=tuple((samples.file.sample_id(index), *errors[index]) for index in sorted(errors)),
+        errors=tuple((samples.source.sample_id(index), *errors[index]) for index in sorted(errors)),
     )
 
 

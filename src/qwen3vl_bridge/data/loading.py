@@ -163,11 +163,11 @@ class RowDataset(Dataset[EncodedRow]):
 
     def order(self, seed: int | None) -> NumberedOrder | MixedOrder | StreamedDataset:
         """Return the order of the samples over epochs. A stream has its own order, a mixture mixes its data sets."""
-        file, total = self.samples.file, self.samples.total
-        if isinstance(file, StreamedDataset):
-            return file
-        if isinstance(file, Mixture):
-            return file.order(seed)
+        source, total = self.samples.source, self.samples.total
+        if isinstance(source, StreamedDataset):
+            return source
+        if isinstance(source, Mixture):
+            return source.order(seed)
         assert total is not None  # all others have a known length
         return NumberedOrder(total, seed)
 
@@ -200,7 +200,8 @@ class RowDataset(Dataset[EncodedRow]):
     def __getitem__(self, number: int) -> EncodedRow:
         """Read and encode one row."""
         over, _ = self.assignment()
-        number %= self.repeat or number + 1
+        if self.repeat:
+            number %= self.repeat
         first, assigned = number - number % over, number  # `over` rows from the first are assigned together
         if over > 1:
             if self._assigned is None or self._assigned[0] != first:
@@ -251,7 +252,7 @@ class RowDataset(Dataset[EncodedRow]):
         samples, collator = self.samples, self.settings.collator
         return {
             "samples": samples.total,
-            "data": samples.file.fingerprint(),
+            "data": samples.source.fingerprint(),
             "multiple": collator.multiple,
             **samples.sample_filter.fingerprint(),
         }
@@ -289,16 +290,17 @@ class StreamedRows(RowDataset):
         log; None to count each part separately.
         """
         super().__init__(rows.samples, rows.settings, length=len(rows), ranks=rows.ranks, repeat=rows.repeat)
-        assert isinstance(rows.samples.file, StreamedDataset)
-        self._parts, self._file, self._counter = parts, rows.samples.file.divide(parts), counter
+        assert isinstance(rows.samples.source, StreamedDataset)
+        self._parts, self._source, self._counter = parts, rows.samples.source.divide(parts), counter
         self._rows: dict[int, RowDataset] = {}
 
     def __getitem__(self, number: int) -> EncodedRow:
         """Read and encode one row."""
-        number %= self.repeat or number + 1
+        if self.repeat:
+            number %= self.repeat
         place, part = divmod(number, self._parts)
         if part not in self._rows:
-            samples = Samples(self._file.part(part, self._parts), self.samples.sample_filter, counter=self._counter)
+            samples = Samples(self._source.part(part, self._parts), self.samples.sample_filter, counter=self._counter)
             self._rows[part] = RowDataset(samples, self.settings, repeat=self.repeat)
         rows = self._rows[part]
         row = rows[place]
@@ -312,7 +314,7 @@ class StreamedRows(RowDataset):
 
     def fingerprint(self) -> dict[str, int | str | None]:
         """Return the data and settings that decide which samples are in the row with a given number."""
-        return {**super().fingerprint(), "data": self._file.fingerprint(), "parts": self._parts}
+        return {**super().fingerprint(), "data": self._source.fingerprint(), "parts": self._parts}
 
 
 class BatchStream(Iterator[TokenBatch]):

@@ -76,7 +76,7 @@ def pack(
     samples, total = rows.samples, rows.samples.total
     if workers:  # each sample is measured by one worker; their drop counts are logged together
         counts = open_shared_sizes(0, {"packing": secrets.token_hex(8)})
-        samples = Samples(samples.file, samples.sample_filter, Sizes(), counts.count_drop)
+        samples = Samples(samples.source, samples.sample_filter, Sizes(), counts.count_drop)
     sizes, truncated = _measure_all(samples, total, workers, progress)
     settings, most = rows.settings, samples.sample_filter.most_patches
     capacity, multiple = settings.collator.seq_length, settings.collator.multiple

@@ -2,7 +2,10 @@
 
 Each epoch is an order of the samples, divided into windows. The samples of a window are packed into rows together. The
 samples of the emptiest row are carried over to the next window; the last window of an epoch keeps all its rows. So
-every sample is in exactly one row per epoch. A `Window` is all that a plan needs to resume.
+every sample is in exactly one row per epoch.
+
+A plan can begin at any `Window`. Only `BatchStream` of custom loops stores its window, to resume. A run of
+Megatron-Bridge resumes from the number of consumed rows, and plans all rows from the first again.
 
 Rows packed before training are a folder of numpy arrays. They are memory-mapped, so that all processes of a machine
 share them. `sizes` [samples, 3] contains the fields of `Size`, `rows` the concatenated sample numbers of all rows, and

@@ -425,7 +425,7 @@ class Samples:
 
     def __init__(
         self,
-        file: Conversations,
+        source: Conversations,
         sample_filter: SampleFilter,
         sizes: Sizes | None = None,
         counter: Callable[[DropReason], int] | None = None,
@@ -434,15 +434,15 @@ class Samples:
         """Read the samples of a source of conversations.
 
         Args:
-            file: the source.
+            source: the conversations.
             sample_filter: decides which conversations become samples.
             sizes: cache of measured sizes; None for a new one of this process alone.
             counter: counts dropped samples; None for `sizes.count_drop`.
             reference_logps: [samples, 2] float64, log-probabilities of the answers of pairs under a reference model.
         """
         self.reference_logps = reference_logps
-        self.file = file
-        self.total = len(file) if isinstance(file, Sized) else None  # None for a stream
+        self.source = source
+        self.total = len(source) if isinstance(source, Sized) else None  # None for a stream
         if sizes is None:
             sizes = Sizes() if self.total is None else Sizes(self.total)
         self._sizes = sizes
@@ -450,7 +450,7 @@ class Samples:
 
     def set_index(self, index: int) -> int:
         """Return the index of the data set that contains a sample, if the source is a mixture; otherwise 0."""
-        return self.file.set_index(index) if isinstance(self.file, Mixture) else 0
+        return self.source.set_index(index) if isinstance(self.source, Mixture) else 0
 
     def size(self, index: int) -> Size:
         """Return the size of a sample; 0 tokens if it is dropped. Raises the errors of `SampleFilter.measure`."""
@@ -475,7 +475,7 @@ class Samples:
                 return None
             size = self._sizes.get(index)  # from the process that held the lock before
             if size is None:
-                measured = self.sample_filter.measure(lambda: self.file[index], self.file.sample_id(index))
+                measured = self.sample_filter.measure(lambda: self.source[index], self.source.sample_id(index))
                 size = NOTHING if measured is None else measured.size
                 self._sizes.store(index, size)
             return size
@@ -489,14 +489,14 @@ class Samples:
             DataError: the sample is bad and is not dropped, or its `reference_logps` are missing.
         """
         sample = self.sample_filter.encode_or_blank(
-            lambda: MeasuredConversation(self.file[index], self.size(index)), self.file.sample_id(index)
+            lambda: MeasuredConversation(self.source[index], self.size(index)), self.source.sample_id(index)
         )
         if self.reference_logps is None:
             return sample
         chosen, rejected = self.reference_logps[index].nan_to_num().tolist()
         if self.reference_logps[index].isnan().any() and not sample.is_blank:
             raise DataError(
-                self.file.sample_id(index),
+                self.source.sample_id(index),
                 "found no log-probabilities of the reference model: `qwen3vl data score` has left the record out. Run "
                 "it with the row length, limits and other settings of this run",
             )

@@ -32,7 +32,7 @@ from qwen3vl_bridge.data.conversations import (
     add_schema_name,
     parse_conversation,
 )
-from qwen3vl_bridge.data.dataset_provider import ConversationRows
+from qwen3vl_bridge.data.dataset_provider import ConversationSettings
 from qwen3vl_bridge.data.encoding import EncodedSample
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.loading import check_dp_rank, iterate_one_pass, make_worker_init
@@ -334,8 +334,8 @@ _RANK_ENTRIES = {"worker_config", "slice_offsets", "len"}  # keys of energon's d
 
 
 @dataclass(kw_only=True)
-class Qwen3VLEnergonProvider(ConversationRows):
-    """Dataset of conversations from WebDatasets prepared by energon. `ConversationRows` has the other settings.
+class Qwen3VLEnergonProvider(ConversationSettings):
+    """Dataset of conversations from WebDatasets prepared by energon. `ConversationSettings` has the other settings.
 
     Where Megatron-Bridge counts samples, it counts rows of this dataset. The class does not derive from
     `EnergonDatasetConfig`, because Megatron-Bridge creates task encoders for such classes, and knows only three kinds.
@@ -356,7 +356,7 @@ class Qwen3VLEnergonProvider(ConversationRows):
         dataloader_type: must be "external": energon has its own loaders.
     """
 
-    ignored_settings: ClassVar[dict[str, Any]] = {**ConversationRows.ignored_settings, "pin_memory": True}
+    ignored_settings: ClassVar[dict[str, Any]] = {**ConversationSettings.ignored_settings, "pin_memory": True}
 
     path: str
     micro_batch_size: int = 1

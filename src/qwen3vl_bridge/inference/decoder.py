@@ -101,7 +101,7 @@ class Decoder:
     ) -> None:
         self.chunks, self.batch, self.device = chunks, batch, device
         self.config, self.groups = chunks[0].config, chunks[0].pg_collection
-        self.ranks = self.config.local_arguments(self.groups) | dict(with_next_tokens=False)
+        self.ranks = self.config.local_arguments(self.groups)
         self.step_multiple, self.row_multiple = step_multiple(chunks[0]), row_multiple(chunks[0])
         self.ends = torch.tensor(lengths)  # [b] tokens of each row so far, on the host
         self.newest: Tensor | None = None  # [b] the latest token of each row
@@ -132,7 +132,7 @@ class Decoder:
             newest = self._newest_tokens(self.newest)
 
         def inputs_of(chunk: VisionLanguageModel) -> ModelInputs:
-            return newest or rows.local(**self.ranks | chunk.stage_arguments()).without_labels().to(self.device)
+            return newest or chunk.select_local(rows, with_next_tokens=False).without_labels().to(self.device)
 
         output = run_stages(
             self.chunks,

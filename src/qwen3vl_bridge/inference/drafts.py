@@ -61,8 +61,7 @@ def count_accepted_drafts(
     )
 
     def inputs_of(chunk: VisionLanguageModel) -> ModelInputs:
-        ranks = config.local_arguments(groups) | chunk.stage_arguments() | dict(with_next_tokens=True)
-        inputs = batch.local(**ranks)
+        inputs = chunk.select_local(batch, with_next_tokens=True)
         return replace(inputs, next_tokens=replace(inputs.next_tokens, measured=True)).to(device)
 
     MTPLossLoggingHelper.clean_metrics_in_tracker()

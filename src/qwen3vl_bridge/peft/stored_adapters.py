@@ -136,6 +136,8 @@ class StoredAdapters:
 
     def layers(self, experts: ExpertLayout = ExpertLayout.INPUT_MAJOR) -> list[WeightRow]:
         """Return the weight-table rows of all layers with adapters. Their order does not depend on `experts`."""
+        # The default stands for both packed layouts: `peft` has one adapter for all experts of a layer then, with the
+        # same names and shapes. Megatron names do not depend on the layout at all.
         return [row for row in adaptable_rows(self.config.rows(experts)) if self.settings.adapts(layer_name(row))]
 
     @property

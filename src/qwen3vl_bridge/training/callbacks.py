@@ -10,7 +10,7 @@ from pathlib import Path
 
 from qwen3vl_bridge.config.checks import run_checks
 from qwen3vl_bridge.core.collectives import is_rank_zero, raise_on_all_ranks
-from qwen3vl_bridge.data.dataset_provider import ConversationRows
+from qwen3vl_bridge.data.dataset_provider import ConversationSettings
 from qwen3vl_bridge.data.prompts import Prompts
 from qwen3vl_bridge.data.sources import open_source
 from qwen3vl_bridge.dist_train.joint_run import JoinModules
@@ -50,7 +50,7 @@ def build_callbacks(cfg: ConfigContainer) -> list[Callback]:
     Dry runs and simulations call this function.
     """
     if isinstance(cfg, Qwen3VLConfigContainer):
-        vars(cfg)["has_callbacks"] = True
+        vars(cfg)["has_callbacks"] = True  # see `Qwen3VLConfigContainer`
     callbacks: list[Callback] = [StepGuard()]  # first: the others use its gradient norms
     if cfg.model.dist_train.use_dist_train:
         callbacks.append(JoinModules())
@@ -59,7 +59,7 @@ def build_callbacks(cfg: ConfigContainer) -> list[Callback]:
     if isinstance(cfg, Qwen3VLConfigContainer) and cfg.accuracy.path is not None:
         callbacks.append(Accuracy(cfg))
     # If num_epochs is set for one of its own datasets, Megatron-Bridge rejects callbacks with `on_data_init_start`.
-    if cfg.train.num_epochs is None or isinstance(cfg.dataset, ConversationRows):
+    if cfg.train.num_epochs is None or isinstance(cfg.dataset, ConversationSettings):
         callbacks += [SkipFinishedRun(), KeepRngState()]
     if torch.cuda.is_available():
         callbacks.append(CollectGarbageAfterFirstStep())
@@ -127,7 +127,7 @@ class Accuracy(Callback):
 
     def __init__(self, cfg: ConfigContainer) -> None:
         self.settings: AccuracyConfig = cfg.accuracy
-        self.rows: ConversationRows = cfg.dataset
+        self.dataset: ConversationSettings = cfg.dataset
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Read the questions, so that unsuitable data raise an error before the first step."""
@@ -155,12 +155,12 @@ class Accuracy(Callback):
         """Return the prompts of the first conversations, encoded with the settings of the training data."""
         source = open_source(
             self.settings.path,
-            getattr(self.rows, "media_root", None),
-            url_cache=self.rows.make_url_cache() if hasattr(self.rows, "make_url_cache") else None,
-            schema_adapter=getattr(self.rows, "schema_adapter", None),
-            columns=getattr(self.rows, "columns", None),
+            getattr(self.dataset, "media_root", None),
+            url_cache=self.dataset.make_url_cache() if hasattr(self.dataset, "make_url_cache") else None,
+            schema_adapter=getattr(self.dataset, "schema_adapter", None),
+            columns=getattr(self.dataset, "columns", None),
         )
-        encoder = replace(self.rows, answers="last").checkpoint().encoder
+        encoder = replace(self.dataset, answers="last").processor_settings().encoder
         return Prompts(source, encoder, range(min(self.settings.samples, len(source))))
 
 

@@ -1,10 +1,19 @@
-"""Save and load the checkpoints of a run; a save is complete or leaves nothing.
+"""Save and load the checkpoints of a run. A save to a local folder is complete or leaves nothing.
 
 Megatron-Bridge writes a checkpoint directly to its final folder, and overwrites an existing checkpoint of the same
-step. If a process dies in the middle, an incomplete folder looks like a checkpoint. This package's manager saves into a
-hidden folder and renames it at the end. During a save, `checkpoint.save` is the hidden folder. So everything that
-records this path runs after the save: writing the configuration, and calling experiment trackers and callbacks.
-Positions in WebDatasets are saved to the final folder directly.
+step. If a process dies in the middle, an incomplete folder looks like a checkpoint. So this package's manager saves in
+three steps:
+
+1. Megatron-Bridge writes to a scratch folder. During this step, `checkpoint.save` is the scratch folder. So everything
+   that records this path runs afterwards: writing the configuration, and calling experiment trackers and callbacks.
+2. Rank 0 moves the files of the checkpoint from the scratch folder to a hidden folder, the staged folder, and adds this
+   package's files.
+3. The staged folder is renamed to the final folder (`core/atomic.py`), and the files that name the latest checkpoint
+   are replaced.
+
+Three kinds of saves are written by Megatron-Bridge directly, and may leave an incomplete checkpoint: asynchronous
+saves, non-persistent checkpoints, and remote checkpoints. Positions in WebDatasets are saved to the run's folder
+directly, too.
 """
 
 from __future__ import annotations
@@ -34,7 +43,7 @@ from qwen3vl_bridge.core.collectives import (
     raise_on_all_ranks,
 )
 from qwen3vl_bridge.core.files import CheckpointError, read_object
-from qwen3vl_bridge.data.dataset_provider import ConversationRows
+from qwen3vl_bridge.data.dataset_provider import ConversationSettings
 from qwen3vl_bridge.data.loading import check_position
 from qwen3vl_bridge.dist_train.joint_run import merge_split_model
 from qwen3vl_bridge.peft.lora import Qwen3VLAdapters
@@ -83,7 +92,7 @@ _NOT_ABOUT_ORDER = {
 
 
 class Qwen3VLCheckpointManager(DefaultCheckpointManager):
-    """Checkpoint manager whose saves are complete or leave nothing.
+    """Checkpoint manager whose saves are complete or leave nothing; the module's docstring lists the exceptions.
 
     It saves a vision tower and a language model on separate ranks as one model. It does not load initial weights;
     `weight_loading.InitialWeights` does.
@@ -109,7 +118,10 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
                     self._export = Pretrained.find(first).export_files()
 
     def save(self, ctx: CheckpointSaveContext, callback_manager: Any) -> None:
-        """Save a checkpoint. A collective call. Unless the save is asynchronous, it is complete or leaves nothing.
+        """Save a checkpoint. A collective call.
+
+        The save is complete or leaves nothing, unless it is asynchronous, or the checkpoint is non-persistent or
+        remote. Megatron-Bridge saves these three kinds directly, and raises its own errors.
 
         Raises:
             CheckpointError: A rank could not write; existing checkpoints are unchanged.
@@ -126,14 +138,18 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
                         self._write_side_files(final, state.cfg)
                 return
             with _stage_on_all_ranks(final) as staged:
-                super().save(_with_folder(merged, scratch_folder(staged)), None)
+                # Megatron-Bridge appends the name of the iteration to the folder that it is given, and writes files
+                # about the latest checkpoint beside it. The staged folder will be the iteration itself, so
+                # Megatron-Bridge writes to a scratch folder, and only the contents of the iteration are kept.
+                scratch = scratch_folder(staged)
+                super().save(_with_folder(merged, scratch), None)
                 with raise_on_all_ranks():
                     if is_rank_zero():
-                        written = Path(get_checkpoint_name(str(scratch_folder(staged)), step))
-                        state.cfg.to_yaml(str(written / RUN_CONFIG))  # Megatron-Bridge's names the hidden folder
+                        written = Path(get_checkpoint_name(str(scratch), step))
+                        state.cfg.to_yaml(str(written / RUN_CONFIG))  # Megatron-Bridge's names the scratch folder
                         for path in written.iterdir():
                             path.rename(staged / path.name)
-                        shutil.rmtree(scratch_folder(staged))
+                        shutil.rmtree(scratch)
                         self._write_side_files(staged, state.cfg)
             with raise_on_all_ranks():
                 if is_rank_zero():
@@ -258,7 +274,9 @@ MANAGER = f"{Qwen3VLCheckpointManager.__module__}.{Qwen3VLCheckpointManager.__na
 
 @contextlib.contextmanager
 def _stage_on_all_ranks(target: Path) -> Iterator[Path]:
-    """Yield a hidden folder next to `target` to which all ranks write, and rename it to `target` at the end.
+    """Yield a hidden folder next to `target`, and rename it to `target` at the end.
+
+    All ranks may write to it, or to its scratch folder, which is removed at the end.
 
     The `with` block runs collectives of other packages. If a rank fails between two collectives, it raises at once, and
     the other ranks wait until the launcher ends them. `target` is unchanged then.
@@ -337,7 +355,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 def _describe_data(cfg: ConfigContainer) -> dict[str, Any]:
     """Return the settings that determine the order of samples, as values that JSON can represent."""
-    if isinstance(cfg.dataset, ConversationRows):
+    if isinstance(cfg.dataset, ConversationSettings):
         return dict(cfg.dataset.position or {})
     fields = {f.name: repr(getattr(cfg.dataset, f.name)) for f in dataclasses.fields(cfg.dataset)}
     identity = {"type": type(cfg.dataset).__name__, **{k: v for k, v in fields.items() if k not in _NOT_ABOUT_ORDER}}
@@ -371,7 +389,7 @@ def _check_data(folder: Path, cfg: ConfigContainer, row: int) -> None:
     if not (folder / RUN_DATA).is_file():
         return
     saved = read_object(folder / RUN_DATA)
-    if isinstance(cfg.dataset, ConversationRows):
+    if isinstance(cfg.dataset, ConversationSettings):
         cfg.dataset.expect_position(saved, row)
     else:
         check_position(_describe_data(cfg), saved)

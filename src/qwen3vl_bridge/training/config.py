@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from qwen3vl_bridge.config.checks import run_checks
 from qwen3vl_bridge.config.model_validation import check_world
-from qwen3vl_bridge.data.dataset_provider import ConversationRows, Qwen3VLConversationProvider
+from qwen3vl_bridge.data.dataset_provider import ConversationSettings, Qwen3VLConversationProvider
 from qwen3vl_bridge.data.loading import kill_workers_at_exit
 from qwen3vl_bridge.training import run_validation
 from qwen3vl_bridge.training.checkpoint_manager import MANAGER, check_script
@@ -155,9 +155,12 @@ class Qwen3VLConfigContainer(ConfigContainer):
         accuracy: accuracy on held-out conversations.
     """
 
-    # Attributes, not settings.
-    has_callbacks: ClassVar[bool] = False  # `training_callbacks` has created callbacks for this configuration
-    has_recipes_warmup: ClassVar[bool] = False  # the warm-up is the recipe's default; a shorter run may shorten it
+    # Attributes, not settings: a ClassVar is no field of the dataclass. They are set with `vars(cfg)`, because type
+    # checkers reject an assignment to the ClassVar of an object.
+    # Callbacks were created for this configuration. Set by `build_callbacks` (training/callbacks.py).
+    has_callbacks: ClassVar[bool] = False
+    # The warm-up is the recipe's default, and may be shortened. Set by `apply` (overrides.py of qwen3vl_recipes).
+    has_recipes_warmup: ClassVar[bool] = False
 
     optimizer_config_override_provider: OptimizerConfigOverrideProvider = field(default_factory=Qwen3VLLearningRates)
     rerun_state_machine: RerunStateMachineConfig = field(
@@ -203,7 +206,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
         run_checks(run_validation.BEFORE_VALIDATE, self)
         self.apply_objective()
         self._count_steps()
-        run_validation.check_warmup(self)
+        run_validation.check_or_shorten_warmup(self)
         super().validate()
         if self.checkpoint.custom_manager_class is None:
             self.checkpoint.custom_manager_class = MANAGER
@@ -249,8 +252,8 @@ class Qwen3VLConfigContainer(ConfigContainer):
 
         An epoch may end in the middle of a step; the last step then continues in the next epoch.
         """
-        train, rows = self.train, self.dataset
-        if (epochs := train.num_epochs) is None or not isinstance(rows, ConversationRows):
+        train, dataset = self.train, self.dataset
+        if (epochs := train.num_epochs) is None or not isinstance(dataset, ConversationSettings):
             return  # Megatron-Bridge counts the rows of its own data sets
         given = {name: getattr(train, name) for name in ("train_iters", "train_samples", "rampup_batch_size")}
         if epochs <= 0 or any(value is not None for value in given.values()):
@@ -259,12 +262,12 @@ class Qwen3VLConfigContainer(ConfigContainer):
                 f"train.num_epochs is {epochs}{' with ' * bool(found)}{found}, expected a number above 0, and None for "
                 "train_iters, train_samples and rampup_batch_size"
             )
-        if not isinstance(rows, Qwen3VLConversationProvider):
+        if not isinstance(dataset, Qwen3VLConversationProvider):
             raise ValueError(
-                f"train.num_epochs is {epochs} with a {type(rows).__name__}, expected None: the number of rows in an "
-                "epoch is not known before they are read. Set train.train_iters instead"
+                f"train.num_epochs is {epochs} with a {type(dataset).__name__}, expected None: the number of rows in "
+                "an epoch is not known before they are read. Set train.train_iters instead"
             )
-        count = int(rows.count_epoch(self.model.context_parallel_size).rows)
+        count = int(dataset.count_epoch(self.model.context_parallel_size).rows)
         train.num_epochs, train.train_iters = None, ceil(Fraction(str(epochs)) * count / train.global_batch_size)
         if get_rank_safe() == 0:
             logger.info("train.num_epochs %s of %d rows: train.train_iters is %d", epochs, count, train.train_iters)
@@ -276,7 +279,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
         """
         dataset, train = self.dataset, self.train
         exit_signal = int(train.exit_signal) if train.exit_signal_handler_for_dataloader else None
-        if isinstance(dataset, ConversationRows):
+        if isinstance(dataset, ConversationSettings):
             dataset.rows_of_evaluation = rows_per_evaluation(self) or None
             dataset.ignored_signal = exit_signal
             dataset.params_dtype = self.model.params_dtype

@@ -63,7 +63,7 @@ class StepGuard(Callback):
             ValueError: Settings contradict each other, or nothing would be trained.
         """
         cfg, optimizer = context.state.cfg, context.optimizer
-        run_checks((*run_validation.ON_TRAIN_START, *run_validation.ON_THIS_MACHINE), cfg)
+        run_checks((*run_validation.RUN_CAN_START, *run_validation.ON_THIS_MACHINE), cfg)
         _check_anything_trained(context)
         if hasattr(context.state, _RECORDED):
             raise ValueError("the callbacks of training_callbacks(cfg) were passed twice, expected once")

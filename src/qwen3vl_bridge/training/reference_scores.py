@@ -69,10 +69,10 @@ def weights_digest(folder: str | Path) -> str:
 
 def check_reference_model(cfg: Any) -> None:
     """Raise ValueError on rank 0 if a run's log-probabilities were not computed by its reference model."""
-    objective, rows = getattr(cfg, "objective", None), cfg.dataset
+    objective, dataset = getattr(cfg, "objective", None), cfg.dataset
     if objective is None or objective.reference_logps is None or get_rank_safe() != 0:
         return
-    if not isinstance(rows, Qwen3VLConversationProvider):  # which `run_validation` rejects
+    if not isinstance(dataset, Qwen3VLConversationProvider):  # which `run_validation` rejects
         return
     weights = objective.reference_model or cfg.checkpoint.pretrained_checkpoint
     if weights is None:
@@ -81,7 +81,7 @@ def check_reference_model(cfg: Any) -> None:
             "checkpoint.pretrained_checkpoint or objective.reference_model"
         )
     expected = weights_digest(weights)
-    for split in (split for split in SPLITS if rows.paths_of(split)):
+    for split in (split for split in SPLITS if dataset.paths_of(split)):
         needed = split == "train" or cfg.validation.eval_iters
         if needed and (found := reference_model_digest(objective.reference_logps, split)) != expected:
             raise ValueError(
@@ -97,7 +97,7 @@ def rows_to_score(settings: Qwen3VLConversationProvider, split: str) -> tuple[Ro
     That result describes the settings that the log-probabilities depend on.
     """
     rows = settings.rows(split)
-    source = rows.samples.file
+    source = rows.samples.source
     rules = reference_rules(source, rows.samples.sample_filter)
     if isinstance(source, Mixture):  # an epoch of which may leave out records, or repeat them
         every = Samples(Mixture(source.names, source.sources), rows.samples.sample_filter)
@@ -160,11 +160,10 @@ def score_pairs(
 def _forward_step(groups: Any, batches: Iterator[TokenBatch], model: VisionLanguageModel) -> tuple[Tensor, Callable]:
     """Run a microbatch. Return its output, and a function from losses to log-probabilities [pairs, 2] of answers."""
     batch = next(batches)
-    local = batch.local(**model.config.local_arguments(groups) | model.stage_arguments())
     pairs = to_device(DocumentLosses.from_batch(batch, groups), model)
 
     def scores(losses: Tensor, non_loss_data: bool) -> Tensor:
         # A pair that could not be read has no answers; its sums would be zero.
         return torch.where(pairs.is_counted[:, None] > 0, pairs.logps(losses, groups), torch.nan)
 
-    return model(inputs=to_device(local, model)), scores
+    return model(inputs=to_device(model.select_local(batch), model)), scores

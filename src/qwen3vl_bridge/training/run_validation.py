@@ -1,9 +1,23 @@
 """Check a run's configuration for settings that would be ignored, fail late in the run, or write wrong files.
 
-The names in capitals are tables of checks. `Qwen3VLConfigContainer` runs BEFORE_OVERLAP, BEFORE_VALIDATE and
-AFTER_VALIDATE around Megatron-Bridge's validation. `training_callbacks` runs BEFORE_RUN. Its callbacks run
-ON_TRAIN_START and ON_THIS_MACHINE when training begins, even if the configuration is Megatron-Bridge's own
-`ConfigContainer`. The checks of the model are in `config/model_validation.py`.
+The names in capitals are tables of checks; tables of the model are in `config/model_validation.py`. In a run that is
+started with `finetune(cfg, forward_step, callbacks=training_callbacks(cfg))`, they run in this order:
+
+1. BEFORE_RUN: `training_callbacks`.
+2. BEFORE_OVERLAP: `Qwen3VLConfigContainer.set_data_parallel_size`, which Megatron-Bridge calls before `comm_overlap`
+   sets fields of the model.
+3. BEFORE_VALIDATE: `Qwen3VLConfigContainer.validate`, at its beginning. `check_or_shorten_warmup` follows.
+4. PARALLEL_SIZES, MOE or DENSE, `checks` of the family, BEFORE_FINALIZE, AFTER_FINALIZE: `finalize` of the model's
+   provider, which Megatron-Bridge's own validation calls between 3 and 5.
+5. AFTER_VALIDATE: `Qwen3VLConfigContainer.validate`, after Megatron-Bridge's own validation. The table includes
+   MODEL_CAN_TRAIN, ON_META_DEVICE and RUN_CAN_START.
+6. MODEL_CAN_TRAIN: `provide_distributed_model` of the provider, when the model is built.
+7. RUN_CAN_START, ON_THIS_MACHINE: `StepGuard.on_train_start`, before the first step.
+8. MODEL_CAN_TRAIN or ON_FORWARD: `VisionLanguageModel.check_settings`, in the first forward pass in training or
+   evaluation mode, and again after a setting of the model has changed.
+
+With Megatron-Bridge's own `ConfigContainer`, 2, 3 and 5 do not run; 6 and 7 still run MODEL_CAN_TRAIN and
+RUN_CAN_START.
 """
 
 from __future__ import annotations
@@ -39,7 +53,7 @@ from qwen3vl_bridge.config.checks import (
 from qwen3vl_bridge.config.fields import dist_train_replicas
 from qwen3vl_bridge.config.other_trainers import suggest_settings
 from qwen3vl_bridge.core.atomic import free_space
-from qwen3vl_bridge.data.dataset_provider import ConversationRows, Qwen3VLConversationProvider
+from qwen3vl_bridge.data.dataset_provider import ConversationSettings, Qwen3VLConversationProvider
 from qwen3vl_bridge.peft.lora import Qwen3VLAdapters
 from qwen3vl_bridge.planning.from_config import checkpoint_bytes, count_checkpoints, estimate_run
 from qwen3vl_bridge.planning.hardware import GIB, host_bytes
@@ -176,11 +190,11 @@ def check_balance(cfg: Any) -> None:
         )
 
 
-def check_warmup(cfg: Any) -> None:
-    """Raise ValueError if the learning-rate warm-up is as long as the schedule or longer.
+def check_or_shorten_warmup(cfg: Any) -> None:
+    """Raise ValueError if the learning-rate warm-up is as long as the schedule or longer, or shorten the warm-up.
 
     The learning rate would never reach `optimizer.lr`. If the warm-up is a recipe's default, and the command line
-    changed only the length of the run, shorten the warm-up instead.
+    changed only the length of the run, set the warm-up to a twentieth of this length instead.
     """
     schedule, kind = cfg.scheduler, "iters" if cfg.train.train_samples is None else "samples"
     lengths = {
@@ -251,7 +265,7 @@ QUANTIZED = is_on("model.restore_modelopt_state")
 _GROUPS = "Megatron-Bridge creates the process groups of separate vision ranks only with this value"
 _ONE_DTYPE = "it gathers parameters of one dtype in one call, but some parameters of linear attention are float32"
 
-# Run before validation, just before Megatron-Bridge overwrites the model's settings by those of `comm_overlap`.
+# Run just before Megatron-Bridge overwrites the model's settings by those of `comm_overlap`.
 BEFORE_OVERLAP: tuple[Check, ...] = tuple(
     Requires(
         f"comm_overlap.{name}", True, is_on(f"model.{name}") & (lambda cfg: cfg.comm_overlap),
@@ -349,7 +363,7 @@ BEFORE_VALIDATE: tuple[Check, ...] = (
     Requires("accuracy.max_new_tokens", at_least(1)),
     Requires(
         "dataset.__class__",
-        Values(lambda kind, _: issubclass(kind, ConversationRows), lambda _: "a data set of qwen3vl_bridge"),
+        Values(lambda kind, _: issubclass(kind, ConversationSettings), lambda _: "a data set of qwen3vl_bridge"),
         _GENERATES, why="its processor encodes the questions",
     ),
     # optimizers of emerging-optimizers
@@ -428,7 +442,7 @@ _TOWER_READS_ROWS = Condition(
     lambda cfg: _DIST_TRAIN(cfg) and _replica_counts_differ(cfg.model),
 )
 
-ON_TRAIN_START: tuple[Check, ...] = (
+RUN_CAN_START: tuple[Check, ...] = (
     _check_learning_rates,
     Requires(
         "logger.wandb_project", one_of(None, ""), not_installed("wandb"),
@@ -454,7 +468,7 @@ ON_TRAIN_START: tuple[Check, ...] = (
     ),
 )  # fmt: skip
 
-# Run after ON_TRAIN_START, but not in a dry run, which may be on another machine.
+# Run after RUN_CAN_START, but not in a dry run, which may be on another machine.
 ON_THIS_MACHINE: tuple[Check, ...] = (
     *requires_default(
         "optimizer.optimizer_cpu_offload",
@@ -598,10 +612,10 @@ ON_META_DEVICE: tuple[Check, ...] = (
     Requires("checkpoint.custom_manager_class", MANAGER, _ON_META),
 )
 
-_PACKS = Condition("dataset.pack", lambda cfg: isinstance(cfg.dataset, ConversationRows) and cfg.dataset.pack)
+_PACKS = Condition("dataset.pack", lambda cfg: isinstance(cfg.dataset, ConversationSettings) and cfg.dataset.pack)
 
 AFTER_VALIDATE: tuple[Check, ...] = (
-    lambda cfg: run_checks(model_validation.ON_TRAIN, cfg.model),
+    lambda cfg: run_checks(model_validation.MODEL_CAN_TRAIN, cfg.model),
     *(
         row
         for section, names in IGNORED_BY_SECTION.items()
@@ -640,7 +654,7 @@ AFTER_VALIDATE: tuple[Check, ...] = (
     *requires_default(
         "tokenizer.chat_template tokenizer.chat_template_path",
         "conversations are formatted by the chat template of dataset.hf_processor_path",
-        lambda cfg: isinstance(cfg.dataset, ConversationRows) and isinstance(cfg.tokenizer, TokenizerConfig),
+        lambda cfg: isinstance(cfg.dataset, ConversationSettings) and isinstance(cfg.tokenizer, TokenizerConfig),
     ),
     *requires_default(
         "logger.log_l2_norm_grad_to_tensorboard",
@@ -698,7 +712,7 @@ AFTER_VALIDATE: tuple[Check, ...] = (
     _check_choices,
     lambda cfg: isinstance(cfg.peft, Qwen3VLAdapters) and cfg.peft.check(cfg.model),
     lambda cfg: microbatches_per_rank(cfg, cfg.data_parallel_size),
-    *ON_TRAIN_START,
+    *RUN_CAN_START,
     _check_trained,
     _check_callbacks,
     _warn_about_disk_space,

@@ -52,18 +52,18 @@ def forward_step(
             stages expect rows of another number or length. Or settings need callbacks that have not started.
     """
     check_balance(state.cfg)
-    config, groups = get_model_config(model), get_attr_wrapped_model(model, "pg_collection")
-    if not config.add_decoder:
+    provider = get_model_config(model)
+    if not provider.add_decoder:
+        groups = get_attr_wrapped_model(model, "pg_collection")
         return encode(next_vision_batch(state, data_iterator, groups), state, model, groups), _no_loss
     batch = next(data_iterator)
     if not isinstance(batch, TokenBatch):
-        batch = from_collator(batch, config, state.cfg.dataset)
-    check_rows(batch, config, state.cfg.train.micro_batch_size)
+        batch = from_collator(batch, provider, state.cfg.dataset)
+    check_rows(batch, provider, state.cfg.train.micro_batch_size)
     # With virtual pipeline parallelism every chunk receives each microbatch. Count a microbatch once.
     if model.training and not get_attr_wrapped_model(model, "vp_stage"):
-        count_microbatch(state, batch, config)
-    stage = get_attr_wrapped_model(model, "stage_arguments")()
-    inputs = to_device(batch.local(**config.local_arguments(groups) | stage), model)
+        count_microbatch(state, batch, provider)
+    inputs = to_device(get_attr_wrapped_model(model, "select_local")(batch), model)
     mask, checks = inputs.loss_mask, state.cfg.rerun_state_machine
     if (objective := objective_of(state.cfg)) is not None:
         output, count, mask = run_objective(objective, batch, inputs, model, to_device)
@@ -79,7 +79,7 @@ def forward_step(
         count = functools.partial(loss_func_kd, loss_mask=mask, original_loss_fn=count, model=student)
     if model.training:
         count = record_losses(count, state, batch, mask)
-    if not config.calculate_per_token_loss:
+    if not provider.calculate_per_token_loss:
         count = functools.partial(mean_of_microbatch, count, batch.loss_mask.sum().clamp(min=1).item())
     if return_schedule_plan:  # only with `overlap_moe_expert_parallel_comm`, where the model has no wrappers
         return model.build_schedule_plan(inputs=inputs), count
@@ -108,13 +108,13 @@ def encode(
 
     `batches` has one microbatch for each language replica that this vision rank serves.
     """
-    config = get_model_config(model)
-    replicas, work = dist_train_replicas(config), config.vision_work
+    provider = get_model_config(model)
+    replicas, work = dist_train_replicas(provider), provider.vision_work
     share = replicas.share_of(groups.dp.rank())
-    packed = [b if isinstance(b, TokenBatch) else from_collator(b, config, state.cfg.dataset) for b in batches]
+    packed = [b if isinstance(b, TokenBatch) else from_collator(b, provider, state.cfg.dataset) for b in batches]
     if model.training:
         for batch in packed:
-            count_flops(state, BatchCounts() if share else BatchCounts.from_batch(batch, config))
+            count_flops(state, BatchCounts() if share else BatchCounts.from_batch(batch, provider))
     return model(
         inputs=to_device(VisionRankInputs.from_batches(packed, work, replicas.vision_per_language, share), model)
     )
@@ -130,20 +130,20 @@ def to_device[Inputs: Transferable](inputs: Inputs, model: torch.nn.Module) -> I
     return copy_to_gpu(inputs, device) if device.type == "cuda" else inputs.to(device)
 
 
-def check_rows(batch: TokenBatch, config: VisionLanguageProvider, rows: int) -> None:
+def check_rows(batch: TokenBatch, provider: VisionLanguageProvider, rows: int) -> None:
     """Raise ValueError if other pipeline stages expect another number or length of rows than the batch has.
 
     Without this check, the stages would wait forever.
     """
-    fixed = config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths
+    fixed = provider.pipeline_model_parallel_size > 1 and not provider.variable_seq_lengths
     if fixed and batch.layout.num_rows != rows:
         raise ValueError(
             f"a microbatch has {batch.layout.num_rows} rows, but later stages expect train.micro_batch_size, {rows}; "
             "change the batch, or set model.variable_seq_lengths=True"
         )
     tokens = batch.layout.total // batch.layout.num_rows
-    if fixed and tokens != config.seq_length:  # the length that the training loops pass to their schedule
+    if fixed and tokens != provider.seq_length:  # the length that the training loops pass to their schedule
         raise ValueError(
-            f"rows have {tokens} tokens, but pipeline stages expect model.seq_length, {config.seq_length}: pad rows to "
-            "this length, or set model.variable_seq_lengths=True"
+            f"rows have {tokens} tokens, but pipeline stages expect model.seq_length, {provider.seq_length}: pad rows "
+            "to this length, or set model.variable_seq_lengths=True"
         )

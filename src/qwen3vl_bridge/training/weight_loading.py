@@ -7,7 +7,6 @@ Megatron-Bridge's loader reads Hugging Face weights. This module reads both Mega
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import itertools
 import logging
@@ -119,7 +118,7 @@ def load_model(
         CheckpointError, ValueError: A checkpoint does not exist or does not fit the model, or a setting is wrong.
     """
     bridge = AutoBridge.from_hf_pretrained(str(hf_path))
-    importlib.import_module(family_of(bridge.hf_pretrained.config.to_dict()).bridge)  # registers the family
+    family_of(bridge.hf_pretrained.config.to_dict())  # raises ValueError if no family has the model
     provider = bridge.to_megatron_provider(load_weights=megatron_path is None)
     for name, value in settings.items():
         getattr(provider, name)
@@ -346,6 +345,7 @@ class InitialWeights:
         """
         cfg = self.cfg
         peft = cfg.peft or self.peft  # already moved here if a failed setup is repeated
+        # A checkpoint of a run with adapters contains no base weights, so these are loaded again when the run resumes.
         resumes = peft is None and has_checkpoint(cfg.checkpoint)
         with raise_on_all_ranks():
             for chunk in chunks:
@@ -489,6 +489,7 @@ def rows_by_name(provider: VisionLanguageProvider) -> dict[str, WeightRow]:
 
     A row is listed under the parameter's names in both layer specs, with and without Transformer Engine.
     """
+    # The rows of any expert layout would do: layouts differ only in Hugging Face tensors, which are not read here.
     rows = list(expand(family(provider.family).rows(), provider.dimensions()))
     return {name: row for row in rows for name in (row.megatron, local_name(row.megatron))}
 

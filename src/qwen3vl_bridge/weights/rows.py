@@ -32,7 +32,9 @@ from typing import Any, ClassVar, NamedTuple
 class Dimensions:
     """Sizes and layer indices of one model: the values of the symbols in a weight table.
 
-    `dimensions[name]` returns the size with this name.
+    `dimensions[name]` returns the size with this name. The names are defined by the function `dimensions` of a family
+    (`registry.Family`). Most are from `vision_sizes` below and `model_dimensions` in `config/hf_config.py`; names for
+    linear attention are from `config/hybrid_config.py`.
     """
 
     sizes: Mapping[str, int]  # by name: symbols in shapes, conditions (0 or 1) and numbers of heads
@@ -77,7 +79,10 @@ class TensorSlice(NamedTuple):
     length: int
     columns: int = 0  # if not 0, the elements are a matrix with this many columns, stored transposed
     stride: int = 1  # distance between the elements in the stored tensor
-    plus: int = 0  # the stored values are larger than the parameter by this number
+    # Only in the slices of a `TensorLayout`: the stored values are larger than the parameter's by this number.
+    stored_offset: int = 0
+    # Only in the slices of a conversion plan: the number that is added to the stored values when they are read.
+    added: int = 0
 
     def cut(self, start: int, length: int) -> TensorSlice:
         """Return the part of this slice that has `length` elements and begins at element `start` of the slice."""
@@ -249,8 +254,8 @@ class ZeroCentered(WeightRow):
     mapping: ClassVar[str] = f"{_OUR_MAPPINGS}:ZeroCenteredMapping"
 
     def hf_slices(self, dimensions: Dimensions) -> Iterator[TensorSlice]:
-        """Yield the full tensor as one slice, with `plus=1` because Megatron's values are smaller by one."""
-        yield TensorSlice(self.hf[0], 0, math.prod(self.resolve_shapes(dimensions)[0]), plus=1)
+        """Yield the full tensor as one slice, with `stored_offset=1` because Megatron's values are smaller by one."""
+        yield TensorSlice(self.hf[0], 0, math.prod(self.resolve_shapes(dimensions)[0]), stored_offset=1)
 
 
 @dataclass(frozen=True)
@@ -280,11 +285,11 @@ class PackedExpert(WeightRow):
         return shape[::-1] if self.transposed else shape
 
 
-def stored_sizes(row: WeightRow, rows: int, dimensions: Dimensions) -> tuple[int, ...]:
-    """Return the size along dimension 0 of each tensor in `row.stored_names`. The parameter has `rows` rows."""
+def stored_sizes(row: WeightRow, height: int, dimensions: Dimensions) -> tuple[int, ...]:
+    """Return the size along dimension 0 of each tensor in `row.stored_names`. `height` is that of the parameter."""
     if row.sections:
         return tuple(dimensions[size] for _, size in row.sections)
-    return (rows // len(row.stored_names),) * len(row.stored_names)
+    return (height // len(row.stored_names),) * len(row.stored_names)
 
 
 def expand(rows: tuple[WeightRow, ...], dimensions: Dimensions) -> Iterator[WeightRow]:

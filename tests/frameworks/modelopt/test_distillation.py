@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.config.checks import run_checks
-from qwen3vl_bridge.config.model_validation import ON_TRAIN
+from qwen3vl_bridge.config.model_validation import MODEL_CAN_TRAIN
 from qwen3vl_bridge.training.step import forward_step
 
 import pytest
@@ -204,4 +204,4 @@ def test_distillation_raises_if_setting_is_unsupported(models, settings, says):
     vars(cfg.model).update(settings)
     cfg.model.finalize()
     with pytest.raises(ValueError, match=says):
-        run_checks(ON_TRAIN, cfg.model)
+        run_checks(MODEL_CAN_TRAIN, cfg.model)

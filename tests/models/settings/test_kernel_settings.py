@@ -24,8 +24,8 @@ from qwen3vl_bridge.config.model_validation import (
     AFTER_FINALIZE,
     BEFORE_FINALIZE,
     DEPENDENTS,
+    MODEL_CAN_TRAIN,
     ON_FORWARD,
-    ON_TRAIN,
 )
 from qwen3vl_bridge.models.common.provider import ExpertsMixin
 from qwen3vl_bridge.models.common.vision_tower import vision_transformer_config
@@ -116,9 +116,9 @@ def test_bias_activation_fusion_is_on_only_for_silu(activation, fused):
 def test_checks_raise_if_te_cross_entropy_is_used_with_local_layers():
     provider = finalized(DENSE, dict(cross_entropy_fusion_impl="te"))
     with pytest.raises(ValueError, match=r"cross_entropy_fusion_impl is 'te' with .* 'local', expected 'nativ"):
-        run_checks(ON_TRAIN, provider)
+        run_checks(MODEL_CAN_TRAIN, provider)
     provider.cross_entropy_loss_fusion = False
-    run_checks(ON_TRAIN, provider)
+    run_checks(MODEL_CAN_TRAIN, provider)
 
 
 @pytest.mark.parametrize("precision", [dict(fp8="e4m3"), dict(fp4="e2m1")])
@@ -267,7 +267,7 @@ def test_provide_distributed_model_accepts_wrap_with_ddp_as_positional_argument(
 def test_training_checks_raise_if_tp_comm_overlap_is_true():
     provider = finalized(DENSE, dict(SP2, tp_comm_overlap=True))
     with pytest.raises(ValueError, match="tp_comm_overlap is True, expected False: it has not been compared with"):
-        run_checks(ON_TRAIN, provider)
+        run_checks(MODEL_CAN_TRAIN, provider)
 
 
 def test_training_checks_accept_settings_of_megatron_bridge_comm_overlap():
@@ -278,7 +278,7 @@ def test_training_checks_accept_settings_of_megatron_bridge_comm_overlap():
     overlap.finalize()
     overlap.setup(provider, OptimizerConfig(), None)
     provider.finalize()
-    run_checks(ON_TRAIN, provider)
+    run_checks(MODEL_CAN_TRAIN, provider)
     assert (provider.overlap_p2p_comm, provider.batch_p2p_comm) == (True, False)
 
 
@@ -316,10 +316,10 @@ def test_forward_checks_settings_again_only_after_a_setting_changes(pair, monkey
         pair.megatron(ids)
         with torch.no_grad():
             pair.megatron(ids)
-    assert checked == [ON_TRAIN, ON_FORWARD]
+    assert checked == [MODEL_CAN_TRAIN, ON_FORWARD]
     monkeypatch.setattr(pair.megatron.config, "overlap_p2p_comm", pair.megatron.config.overlap_p2p_comm)
     pair.megatron(ids)
-    assert checked == [ON_TRAIN, ON_FORWARD, ON_TRAIN]
+    assert checked == [MODEL_CAN_TRAIN, ON_FORWARD, MODEL_CAN_TRAIN]
 
 
 def test_provider_changes_attribute_counts_assignments_of_settings():
@@ -409,7 +409,7 @@ def test_model_checks_raise_if_setting_that_must_stay_default_is_changed(family,
     config = registry.family(family).presets.hf_config(size)
     provider = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
     of_kind = model_validation.MOE if isinstance(provider, ExpertsMixin) else model_validation.DENSE
-    assert_settings_exist((*of_kind, *provider.checks, *BEFORE_FINALIZE, *AFTER_FINALIZE, *ON_TRAIN), provider)
+    assert_settings_exist((*of_kind, *provider.checks, *BEFORE_FINALIZE, *AFTER_FINALIZE, *MODEL_CAN_TRAIN), provider)
     rows = default_rows((*of_kind, *provider.checks, *BEFORE_FINALIZE))
     assert len(rows) > 150
     for row in rows:

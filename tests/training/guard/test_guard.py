@@ -326,4 +326,4 @@ def test_component_learning_rates_raise_if_invalid_or_contradictory(inputs, sett
         if sep:
             setattr(cfg if section == "cfg" else getattr(cfg, section), field, value)
     with pytest.raises(ValueError, match=message):
-        run_checks(run_validation.ON_TRAIN_START, cfg)
+        run_checks(run_validation.RUN_CAN_START, cfg)

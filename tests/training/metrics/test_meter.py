@@ -378,7 +378,7 @@ def test_wandb_project_without_wandb_installed_raises(inputs, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "wandb" else find(name, *more))
     with pytest.raises(ValueError, match=r"wandb_project is 'digits', .* wandb is not installed: pip install wandb"):
-        run_checks(run_validation.ON_TRAIN_START, cfg)
+        run_checks(run_validation.RUN_CAN_START, cfg)
 
 
 def test_wandb_run_gets_logged_metrics(inputs, tmp_path, monkeypatch):

@@ -93,10 +93,10 @@ class FsdpDtensor(TensorLayout):
 
     def tensors(self, row: WeightRow) -> dict[str, Shape]:
         """Return a dict from name to shape of the tensors that store `row`: one for each projection."""
-        rows, *width = row.megatron_shape(self.dimensions)
+        height, *width = row.megatron_shape(self.dimensions)
         names = (local_name(name) if self.naming == LOCAL else name for name in row.stored_names)
-        counts = stored_sizes(row, rows, self.dimensions)
-        return {name: (count, *width) for name, count in zip(names, counts, strict=True)}
+        heights = stored_sizes(row, height, self.dimensions)
+        return {name: (size, *width) for name, size in zip(names, heights, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -136,13 +136,16 @@ class TorchDist(TensorLayout):
     def tensors(self, row: WeightRow) -> dict[str, Shape]:
         """Return a dict from name to shape of the tensors that store `row`: one for each of its sections."""
         name, stacked = self.name(row)
-        rows, *width = row.megatron_shape(self.dimensions)
+        height, *width = row.megatron_shape(self.dimensions)
         counts = tuple(count for _, count in stacked)
-        return {name + suffix: (*counts, section, *width) for suffix, section in self._sections(row, rows)}
+        return {name + suffix: (*counts, section, *width) for suffix, section in self._sections(row, height)}
 
-    def _sections(self, row: WeightRow, rows: int) -> list[tuple[str, int]]:
-        """Return (suffix of the tensor name, number of rows) for each section of a parameter with `rows` rows."""
-        return [(f".{name}", self.dimensions[size]) for name, size in row.sections] or [("", rows)]
+    def _sections(self, row: WeightRow, height: int) -> list[tuple[str, int]]:
+        """Return (suffix of the tensor name, size along dimension 0) for each section of a parameter.
+
+        `height` is the size of the parameter along dimension 0.
+        """
+        return [(f".{name}", self.dimensions[size]) for name, size in row.sections] or [("", height)]
 
     def leading(self, row: WeightRow) -> int:
         """Return how many leading dimensions of the tensors that store `row` are stacked layers or experts."""
@@ -154,8 +157,8 @@ class TorchDist(TensorLayout):
         index = 0
         for number, count in stacked:
             index = index * count + number
-        rows, *width = row.megatron_shape(self.dimensions)
-        for suffix, section in self._sections(row, rows):
+        height, *width = row.megatron_shape(self.dimensions)
+        for suffix, section in self._sections(row, height):
             size = section * math.prod(width)
             yield TensorSlice(name + suffix, index * size, size)
 
@@ -168,9 +171,12 @@ Owner = tuple[int, ...]
 
 
 class OwnedRows(NamedTuple):
-    """Consecutive rows of a tensor that the same ranks read. They end where the next `OwnedRows` begins."""
+    """Consecutive rows (indices in dimension 0) of a tensor that the same ranks read.
 
-    first: int
+    They end where the next `OwnedRows` begins.
+    """
+
+    first: int  # index of the first row
     owner: Owner
 
 
@@ -266,15 +272,15 @@ class Topology:
             (owner of the first row of a chunk, offsets of the chunk, sizes of the chunk), in order.
         """
         counts, shape = spec.shape[:leading], spec.shape[leading:]
-        rows, nbytes = shape[0] if shape else 1, spec.nbytes // max(math.prod(counts), 1)
-        least = min(_MIN_CHUNK_BYTES, self.chunk_bytes) * rows / max(nbytes, 1)
-        most = max(self.chunk_bytes * rows // max(nbytes, 1), 1)
+        height, nbytes = shape[0] if shape else 1, spec.nbytes // max(math.prod(counts), 1)
+        least = min(_MIN_CHUNK_BYTES, self.chunk_bytes) * height / max(nbytes, 1)  # in rows of the tensor, as `most`
+        most = max(self.chunk_bytes * height // max(nbytes, 1), 1)
         for index in itertools.product(*map(range, counts)):
             parts = (owned or {}).get(index, (OwnedRows(0, ()),))
             first, owner = 0, parts[0].owner
-            for part in (*parts[1:], OwnedRows(rows, ())):
+            for part in (*parts[1:], OwnedRows(height, ())):
                 # Chunks of few rows are joined with the next part.
-                if part.first < rows and (part.first - first < least or rows - part.first < least):
+                if part.first < height and (part.first - first < least or height - part.first < least):
                     continue
                 number = math.ceil((part.first - first) / most)
                 step = math.ceil((part.first - first) / max(number, 1))
@@ -319,7 +325,7 @@ def find_row_owners(rows: Collection[WeightRow], layout: FsdpDtensor | TorchDist
 class _Parameter(NamedTuple):
     """A parameter of one tensor-parallel rank in Megatron-FSDP."""
 
-    tensors: tuple[tuple[str, int], ...]  # names of the tensors that store it, and rows of the rank's shard of each
+    tensors: tuple[tuple[str, int], ...]  # names of the tensors that store it, and height of the rank's shard of each
     columns: int
     shards: int  # number of tensor-parallel ranks with different rows
 
@@ -329,7 +335,7 @@ class _Parameter(NamedTuple):
 
     @property
     def numel(self) -> int:
-        return sum(rows for _, rows in self.tensors) * self.columns
+        return sum(height for _, height in self.tensors) * self.columns
 
 
 def _assign_fsdp_rows(
@@ -370,13 +376,13 @@ def _assign_fsdp_rows(
         shard_size = math.ceil(end / (ranks * step)) * step
         for parameter in ordered:
             start = starts[parameter.name]
-            for name, count in parameter.tensors:
-                end = start + count * parameter.columns
+            for name, height in parameter.tensors:
+                end = start + height * parameter.columns
                 for shard in range(start // shard_size, (end - 1) // shard_size + 1):
-                    row = max(shard * shard_size - start, 0) // parameter.columns
+                    first_row = max(shard * shard_size - start, 0) // parameter.columns
                     for tp_rank in range(parameter.shards):
                         owner = (int(of_experts), group, shard, tp_rank)
-                        yield name, (), OwnedRows(tp_rank * count + row, owner)
+                        yield name, (), OwnedRows(tp_rank * height + first_row, owner)
                 start = end
 
 
@@ -397,10 +403,10 @@ def _assign_stage_rows(
         tp = 1 if row.replicated else topology.expert_tp if of_experts else topology.tp
         halves, shards = len(row.stored_names) // len(tensors), tp if _SHARDED_BY_ROWS.search(row.megatron) else 1
         for name, shape in tensors.items():
-            count = shape[len(stacked)] // (halves * shards)
+            height = shape[len(stacked)] // (halves * shards)
             for part in range(halves * shards):
                 owner = (stage, int(of_experts), group, part % shards)
-                yield name, tuple(number for number, _ in stacked), OwnedRows(part * count, owner)
+                yield name, tuple(number for number, _ in stacked), OwnedRows(part * height, owner)
 
 
 def _expert_group(row: WeightRow, dimensions: Dimensions, topology: Topology) -> int:

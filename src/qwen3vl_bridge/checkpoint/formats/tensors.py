@@ -358,11 +358,11 @@ class SliceReader:
                 yield from self._read_quantized(part)
             elif isinstance(part, SharedScaleSlice):
                 yield from self._read_with_shared_scale(part)
-            elif part.plus:  # added in float32 for every dtype, and rounded once
+            elif part.added:  # added in float32 for every dtype, and rounded once
                 import numpy as np
 
-                for block in self.read_blocks([part._replace(plus=0)], _COMPUTE_DTYPE):
-                    total = np.frombuffer(block, _COMPUTE_DTYPE) + np.float32(part.plus)
+                for block in self.read_blocks([part._replace(added=0)], _COMPUTE_DTYPE):
+                    total = np.frombuffer(block, _COMPUTE_DTYPE) + np.float32(part.added)
                     yield cast(memoryview(total).cast("B"), _COMPUTE_DTYPE, dtype, part.tensor)
             else:
                 spec, used, position = self._source.specs[part.tensor], 0, part.start

@@ -171,6 +171,8 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
             ValueError: the layout is unknown.
         """
         model_family = family(self.family)
+        # Megatron-Bridge sets `hf_pretrained` when AutoBridge makes this object or streams weights, and
+        # `load_weights_hf_to_megatron` sets it above. `provider_by_model_type` makes a bridge without it.
         pretrained = getattr(self, "hf_pretrained", None)
         source = _weight_files(pretrained)
         if source is None:

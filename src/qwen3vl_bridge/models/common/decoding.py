@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 
-from qwen3vl_bridge.core.batch import ModelInputs, VisionRows
+from qwen3vl_bridge.core.batch import ModelInputs, VisionPlacement
 from qwen3vl_bridge.core.collectives import max_in_group, sum_in_group
 from qwen3vl_bridge.core.layout import SequenceLayout
 from qwen3vl_bridge.models.common.sdpa_kernels import allowed_kernels
@@ -84,7 +84,7 @@ def step_inputs(input_ids: Tensor, position_ids: Tensor, sp_size: int = 1, sp_ra
     """
     rows, tokens = input_ids.shape
     is_padding = torch.arange(tokens, device=input_ids.device) > 0
-    nowhere = VisionRows(*(torch.zeros(0, dtype=torch.int64, device=input_ids.device) for _ in range(2)))
+    nowhere = VisionPlacement(*(torch.zeros(0, dtype=torch.int64, device=input_ids.device) for _ in range(2)))
     return ModelInputs(
         input_ids=input_ids,
         position_ids=position_ids,

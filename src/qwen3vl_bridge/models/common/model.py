@@ -14,8 +14,8 @@ from typing import Any, ClassVar, NoReturn
 
 from qwen3vl_bridge.config.checks import run_checks
 from qwen3vl_bridge.config.fields import attribute_alias
-from qwen3vl_bridge.config.model_validation import GATHERED_LOGITS, ON_FORWARD, ON_TRAIN, check_token_count
-from qwen3vl_bridge.core.batch import ModelInputs, VisionRows
+from qwen3vl_bridge.config.model_validation import GATHERED_LOGITS, MODEL_CAN_TRAIN, ON_FORWARD, check_token_count
+from qwen3vl_bridge.core.batch import ModelInputs, TokenBatch, VisionPlacement
 from qwen3vl_bridge.core.collectives import exchange_vision_tokens, scatter_sequence
 from qwen3vl_bridge.models.common.attention import layout_packed_seq_params
 from qwen3vl_bridge.models.common.decoding import has_tokens, is_stored, next_positions, step_inputs
@@ -356,7 +356,7 @@ class VisionLanguageModel(MegatronModule):
         trains = self.training and torch.is_grad_enabled()
         config, changes = self.checked_settings.get(trains, (None, 0))
         if config is not self.config or changes != self.config.changes:
-            run_checks(ON_TRAIN if trains else ON_FORWARD, self.config)
+            run_checks(MODEL_CAN_TRAIN if trains else ON_FORWARD, self.config)
             self.checked_settings[trains] = self.config, self.config.changes
         if self.training and self.config.num_moe_experts:
             reset_stale_moe_metrics(self.config)
@@ -394,6 +394,13 @@ class VisionLanguageModel(MegatronModule):
         """
         return dict(encode_vision=self.pre_process)
 
+    def select_local(self, batch: TokenBatch, **arguments: Any) -> ModelInputs:
+        """Return the inputs of this rank and pipeline stage for a batch, on the host.
+
+        `arguments` are arguments of `TokenBatch.local` that replace those of the run, such as `with_next_tokens`.
+        """
+        return batch.local(**self.config.local_arguments(self.pg_collection) | self.stage_arguments() | arguments)
+
     def text_arguments(self, inputs: ModelInputs) -> dict[str, Any]:
         """Return additional inputs of decoder layers that come with the batch; by default, there are none."""
         return {}
@@ -430,7 +437,7 @@ class VisionLanguageModel(MegatronModule):
         hidden = self.embed_tokens(inputs.input_ids, tokens, inputs.fuse)
         return hidden, self.layer_arguments(features, inputs)
 
-    def embed_tokens(self, input_ids: Tensor, vision_tokens: Tensor, where: VisionRows) -> Tensor:
+    def embed_tokens(self, input_ids: Tensor, vision_tokens: Tensor, where: VisionPlacement) -> Tensor:
         """Embed token ids [b, s] as hidden states [s / sp, b, h], in which vision tokens replace placeholders.
 
         `where` tells which of the `vision_tokens` replaces which hidden state.

@@ -226,7 +226,7 @@ class VisionLanguageProvider(CountsOperations, fields.VisionLanguageFields):
         """
         given = inspect.signature(super().provide_distributed_model).bind(*args, **kwargs).arguments
         if training := given.get("wrap_with_ddp", True):
-            run_checks(model_validation.ON_TRAIN, self)
+            run_checks(model_validation.MODEL_CAN_TRAIN, self)
             fields.warn_of_unfused_attention(self)
             fsdp = bool(given.get("use_megatron_fsdp"))
             self.check_wrapping(fsdp=fsdp)

@@ -95,6 +95,7 @@ def as_model_inputs(
     if trains_mtp:  # multi-token prediction gathers labels, so all ranks must have the same kind of labels
         check_ranks_agree(dict(labels=labels, loss_mask=mask), None, groups.cp, device)
         trains_mtp = labels is not None
+    # The arguments of `VisionLanguageModel.select_local`; the model passes its `stage_arguments`.
     ranks = config.local_arguments(groups) | dict(with_next_tokens=trains_mtp) | stage
 
     cp_size = ranks["cp_size"]
