@@ -230,6 +230,7 @@ def test_kto_run_logs_metrics_and_resumes_bit_exactly(inputs, pairs, labeled, tm
     assert losses(halves) == losses(log)
 
 
+@pytest.mark.slow
 def test_kto_run_with_scores_equals_run_without_adapters_bit_exactly(inputs, pairs, labeled, tmp_path):
     for split in ("train", "valid"):
         options = ["--objective", "kto", "--split", split, "--media-root", str(pairs.parent)]

@@ -48,6 +48,7 @@ def config(inputs, records: Path, save: Path | None, kind: str, **settings: Any)
     return cfg
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("kind", ["embedding", "reranker"])
 def test_retrieval_run_logs_metrics_and_resumes_bit_exactly(inputs, records, tmp_path, kind):
     log = train(config(inputs, records, tmp_path / "a", kind))
@@ -59,6 +60,7 @@ def test_retrieval_run_logs_metrics_and_resumes_bit_exactly(inputs, records, tmp
     assert losses(halves + train(config(inputs, records, tmp_path / "b", kind))) == losses(log)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["embedding", "reranker"])
 def test_retrieval_run_with_adapters_trains_only_adapters(inputs, records, kind):
     cfg = config(inputs, records, None, kind, validation__eval_interval=0)
@@ -74,6 +76,7 @@ def fsdp_log(inputs, records: Path, kind: str, settings: dict[str, Any]) -> list
     return train(cfg)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["embedding", "reranker"])
 def test_retrieval_run_under_megatron_fsdp_matches_replicated_ranks(inputs, records, kind):
     settings = dict(
@@ -96,6 +99,7 @@ def replicated_log(inputs, records: Path, kind: str, settings: dict[str, Any]) -
     return train(config(inputs, records, None, kind, **settings))
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("kind", ["embedding", "reranker"])
 def test_guard_names_record_with_nan_loss(inputs, records, kind, monkeypatch):
     """The loss of a reranker's document is spoiled alone; a bad embedding spoils all queries of the row."""
@@ -128,6 +132,7 @@ def test_validation_raises_for_embedding_settings_out_of_range(inputs, records, 
         config(inputs, records, None, "embedding", **changes).validate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [n for n, one in recipes().items() if n.endswith(("_embedding_config", "_reranker_config")) and one.gpus]
 )
