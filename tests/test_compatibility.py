@@ -123,7 +123,7 @@ def test_row_summary_names_missing_parts_and_replaced_packages():
     assert one.summary() == f"1 failed, 5 passed; not run: {', '.join(missing)}; with hydra-core==1.3.2"
 
 
-def test_compatibility_row_load_restores_results_of_same_commit(tmp_path, monkeypatch):
+def test_row_load_keeps_saved_results_only_for_same_commit(tmp_path, monkeypatch):
     monkeypatch.setattr(compatibility, "RESULTS", tmp_path)
     first = row("main", torch="2.14.0 (abc)")
     first.save()

@@ -135,7 +135,7 @@ def test_installed_doctor_and_recipes_run(installed, untied_folder):
     assert '"host_while_saving"' in installed.run("qwen3vl", "train", *words, "--dry-run", "--gpu", "H100")
 
 
-def test_installed_conversion_round_trip_is_equal(installed, untied_folder):
+def test_installed_convert_import_and_export_restore_weights(installed, untied_folder):
     installed.run("qwen3vl", "convert", "import", "--hf-model", untied_folder, "--megatron-path", "megatron")
     installed.run("qwen3vl", "convert", "export", "--megatron-path", "megatron", "--hf-path", "exported")
     exported = installed.place / "exported/model.safetensors"

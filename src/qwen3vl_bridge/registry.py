@@ -200,9 +200,10 @@ def preset(name: str) -> dict[str, Any]:
 
 
 def nearest_name(name: str, sizes: Collection[str] = ()) -> str:
-    """Return text to append to an error about an unknown model name: the most similar known name; "" if there is none.
+    """Return text to append to an error about an unknown model name.
 
-    For an id such as "Qwen/..." without a similar name, list the supported models.
+    The text names the most similar known name. If no known name is similar, it lists the supported models for an id
+    such as "Qwen/...", and is empty for all other names.
     """
     with_ids = [presets for presets in _presets() if hasattr(presets, "hub_ids")]
     pairs = [(size, hub_id) for presets in with_ids for size in presets.PRESETS for hub_id in presets.hub_ids(size)]

@@ -329,7 +329,7 @@ def test_export_raises_if_config_of_hf_model_differs_from_checkpoint(
 
 
 @pytest.mark.parametrize("text", [None, "checkpoint: {}", "model: [", "a: 1" + ":1" * 500_000])
-def test_export_notes_that_checkpoint_without_config_was_not_compared(text, tmp_path, untied_folder, imported):
+def test_convert_reports_note_if_checkpoint_has_no_config_to_compare(text, tmp_path, untied_folder, imported):
     run = shutil.copytree(imported / "iter_0000000", tmp_path / "run")
     shutil.rmtree(run / "hf")
     (run / "run_config.yaml").unlink()

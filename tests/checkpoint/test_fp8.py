@@ -201,7 +201,7 @@ def test_import_fp8_raises_if_value_is_too_large_for_float16(untied_folder, tmp_
 
 
 @pytest.mark.parametrize("as_number", [True, False])
-def test_import_fp8_per_matrix_scale_equals_single_block_scale(as_number, moe_folders, tmp_path):
+def test_import_fp8_reads_per_matrix_scale_like_single_block_scale(as_number, moe_folders, tmp_path):
     """Some models have one scale per matrix: a number, or one number for each packed expert."""
     source = fp8.in_fp8(moe_folders[ExpertLayout.OUTPUT_MAJOR], tmp_path / "fp8", (10_000, 10_000))
 

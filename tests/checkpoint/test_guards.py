@@ -38,7 +38,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("gate", DTYPES)
 @pytest.mark.parametrize("up", DTYPES)
 @pytest.mark.parametrize("target", ["float32", "bfloat16"])
-def test_export_mixed_dtype_experts_packed_equals_per_expert_layout(gate, up, target, moe_folder, tmp_path):
+def test_export_of_mixed_dtype_experts_is_equal_in_both_layouts(gate, up, target, moe_folder, tmp_path):
     import_checkpoint(moe_folder, tmp_path / "m")
     stored = stock_load(tmp_path / "m" / "iter_0000000")
     for name, tensor in stored.items():

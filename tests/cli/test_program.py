@@ -330,7 +330,7 @@ def test_train_list_json_gives_gpus_and_summary_of_each_recipe(capsys):
 
 
 @pytest.mark.slow
-def test_convert_import_under_torchrun_passes_convert_verify(untied_folder, tmp_path, capsys):
+def test_convert_verify_accepts_import_that_ran_under_torchrun(untied_folder, tmp_path, capsys):
     """Compare the written checkpoint by `convert verify --json`: equal, then different in one element."""
     target = tmp_path / "megatron"
     words = ["convert", "import", "--hf-model", str(untied_folder), "--megatron-path", str(target), "--json"]

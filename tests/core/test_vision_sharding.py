@@ -60,7 +60,7 @@ def test_assign_frames_balances_many_frames_within_5_percent_of_mean(kinds, rank
 
 
 @given(frames=st.integers(0, 40), ranks=RANKS)
-def test_assign_frames_equal_costs_frame_counts_differ_by_at_most_1(frames, ranks):
+def test_assign_frames_of_equal_cost_gives_ranks_equal_frame_counts(frames, ranks):
     assert {len(share) for share in assign_frames([3.5] * frames, ranks)} <= {frames // ranks, -(-frames // ranks)}
 
 

@@ -33,7 +33,7 @@ NUMBER = 26  # rows, more than two epochs
 
 @pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("settings", [{}, {"pack": False}, {"seed": None}, {"window_size": 100}])
-def test_batch_stream_resumed_yields_same_batches_as_uninterrupted(make_rows, settings):
+def test_batch_stream_resumed_yields_batches_of_uninterrupted_stream(make_rows, settings):
     rows = make_rows(**settings)
     whole = take(BatchStream(rows()), NUMBER)
     assert len(set(ids(whole))) >= 10
@@ -117,7 +117,7 @@ def test_batch_stream_load_state_dict_raises_if_row_settings_differ(make_rows, o
 
 
 @pytest.mark.parametrize("share", [{}, {"dp_size": 3}, {"dp_size": 2, "micro_batch_size": 3, "pack": False}])
-def test_one_pass_reads_each_sample_once_over_all_dp_ranks(make_rows, share):
+def test_one_pass_over_all_dp_ranks_reads_each_sample_once(make_rows, share):
     pack = share.pop("pack", True)
     rows = make_rows(seed=None, pack=pack)
     total = rows().plan.end_of_epoch()

@@ -345,7 +345,7 @@ def test_released_thinking_template_trains_only_on_answers_and_reasoning(process
 
 @given(conversations)
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_think_end_tag_is_trained_on_with_empty_thinking_option_train(thinking, image, case):
+def test_encoder_with_empty_thinking_train_trains_on_think_end_tag(thinking, image, case):
     conversation, expected = with_reasoning(case, image)
     sample = Encoder(thinking, "last", empty_thinking="train")(conversation)
     thought, text = expected[-1]

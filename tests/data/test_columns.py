@@ -276,7 +276,7 @@ def test_columns_survive_yaml_round_trip_of_run_config(tmp_path):
     assert again.dataset.columns == Columns(image="img", ignore=["a", "b"])
 
 
-def test_columns_setting_applies_to_streamed_and_accuracy_data(sources, checkpoint, monkeypatch):
+def test_columns_setting_is_used_for_streaming_and_for_accuracy_path(sources, checkpoint, monkeypatch):
     dataset, _, (_, parquet, _, _) = sources
     stream = dataset.to_iterable_dataset()
     monkeypatch.setattr(datasets, "load_dataset", lambda name, **how: stream)

@@ -100,7 +100,7 @@ names = st.text("ab.-@:/\\?#%2eE5cfF;é。", max_size=12)
 
 @settings(max_examples=500)
 @given(between=names, after=names, prefix=st.sampled_from([HOST, f"{HOST}/", f"{HOST}/a", f"{HOST}/a/"]))
-def test_accepted_random_url_requests_only_allowed_host_and_path(between, after, prefix):
+def test_random_url_that_is_accepted_leads_to_allowed_host_and_path(between, after, prefix):
     address = f"https://images.example.org{between}/a/{after}"
     if allowed(address, prefix):
         url = check_allowed_url(address, [prefix], "here")

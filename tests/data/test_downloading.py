@@ -504,7 +504,7 @@ def test_build_datasets_raises_on_all_ranks_if_their_downloads_differ(server, do
         assert "without 1 of 8 addresses" in one and "expected " in one and "on rank 0. Every machine needs" in one
 
 
-def test_download_record_written_and_read_again_is_equal(tmp_path):
+def test_download_record_is_read_back_unchanged(tmp_path):
     addresses = [f"http://a/{number}.png" for number in range(200)]
     record = DownloadRecord(300, frozenset(map(url_digest, addresses[::2])), 7)
     record.write(tmp_path, "data")

@@ -175,9 +175,7 @@ def check_last(processor, sample, prompt: list[int], answer: str) -> None:
 
 @given(spoken, spoken, st.booleans(), st.sampled_from([*TEMPLATES, "train"]))
 @settings(max_examples=300, deadline=None)
-def test_encoder_tokens_equal_prompt_tokens_plus_separately_tokenized_answer(
-    joining_encoders, text, earlier, in_parts, name
-):
+def test_encoder_tokenizes_last_answer_separately_from_prompt(joining_encoders, text, earlier, in_parts, name):
     encoder = joining_encoders[name]
     ask, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": text}
     if in_parts:

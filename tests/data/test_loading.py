@@ -147,7 +147,7 @@ def test_balanced_stream_resumes_inside_global_batch_only_with_same_dp_size(make
 
 
 @pytest.mark.parametrize("done", [1, 5, 8, 13])
-def test_balanced_stream_of_one_rank_resumes_unbalanced_stream_at_any_row(make_rows, done):
+def test_balanced_stream_on_one_rank_resumes_stream_without_balancing(make_rows, done):
     before = BatchStream(make_rows()())
     for _ in range(done):
         next(before)

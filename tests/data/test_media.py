@@ -211,7 +211,7 @@ def test_load_image_of_opaque_image_matches_pillow_rgb_conversion(kind, mode, pi
     assert np.array_equal(load_image(file, "here"), Image.open(io.BytesIO(file)).convert("RGB"))
 
 
-def test_encoder_transparent_image_equals_image_on_white_from_every_source(tmp_path, encoder, read):
+def test_encoder_blends_transparent_image_onto_white_in_every_source(tmp_path, encoder, read):
     ink = np.random.default_rng(0).integers(0, 2, (64, 64), np.uint8) * 255
     Image.merge("LA", [Image.new("L", (64, 64)), Image.fromarray(ink)]).save(tmp_path / "clear.png")
     Image.fromarray(255 - ink).save(tmp_path / "white.png")

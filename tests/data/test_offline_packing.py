@@ -49,7 +49,7 @@ def test_offline_packed_rows_contain_each_sample_once(packed, make_rows):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_offline_packing_stores_sizes_equal_to_measured_sizes(tmp_path, make_rows, packed, workers):
+def test_offline_packing_stores_measured_size_of_each_sample(tmp_path, make_rows, packed, workers):
     rows = make_rows()()
     report = pack(rows, tmp_path / "rows", workers=workers)
     again = PackedRows(tmp_path / "rows")

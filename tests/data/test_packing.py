@@ -65,7 +65,7 @@ def test_best_fit_raises_if_sample_is_too_large(length, patches, found):
         best_fit([10, length], 10, [3, patches], 10)
 
 
-def test_best_fit_makes_few_comparisons_per_sample_if_patches_limit_rows():
+def test_best_fit_makes_under_100_comparisons_per_sample():
     looks = 0
 
     class Counted(int):
@@ -206,7 +206,7 @@ def test_row_plan_raises_if_settings_are_invalid_or_no_sample_is_valid(make, mes
 
 
 @given(mixtures())
-def test_mixed_order_sample_counts_follow_shares_after_any_number_of_epochs(case):
+def test_mixed_order_reads_samples_in_proportion_to_shares(case):
     lengths, taken, _ = case
     order, seen = MixedOrder(*case), Counter[int]()
     for epoch in range(5):

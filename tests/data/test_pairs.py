@@ -108,7 +108,7 @@ def test_columns_setting_selects_question_and_answers_of_pair():
      "found 'rejected_image', expected only 'rejected_images'"),
     ({"prompt": "Which?", "chosen": "Seven.", "rejected": ["No."]}, r"x \(rejected\): 'completion': found \['No.'\]"),
 ])  # fmt: skip
-def test_pair_record_raises_clear_error(record, message):
+def test_pair_record_raises_if_pair_is_invalid_or_ambiguous(record, message):
     with pytest.raises(DataError, match=message):
         read(record)
 
@@ -169,7 +169,7 @@ def test_rows_of_pairs_keep_both_answers_of_each_pair(make_provider, pairs_file,
     ({"pack": False}, "dataset.pack is False for objective.kind=dpo"),
     ({"on_long": "truncate"}, "dataset.on_long is 'truncate'"),
 ])  # fmt: skip
-def test_provider_of_pairs_raises_for_settings_that_separate_pairs(make_provider, pairs_file, changes, message):
+def test_provider_of_pairs_raises_if_pack_is_false_or_on_long_truncate(make_provider, pairs_file, changes, message):
     with pytest.raises(ValueError, match=message):
         make_provider(train_path=pairs_file, objective="dpo", **changes).finalize()
 

@@ -115,14 +115,14 @@ def test_vision_limits_reduce_image_and_video_grids(processor, tmp_path):
     assert sample.image_grid_thw.tolist() == [[1, 4, 4]] and sample.video_grid_thw.tolist() == [[4, 4, 4]]
     for wrong, message in (
         ({"video_fps": 0}, "video_fps is 0, expected a positive number"),
-        ({"image_min_pixels": 10**9}, "images would have at least 1000000000 and at most"),
+        ({"image_min_pixels": 10**9}, "the minimum for images, 1000000000 pixels, is greater"),
         ({"video_min_frames": 100}, "video_min_frames is 100, expected at most 32"),
     ):
         with pytest.raises(ValueError, match=message):
             load_processor(tmp_path / "hf", VisionLimits(**wrong))
 
 
-def test_batch_stream_position_stays_before_bad_sample_that_raises(make_rows, tmp_path):
+def test_batch_stream_position_does_not_advance_past_bad_sample(make_rows, tmp_path):
     random = np.random.default_rng(1)
     records = [random_record(tmp_path, number, random) for number in range(6)]
     path = write(tmp_path / "train.jsonl", [*records[:3], {"messages": []}, *records[3:]])

@@ -155,7 +155,7 @@ def test_count_drop_keeps_a_separate_count_for_each_reason(sizes):
     assert sizes.get(0) is None
 
 
-def test_drop_counter_counts_once_per_dp_rank_not_per_tp_rank():
+def test_drop_counter_counts_drops_of_first_tp_rank_only():
     samples_module._job.cache_clear()
     first, second = (
         samples_module.make_drop_counter({"a": 1}),

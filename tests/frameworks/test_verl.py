@@ -269,7 +269,7 @@ def test_verl_router_replay_uses_recorded_experts(moe_folder, truth):
     assert torch.isfinite(own).all() and not torch.equal(own, recorded)
 
 
-def test_verl_repeated_export_with_same_tasks_gives_every_weight_unchanged(engine, folder):
+def test_verl_two_exports_with_same_tasks_give_unchanged_weights(engine, folder):
     """get_per_tensor_param: tasks are made once and used for each export."""
     tasks = engine.bridge.get_conversion_tasks(engine.chunks)
     for _ in range(2):

@@ -66,7 +66,7 @@ def test_weights_exported_from_device_equal_loaded_weights(kind, folders, device
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["formula", "Transformer Engine's kernel"])
-def test_bf16_rounding_error_of_rope_does_not_exceed_that_of_transformers(fused, device):
+def test_bf16_rope_error_does_not_exceed_error_of_transformers(fused, device):
     """Heads of the 8B's size in bfloat16. On CUDA torch compiles the formula."""
     if fused:
         need_transformer_engine(device)

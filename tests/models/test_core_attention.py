@@ -126,7 +126,7 @@ def compare(found: list[Tensor], call, parts: list[Tensor]) -> None:
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("kind", [CAUSAL, FULL])
-def test_attention_packed_row_matches_softmax_reference(varlen, lengths, groups, kind):
+def test_attention_of_packed_row_matches_softmax_reference(varlen, lengths, groups, kind):
     module, parts = attention(groups), tensors(sum(lengths), groups)
     compare(run(packed(module, lengths, kind), parts), plain(lengths, kind == CAUSAL, module.scale), parts)
     assert varlen is None or varlen.calls == 1
@@ -157,7 +157,7 @@ def shares(monkeypatch, lengths: list[int], groups: int, ranks: int, device: str
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_attention_context_parallel_matches_softmax_reference(varlen, monkeypatch, lengths, ranks):
+def test_attention_with_context_parallelism_matches_softmax_reference(varlen, monkeypatch, lengths, ranks):
     parts = tensors(sum(lengths), 2)
     compare(run(shares(monkeypatch, lengths, 2, ranks), parts), plain(lengths, True, DIM**-0.5), parts)
     assert varlen is None or varlen.calls == ranks
@@ -244,7 +244,7 @@ def test_attention_on_cuda_uses_varlen_kernel_when_supported(monkeypatch, dtype,
 
 
 @pytest.mark.skipif(core_attention.varlen_attn is None, reason="this torch has no varlen attention")
-def test_attention_context_parallel_on_cuda_does_not_synchronize(monkeypatch):
+def test_attention_with_cp_on_cuda_does_not_synchronize(monkeypatch):
     gather_nothing(monkeypatch)
     operations, others = on_fake_cuda(monkeypatch, attention(2, 4, 1), 2, torch.bfloat16)
     assert operations.varlen == 1 and not others
@@ -341,7 +341,7 @@ def test_attention_on_gpu_matches_softmax_reference(groups, kind, dim):
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-4)])
-def test_attention_context_parallel_on_gpu_matches_softmax_reference(monkeypatch, ranks, dtype, limit):
+def test_attention_with_cp_on_gpu_matches_softmax_reference(monkeypatch, ranks, dtype, limit):
     lengths, dim = [136, 8, 512, 512, 40], 64
     parts = tensors(sum(lengths), 2, dim, device="cuda", dtype=dtype)
     expected = run(plain(lengths, True, dim**-0.5), [x.float() for x in parts])

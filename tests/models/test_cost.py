@@ -86,7 +86,7 @@ def build(kind: str):
 
 
 @pytest.mark.parametrize("kind", SIZES)
-def test_forward_flops_match_torch_count_of_transformers_model(kind):
+def test_forward_flops_match_torch_flop_counter_on_transformers(kind):
     """Exact, except that torch counts all pairs of tokens in causal attention, of which kernels compute half, and
     that it counts padding of the convolution in linear attention.
     """
@@ -127,7 +127,7 @@ def count(model, trained: Trained) -> None:
 
 
 @pytest.mark.parametrize("kind", FULL)
-def test_step_flops_with_frozen_components_match_torch_count(kind):
+def test_step_flops_with_frozen_components_match_torch_flop_counter(kind):
     model = build(kind)
     for number in range(1, 8):
         parts = [name for bit, name in enumerate(PARTS) if number >> bit & 1]
@@ -150,7 +150,7 @@ ADAPTED = {
 
 @pytest.mark.parametrize("chosen", [[0, 1], [1], [2, 3], [4], [5], [0, 3]])
 @pytest.mark.parametrize("also", [None, "language_model"])
-def test_step_flops_with_adapters_match_torch_count(chosen, also):
+def test_step_flops_with_adapters_match_torch_flop_counter(chosen, also):
     """Gradients are computed down to the lowest adapter. Weights of a component may be trained with them."""
     from peft import LoraConfig, get_peft_model
 
@@ -183,7 +183,7 @@ def test_flops_of_samples_add_up_to_flops_of_batch():
 
 
 @pytest.mark.parametrize("kind", LINEAR)
-def test_linear_attention_step_flops_match_torch_count_of_transformers(kind):
+def test_linear_attention_step_flops_match_torch_flop_counter(kind):
     """Exact for matrix products; torch counts the backward pass of a depthwise convolution differently.
 
     Products with the state of the first chunk (zero) and the state after the last chunk have no backward pass.
@@ -208,7 +208,7 @@ MTP = {"forward": (Trained(False, False, False), None), "step": (Trained(), Trai
 
 @pytest.mark.parametrize("kind", LINEAR)
 @pytest.mark.parametrize("case", MTP)
-def test_flops_of_mtp_match_torch_count_of_its_layers(kind, case):
+def test_flops_of_mtp_match_torch_flop_counter(kind, case):
     """The difference to a step without MTP is exactly the cost of its layer and of the output layer."""
     model, (trained, without), tokens = build(kind), MTP[case], 40
     config, parts = model.config.to_dict(), torch.nn.ModuleList([MTPReference(model.config), model.lm_head])

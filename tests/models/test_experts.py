@@ -153,7 +153,7 @@ def test_grouped_experts_without_tokens_give_zero_gradients(layer, monkeypatch):
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
-def test_grouped_experts_gradient_order_does_not_depend_on_tokens(layer, frozen):
+def test_grouped_experts_gradients_arrive_in_same_order_for_any_tokens(layer, frozen):
     """`overlap_grad_reduce` reduces gradients in this order, which must be equal on all ranks."""
     order: list[str] = []
     for name, parameter in layer.named_parameters():

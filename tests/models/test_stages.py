@@ -85,7 +85,7 @@ def test_stage_unpack_raises_if_received_tensor_has_wrong_size():
 
 
 @pytest.mark.parametrize(("sent", "pictures", "fits"), [(1, 2, False), (1, 0, True), (0, 2, True)])
-def test_stage_sending_deepstack_without_variable_seq_lengths_raises(sent, pictures, fits):
+def test_stage_raises_if_it_sends_features_with_fixed_seq_lengths(sent, pictures, fits):
     """The schedule knows the length of rows, but not the number of features, which depends on images."""
     where = VisionPlacement(torch.zeros(pictures).long(), torch.zeros(pictures).long())
     inputs, stage = types.SimpleNamespace(deepstack=where), DeepStackStage(received=3, sent=sent)
@@ -191,7 +191,7 @@ def test_unpack_raises_if_vision_payload_does_not_match_expected_shards(expected
         read(payload, (expected,), num_features, hidden)
 
 
-def test_vision_headers_raise_if_earlier_header_does_not_match():
+def test_vision_headers_report_mismatch_at_next_add_or_check():
     right, wrong = (
         unpack(pack(*encoded(2), (VisionShard(2, 5),), 4), (VisionShard(2, mark),), T, HIDDEN)[-1] for mark in (5, 6)
     )

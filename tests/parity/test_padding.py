@@ -71,7 +71,7 @@ def run(pair: Pair, samples: list[Sample], layout: SequenceLayout) -> Seen:
     )  # fmt: skip
 
 
-def test_losses_balancing_losses_and_gradients_do_not_depend_on_padding(pair):
+def test_padding_changes_no_losses_balancing_losses_or_gradients(pair):
     samples = make_samples("mixed", pair.config, seed=11)
     seen = {name: run(pair, samples, layout) for name, layout in layouts([len(s.ids) for s in samples]).items()}
     expected = seen.pop("packed tightly")
@@ -88,7 +88,7 @@ def test_losses_balancing_losses_and_gradients_do_not_depend_on_padding(pair):
         assert max(errors.values()) <= GRADIENT, (name, errors)
 
 
-def test_balancing_losses_change_router_gradient(pair):
+def test_moe_balancing_losses_change_router_gradient(pair):
     """Otherwise the test above would compare nothing."""
     samples = make_samples("mixed", pair.config, seed=11)
     layout = SequenceLayout.packed_row([len(s.ids) for s in samples])

@@ -43,7 +43,7 @@ def folder_and_plain(request):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_with_recomputation_equal_those_without(folder_and_plain, case):
+def test_recomputation_does_not_change_gradients(folder_and_plain, case):
     folder, plain = folder_and_plain
     if case == "experts" and not any("experts" in name for name in plain):
         with pytest.raises(ValueError, match=r"recompute_modules has \['moe'\], which this model does not have"):

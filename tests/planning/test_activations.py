@@ -176,7 +176,7 @@ FROZEN = [(family, targets) for family, cases in TARGETS.items() for targets in 
 @pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("precision", [BF16, FP32], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize(("family", "targets"), FROZEN, ids=lambda one: one if isinstance(one, str) else str(one))
-def test_estimated_activations_with_frozen_weights_match_autograd(family, targets, precision):
+def test_estimated_activations_with_frozen_weights_match_bytes_saved(family, targets, precision):
     """Frozen language model: with adapters and a frozen tower, or without adapters and with a trained tower."""
     config = FAMILIES[family]()
     dims, parallel = dimensions_of(config.to_dict()), ParallelLayout(1)

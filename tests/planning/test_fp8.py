@@ -28,7 +28,7 @@ LAYER_WEIGHTS = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288
     (Fp8Settings(), 0.0), (Fp8Settings(fp8_param=False), 2.0), (Fp8Settings(scale=1 / 32), 1 / 16),
     (Fp8Settings(fp8_param=False, scale=1 / 32), 2 + 1 / 16),
 ])  # fmt: skip
-def test_estimated_fp8_parameter_bytes_count_two_fp8_copies(fp8, more):
+def test_estimated_fp8_parameter_bytes_include_both_fp8_copies(fp8, more):
     chunks = ONE_RANK.chunks(36)[0]
     bf16, found = (estimate_states(DIMS, ONE_RANK, chunks, each) for each in (BF16_RUN, replace(BF16_RUN, fp8=fp8)))
     assert found.parameters - bf16.parameters == round(36 * LAYER_WEIGHTS * more)

@@ -48,7 +48,7 @@ def run(capsys, *arguments: str) -> tuple[int, dict | list]:
     return status, json.loads(capsys.readouterr().out)
 
 
-def test_plan_json_total_of_each_stage_equals_sum_of_memory_kinds(capsys):
+def test_plan_json_memory_kinds_of_stage_add_up_to_its_total(capsys):
     status, found = run(capsys, "--tp", "2", "--pp", "2")
     assert status == 0 and found["fits"]
     assert found["parallel_layout"]["sequence_parallel"] and found["parallel_layout"]["dp"] == 4
@@ -78,7 +78,7 @@ def test_plan_command_does_not_propose_layout_that_fits_only_without_margin(caps
     assert "into 52.2 of 55.0 GiB (5 % left free)" in said and "54.0" not in said
 
 
-def test_plan_with_fsdp_counts_full_model_before_sharding(capsys):
+def test_plan_with_fsdp_requires_memory_for_unsharded_model(capsys):
     """32B on 64 GPUs: a step would fit, but each rank creates the complete model before sharding."""
     sharded = ["--model", "32B", "--gpus", "64", "--fsdp", "--seq-length", "2048", "--recompute", "full"]
     assert main([*sharded, "--vision-recompute", "full", "--gpu", "A100-40GB"]) == 1
@@ -341,7 +341,7 @@ def test_dist_train_vision_and_language_memory_adds_up_to_full_model(name, parts
 
 
 @pytest.mark.parametrize(("vision", "share"), [(1, 4), (2, 2), (4, 1), (8, 1 / 2)])
-def test_dist_train_vision_memory_scales_with_language_replicas_served(vision, share):
+def test_vision_rank_memory_is_proportional_to_replicas_it_serves(vision, share):
     """Vision ranks hold one microbatch more than the first stage, unless the step has fewer."""
     dims = dimensions_of(presets.config_dict("2B"))
     equal, *_ = estimate(dims, ParallelLayout(8, pp=2), ROWS, vision_layout=ParallelLayout(4)).stages

@@ -108,7 +108,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_estimate_is_75_to_100_percent_of_published_memory(name):
+def test_estimated_memory_is_75_to_100_percent_of_published_memory(name):
     """Measured 0.81, 0.91 and 0.97 of the published memory, including the reserve."""
     seen, config, layout, training = PUBLISHED[name]
     found = estimate(dimensions_of(config), layout, training).peak.total / GIB / seen

@@ -156,7 +156,7 @@ def test_estimated_qwen4_exp_activations_match_bytes_saved_by_autograd(case):
         assert abs(error) <= (tolerance if packed else max(tolerance, TOLERANCE_ROWS)), (content, packed)
 
 
-def test_planned_layer_input_takes_as_much_memory_as_four_hidden_states():
+def test_recomputed_qwen4_exp_layer_keeps_four_streams_as_input():
     """Under full recomputation a layer keeps its input, four streams; a rank has its share of the tokens."""
     training = TrainingSettings(seq_length=8192, max_patches=0, recompute=FULL, loss_chunk_tokens=2048)
 
@@ -238,7 +238,7 @@ def test_plan_with_ngram_table_in_fp8_counts_one_byte_per_element(capsys):
     assert "--ngram-table-dtype is given, but 8B has no n-gram table; remove it" in capsys.readouterr().err
 
 
-def test_planned_fp8_table_is_complete_on_each_rank_of_megatron_fsdp():
+def test_plan_counts_full_fp8_ngram_table_on_each_fsdp_rank():
     """Its bytes are neither sharded nor gathered, unlike those of a table of parameters."""
     layout, frozen = ParallelLayout(8, etp=1), dict(sharding=Sharding.ALL, freezes_ngram_table=True)
     ((chunk,),) = layout.chunks(48)
@@ -257,7 +257,7 @@ def test_plan_command_rejects_freeze_ngram_table_for_model_without_ngram_table(c
     assert "--freeze lists ngram_table, but 8B has no n-gram table; remove it" in capsys.readouterr().err
 
 
-def test_flops_of_gated_residuals_and_ngram_embedding_match_torch_count():
+def test_flops_of_gated_residuals_and_ngrams_match_torch_flop_counter():
     """Exact for matrix products. The convolution is shifted products, which torch does not count."""
     config, dims = tiny_config()
     model = build(config, TrainingSettings(transformer_engine=False, precision=FP32, loss_chunk_tokens=0))

@@ -222,7 +222,7 @@ def test_estimated_states_match_formula_of_each_zero_stage():
 
 
 @pytest.mark.parametrize(("rows", "logits"), [(1, False), (4, True)])
-def test_zero_3_peak_counts_larger_of_logits_and_unsharded_gradients(rows, logits):
+def test_zero_3_peak_has_logits_or_unsharded_gradients_but_not_both(rows, logits):
     """2B: logits of a row of 8K tokens take 2.3 GiB, unsharded gradients 3.8 GiB."""
     dims, layout = dimensions_of(presets.config_dict("2B")), ParallelLayout(8)
     training = TrainingSettings(

@@ -116,7 +116,7 @@ def test_apply_peft_overrides_change_adapter_settings(tmp_path):
     assert overrides.apply(cfg, ["peft=null"]).peft is None
 
 
-def test_apply_adapt_experts_override_enables_expert_adapters():
+def test_apply_sets_adapt_experts_of_peft_from_command_line():
     cfg = qwen3_vl_30b_a3b_peft_config()
     assert not cfg.peft.adapt_experts
     overrides.apply(cfg, ["peft.adapt_experts=true", "peft.dim=8", "model.moe_grouped_gemm=false"])

@@ -251,7 +251,7 @@ def test_flash_attn_stub_returns_tensors_with_right_shapes(tmp_path, monkeypatch
 
 
 @pytest.mark.usefixtures("no_groups")
-def test_planned_memory_in_stored_simulation_results_is_current():
+def test_planned_memory_in_simulation_csv_equals_present_plan():
     """For Qwen3.5 with local layers it depends on whether flash-linear-attention is installed."""
     for name, ranks in latest_simulations(ROOT / SIMULATIONS).items():
         for row in ranks:

@@ -47,7 +47,7 @@ class Limit(Callback):
     ("train.max_steps", "train.train_iters"), ("peft.target_module", "peft.target_modules"),
     ("chekpoint", "checkpoint.*"), ("train.gibberish", "train.*"), ("dataset.vision.max_pixel", "dataset.vision.*"),
 ])  # fmt: skip
-def test_run_error_suggests_name_if_script_assigns_unknown_setting(name, meant, tmp_path):
+def test_run_error_suggests_similar_name_for_unknown_setting(name, meant, tmp_path):
     cfg = qwen3vl_recipes.qwen3_vl_2b_peft_config()
     (tmp_path / "train.jsonl").touch()
     cfg.dataset.path = cfg.checkpoint.pretrained_checkpoint = str(tmp_path)
@@ -266,7 +266,7 @@ def test_run_prints_progress_within_long_steps_and_evaluations(inputs, monkeypat
     )
 
 
-def test_estimated_epoch_length_is_within_25_percent_of_counted(inputs):
+def test_estimated_epoch_length_is_within_25_percent_of_counted_length(inputs):
     rows = inputs.config(None, dataset__window_size=16).dataset.rows("train")
     estimated, counted = rows.epoch(), rows.epoch(counted=True)
     assert (estimated.samples, estimated.is_counted) == (40, False) and counted.is_counted

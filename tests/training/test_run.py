@@ -462,7 +462,7 @@ def test_run_raises_at_start_if_host_memory_does_not_suffice_to_save(inputs, mon
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_check_rows_raises_if_batch_shape_misfits_pipeline_stages(untied_folder, packed):
+def test_check_rows_raises_if_stages_expect_another_batch_shape(untied_folder, packed):
     config = AutoConfig.from_pretrained(untied_folder)
     batch = make_batch(make_samples("video", config, seed=0), config, packed=packed)
     rows, tokens = batch.input_ids.shape

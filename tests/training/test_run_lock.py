@@ -174,7 +174,7 @@ def is_open(descriptor):
     return os.path.exists(f"/proc/self/fd/{descriptor}")
 
 
-def test_run_lock_failed_renewal_is_tried_again(tmp_path, monkeypatch, caplog):
+def test_run_lock_renewal_is_retried_after_failure(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(run_lock, "RENEWAL_INTERVAL", 0.05)
     failures = iter([errno.EIO, errno.ESTALE, errno.EIO])
     utime = os.utime
@@ -194,7 +194,7 @@ def test_run_lock_failed_renewal_is_tried_again(tmp_path, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("room", [0, 10])
-def test_run_lock_full_disk_leaves_no_file(room, tmp_path):
+def test_run_lock_on_full_disk_leaves_no_file(room, tmp_path):
     """A limit on file sizes acts like a full disk: only the first bytes are written."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))

@@ -50,13 +50,16 @@ class Fp8Export:
     def for_model(
         cls, config: Mapping[str, Any], folder: Path, names: Collection[str], *, only_experts: bool = False
     ) -> Fp8Export:
-        """Return the FP8 settings of the imported model; if it was not in FP8, of the released models named -FP8.
+        """Return the FP8 settings for exporting a model.
+
+        If the imported model was in FP8, return its settings. Otherwise return the settings of the released models
+        with names that end in -FP8.
 
         Args:
             config: contents of the model's `config.json`.
             folder: the folder with `config.json`, and with scales if the model was in FP8.
             names: names of all tensors except scales.
-            only_experts: whether the released models have only routed experts in FP8.
+            only_experts: True if the released FP8 models of the family store only routed experts in FP8.
         """
         if (quantization := config.get(QUANTIZATION)) is None:
             modules = {

@@ -1,4 +1,8 @@
-"""`qwen3vl convert`: import, export, reformat, verify, inspect and check checkpoints; and `qwen3vl adapters`."""
+"""Define the commands `qwen3vl convert` and `qwen3vl adapters`.
+
+`qwen3vl convert` imports, exports, reformats, verifies, inspects and checks checkpoints. `qwen3vl adapters` exports
+trained adapters for other libraries, or merges them into a Hugging Face model.
+"""
 
 from __future__ import annotations
 

@@ -140,7 +140,9 @@ def _answers(
 
 
 def _mean_scores(found: Mapping[str, Sequence[ScoredAnswer]]) -> dict[str, Any]:
-    """Return the mean score and the number of all answers; for several data sets, also for each under the key "sets".
+    """Return a dict with the mean score and the number of all answers.
+
+    If there are several data sets, the key "sets" has such a dict for each of them.
 
     For models with multi-token prediction, the dicts also have the fraction of drafts that are accepted.
     """

@@ -271,7 +271,7 @@ def check_provider_names(provider: Any) -> None:
 
 
 def _read(settings: Any, name: str) -> Any:
-    """Return the value of a setting "section.name" or of a product "a * b"; for "" return `settings` itself."""
+    """Return the value of a setting "section.name" or of a product "a * b". If the name is "", return `settings`."""
     if " * " in name:
         return math.prod(_read(settings, factor) for factor in name.split(" * "))
     return reduce(getattr, name.split("."), settings) if name else settings

@@ -105,9 +105,10 @@ class _Chain:
         self.reached = self.reached or trained or rank > 0
 
     def attend(self, width: int, *, sparse: bool = False) -> None:
-        """Add the FLOPs of attention's two matrix products per pair of tokens; with `sparse`, per attended pair.
+        """Add the FLOPs of the two matrix products of attention.
 
-        `width` is the sum of all head sizes.
+        They are counted per pair of tokens. If `sparse` is True, they are counted per pair of a query and a token that
+        it attends to. `width` is the sum of all head sizes.
         """
         flops = 2 * width * (1 + 2 * self.reached)
         if sparse:
@@ -209,7 +210,10 @@ def _add_ngram_embedding(text: _Chain, dims: Dimensions, trained: bool) -> None:
 
 
 def _add_mlp(text: _Chain, name: str, dims: Dimensions, trained: bool, *, moe: bool) -> None:
-    """Add the FLOPs of a dense MLP; with `moe`, of the router, the experts of a token and the gated shared expert."""
+    """Add the FLOPs of a dense MLP or, if `moe` is True, of an MoE layer.
+
+    An MoE layer has a router, the experts that a token is routed to, and the gated shared expert if the model has one.
+    """
     if not moe:
         text.add(f"{name}.linear_fc1", dims["hidden"], 2 * dims["ffn"], trained)
         text.add(f"{name}.linear_fc2", dims["ffn"], dims["hidden"], trained)

@@ -235,17 +235,19 @@ def mrope_positions(
 ) -> Tensor:
     """Return multimodal rotary positions [3, B, S] int64: temporal, height and width.
 
-    Each segment has the positions that transformers' `get_rope_index` returns for that segment alone. A text token
-    increases all three positions by one. A token of an image, or of a frame of a video, has the position of the first
-    such token plus its frame, row or column; the next token continues after the longer side. Padding is at position 0.
+    Each segment has the positions that transformers' `get_rope_index` returns for that segment alone. A text token has
+    the same position on all three axes, and the next text token has the next position. If the first token of an image
+    or a video frame is at position p, the token in its row r and column c is at (p, p + r, p + c). The token after the
+    image or frame is at p plus the number of its rows or columns, whichever is larger. Padding is at position 0.
 
     Args:
         input_ids: [B, S].
         image_grid_thw, video_grid_thw: [K, 3] in patches, in the order of their tokens.
 
     Raises:
-        ValueError: the number of tokens differs from the layout's, or vision tokens do not match the grids: in number,
-            or because an image's tokens are not consecutive tokens of one segment before its padding.
+        ValueError: `input_ids` has another shape than the layout; the number of vision tokens does not match the
+            grids; or the tokens of an image or frame are interrupted by other tokens, by padding or by the end of
+            their segment.
     """
     if input_ids.ndim != 2 or input_ids.shape[0] != layout.num_rows or input_ids.numel() != layout.total:
         raise ValueError(

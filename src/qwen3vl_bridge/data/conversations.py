@@ -321,7 +321,7 @@ def _format_value(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise ValueError(
             f"found {short_repr(value)}, expected a text or a number; for a list, write {{NAME[0]}} for its first "
-            "item, or {NAME:letters} for all items"
+            "item, or {NAME:letters} for all items labeled A, B, C"
         )
     return str(value)
 
@@ -543,7 +543,10 @@ class Columns:
         return {**self._set_fields(), **ignored, **({} if self.placeholders == "media" else {"placeholders": "text"})}
 
     def key_for_column(self, column: str) -> str:
-        """Return the record key that a column is read as, such as "image"; by default, the name of the column."""
+        """Return the key under which a column is stored in a record, such as "image".
+
+        If no setting names the column, the key is the name of the column.
+        """
         return next((key for key, value in self._set_fields().items() if value == column), column)
 
     def convert_record(self, record: Any, place: str) -> Any:

@@ -168,7 +168,9 @@ class ConversationSettings(DatasetProvider):
         return self.pad_to_multiple_of or 1
 
     def for_context_parallel(self, cp_size: int) -> Self:
-        """Return these settings; with packing, replace a `pad_to_multiple_of` of None by what `cp_size` ranks require.
+        """Return these settings for `cp_size` context-parallel ranks.
+
+        If samples are packed and `pad_to_multiple_of` is None, set it to the multiple that the ranks require.
 
         Raises:
             ValueError: `seq_length` or `pad_to_multiple_of` does not fit the number of context-parallel ranks.

@@ -105,7 +105,7 @@ def download(
     give_up: bool = False,
     progress: Callable[[Sequence[int]], Iterable[int]] = iter,
 ) -> DownloadReport:
-    """Download the URLs in conversations; return counts of files, and the failures.
+    """Download the URLs in conversations, and return a report with the numbers of files and the failed downloads.
 
     About 100 bytes of memory are needed per URL, and more per failure.
 

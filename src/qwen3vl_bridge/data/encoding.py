@@ -58,7 +58,7 @@ class VisionLimits:
     video_max_frames: int | None = None  # sampled frames
 
     def apply_to(self, processor: Any) -> None:
-        """Set these limits in a processor; raise ValueError for an invalid limit, or a minimum above its maximum."""
+        """Set these limits in a processor. Raise ValueError if a limit is invalid or a minimum exceeds its maximum."""
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None and not 0 < value < math.inf:
@@ -70,8 +70,8 @@ class VisionLimits:
             most = reader.size["longest_edge"] if most is None else most
             if least > most:
                 raise ValueError(
-                    f"{kind}s would have at least {least} and at most {most} pixels; set {kind}_min_pixels to at most "
-                    f"{kind}_max_pixels, or to None for the processor's own limit"
+                    f"the minimum for {kind}s, {least} pixels, is greater than the maximum, {most} pixels: reduce "
+                    f"{kind}_min_pixels or increase {kind}_max_pixels. None stands for the processor's own limit"
                 )
             reader.size = type(reader.size)(shortest_edge=least, longest_edge=most)
         reader = processor.video_processor
@@ -122,7 +122,10 @@ def check_processor(processor: Any, place: str) -> None:
 
 @dataclass(frozen=True)
 class EncodedSample:
-    """One encoded sample with L tokens and N patches. The image fields are None without images; likewise for videos."""
+    """One encoded sample with L tokens and N patches.
+
+    The image fields are None if the sample has no images, and the video fields are None if it has no videos.
+    """
 
     input_ids: Tensor  # [L] int64
     labels: Tensor  # [L] int64, the next token; the last label is the token itself, and never trained on

@@ -91,7 +91,7 @@ class HubDataset:
 
         Args:
             dataset: the `datasets.Dataset`.
-            name: name of the data set in messages.
+            name: name of the data set, shown in errors and logs.
             media_root: folder of images and videos; None to allow no paths.
             schema: converts a row to a record in our format.
             download_key: key of the data set's download record; None for the fingerprint that `datasets` computes.
@@ -222,7 +222,7 @@ class StreamedDataset:
         """Read conversations from a `datasets.IterableDataset` that has the same order in every process.
 
         Args:
-            name: name of the data set in messages.
+            name: name of the data set, shown in errors and logs.
             media_root: folder of images and videos; None to allow no paths.
             seed: seed of the order, which differs in each epoch; None for the order of the data set.
             buffer_size: rows in the shuffle buffer of each process, with their files in memory.
@@ -245,7 +245,9 @@ class StreamedDataset:
         return cls(dataset, called, media_root, **how)
 
     def divide(self, parts: int) -> Self:
-        """Return a copy that `part` can split into `parts` parts, each with equally many files if possible.
+        """Return a copy of the data set that the method `part` can split into `parts` parts.
+
+        The files of the data set are divided over the parts, equally if their number allows it.
 
         Raises:
             DataError: there are fewer files (or row groups of Parquet files) than parts.

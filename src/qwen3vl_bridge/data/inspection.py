@@ -281,7 +281,7 @@ def print_text(inspection: Inspection) -> None:
 
 
 def as_text(inspection: Inspection, *, brackets: bool = False) -> Text:
-    """Return the report as text, with trained tokens in color; with `brackets`, also in [[ ]]."""
+    """Return the report as text, with trained tokens in color. If `brackets` is True, they are also put in [[ ]]."""
     text = Text()
     for view in inspection.samples:
         text.append(f"{visible(view.sample_id)}\n", _TITLE)
@@ -300,7 +300,7 @@ def as_text(inspection: Inspection, *, brackets: bool = False) -> Text:
 
 
 def _piece_text(piece: Piece) -> str:
-    """Return the text of a piece with control characters escaped; for a run of vision tokens, token and count."""
+    """Return the text of a piece, with control characters escaped. Write n equal vision tokens as "<token> x n"."""
     text = visible(piece.text)
     return f"{text} x {len(piece.ids)}" if piece.vision and len(piece.ids) > 1 else text
 

@@ -244,7 +244,10 @@ class RowDataset(Dataset[EncodedRow]):
         return replace(batch, loss_mask=mask_out_rows(batch, [row.window.epoch > 0 for row in rows]))
 
     def assignment(self) -> tuple[int, int]:
-        """Return (rows assigned together, number of ranks); (1, 1) if rows are not assigned by cost."""
+        """Return the number of rows that are assigned to ranks together, and the number of ranks.
+
+        Return (1, 1) if rows are not assigned by cost.
+        """
         return (1, 1) if self.settings.balance is None or self.ranks == 1 else (self.settings.balance.over, self.ranks)
 
     def rules(self) -> dict[str, int | str | None]:

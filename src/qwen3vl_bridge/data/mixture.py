@@ -60,7 +60,7 @@ def read_mixture(
     """Return the data sets of a mixture setting; raise ValueError if it is invalid, without reading data.
 
     The setting is a list with the fields of `MixedSet` for each data set, or the path of a YAML file with such a list.
-    The other arguments are defaults; `schema_adapter` and `columns` apply to data sets that set neither of these two.
+    The other arguments are defaults. A data set that sets `schema_adapter` or `columns` uses neither of these defaults.
     """
     where, found = _SETTING, setting
     if isinstance(setting, (str, os.PathLike)):
@@ -179,7 +179,7 @@ class Mixture:
         return self._firsts[-1]
 
     def order(self, seed: int | None) -> MixedOrder:
-        """Return the order in which samples are read, over all epochs; not shuffled if `seed` is None."""
+        """Return the order in which samples are read, over all epochs. The order is not shuffled if `seed` is None."""
         return MixedOrder(self._lengths, self._taken, seed)
 
     def set_index(self, index: int) -> int:

@@ -202,9 +202,9 @@ _SHELVES, _LOOKS = 16, 32
 def best_fit(
     lengths: Sequence[int], capacity: int, patches: Sequence[int] | None = None, most_patches: int | None = None
 ) -> list[list[int]]:
-    """Pack samples into rows by best-fit decreasing; raise ValueError for a sample that does not fit into a row.
+    """Pack samples into rows by best-fit decreasing. Raise ValueError if a sample does not fit into a row.
 
-    Samples are taken in descending order of size; each goes into the fullest row that has space for it. The returned
+    Samples are taken in descending order of size. Each goes into the fullest row that has space for it. The returned
     rows, and the sample numbers in a row, are in ascending order.
     """
     if patches is None or most_patches is None:

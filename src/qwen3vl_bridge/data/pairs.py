@@ -148,7 +148,7 @@ class PairColumns(Columns):
         return others | {name: record[_REJECTED_IMAGES]}
 
     def _answer_key(self, record: Mapping[str, Any]) -> str | None:
-        """Return the key to store an answer under, next to the question of a record; None if there is no question."""
+        """Return the key of a record under which an answer to its question is stored; None if it has no question."""
         if self.answer is not None and not is_template(self.answer):
             return self.answer
         if self.question is not None:
@@ -213,7 +213,7 @@ _LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.
 
 
 def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the content parts of a converted message; none if the content is a text."""
+    """Return the content parts of a converted message, or an empty list if the content is a text."""
     return message["content"] if isinstance(message.get("content"), list) else []
 
 
@@ -271,7 +271,7 @@ def _as_messages(answer: Any) -> list[Any]:
 
 
 def _without_loss(message: Any) -> Any:
-    """Return a message of a prompt; if it is an answer, it is not trained on."""
+    """Return a message of a prompt. If it is an answer, mark it so that it is not trained on."""
     if _role(message) != "assistant":
         return message
     return {key: value for key, value in message.items() if key not in LOSS_KEYS} | {"loss": False}

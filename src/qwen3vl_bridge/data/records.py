@@ -217,9 +217,10 @@ def _kind_of_key(key: str) -> str:
 
 
 def _first_media(value: Any, *, named: bool = False) -> list[Any]:
-    """Return the values in `value` that may be media; from an object such as {"bytes": ...}, return the bytes or path.
+    """Return the values in `value` that may be images or videos.
 
-    Read only the first four items of a list. With `named`, read all items, and prefer the path to the bytes.
+    From an object such as {"bytes": ..., "path": ...}, return the bytes or else the URL or path. From a list, return
+    only the first four items. If `named` is True, return all items, and prefer the path to the bytes.
     """
     if isinstance(value, list):
         return [leaf for item in (value if named else value[:4]) for leaf in _first_media(item, named=named)]
@@ -254,15 +255,15 @@ def insert_media(
     placeholders: Placeholders = "media",
     in_front: bool = False,
 ) -> list[Any]:
-    """Return the messages with each placeholder replaced by its medium.
+    """Return the messages with each placeholder replaced by its image or video.
 
     Args:
         messages: messages in our own format.
-        media: the parts of each kind, in order (`pop_media`).
-        place: location of the record, for messages of errors.
-        keys: keys of the record, for messages of errors.
+        media: the images and videos of the record, as lists of content parts by kind, in order (`pop_media`).
+        place: the record's location, used in error messages.
+        keys: the record's keys, used in error messages.
         placeholders: "text" if "<image>" and "<video>" in strings are literal text.
-        in_front: insert the media of a kind that has no placeholder before the first prompt.
+        in_front: if a kind of media has no placeholder anywhere, insert its media at the start of the first prompt.
 
     Raises:
         DataError: the number of placeholders differs from the number of media, or placeholders are ambiguous.
@@ -506,7 +507,7 @@ def find_format_key(keys: Collection[str], place: str) -> str | None:
 
 
 def _pop_messages(own: dict[str, Any], format_key: str, place: str) -> Any:
-    """Remove the conversation from the record `own`; return it as a list of messages with role and content.
+    """Remove the conversation from the record `own`, and return it as a list of messages with role and content.
 
     `format_key` is the result of `find_format_key`. Invalid "messages" or "conversations" are returned unchanged.
     """

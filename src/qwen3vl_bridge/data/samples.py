@@ -86,7 +86,7 @@ class Sizes:
         return nullcontext(True)
 
     def count_drop(self, kind: DropReason) -> int:
-        """Count a sample that is left out for the reason `kind`; return the number for this reason so far.
+        """Count a sample that is left out for the reason `kind`, and return the count for this reason so far.
 
         If processes share the sizes, the number is over all of them.
         """
@@ -178,7 +178,7 @@ class SharedSizes(Sizes):
             fcntl.lockf(file, fcntl.LOCK_UN, 1, sample)
 
     def count_drop(self, kind: DropReason) -> int:
-        """Count a sample that is left out for the reason `kind`; return the number for this reason so far.
+        """Count a sample that is left out for the reason `kind`, and return the count for this reason so far.
 
         The number is over all processes of the job on this machine.
         """
@@ -274,7 +274,7 @@ class SampleFilter:
 
         Args:
             encoder: measures and encodes conversations.
-            limit: maximum tokens of a sample.
+            limit: maximum number of tokens of a sample.
             most_patches: maximum patches of the images and videos of a sample; None for no limit.
             multiple: if a sample has several documents, each is padded to a multiple of this number of tokens. The
                 size of the sample includes this padding.
@@ -389,7 +389,7 @@ class SampleFilter:
         return sample
 
     def encode_or_blank(self, read: Callable[[], MeasuredConversation], place: str) -> EncodedSample:
-        """Return the tokens and pixels of a sample; if `encode` drops it, return a single token without loss instead.
+        """Return the tokens and pixels of a sample. If `encode` drops it, return a single token without loss instead.
 
         `place` is the `sample_id` of that token.
         """
@@ -399,7 +399,7 @@ class SampleFilter:
         return EncodedSample(token, token, torch.zeros(1), None, None, place)
 
     def handle_error(self, error: DataError, kind: DropReason = "dropped") -> None:
-        """Count a bad sample as left out for the reason `kind` if `on_bad` is "drop"; otherwise raise its error.
+        """Drop a bad sample and count it for the reason `kind` if `on_bad` is "drop". Otherwise raise its error.
 
         SampleSizeChanged and DataUnavailable are always raised.
         """
@@ -414,7 +414,11 @@ class SampleFilter:
         self._log(kind, problem)
 
     def _log(self, kind: DropReason, problem: str) -> None:
-        """Log a dropped or truncated sample: the first four, then each time the count has doubled; at DEBUG, all."""
+        """Log a dropped or truncated sample.
+
+        The first four samples are logged as warnings, and then one sample each time that the count has doubled. All
+        other samples are logged at level DEBUG.
+        """
         so_far = self._counter(kind)
         is_named = 0 < so_far <= _NAMED or so_far.bit_count() == 1
         logger.log(logging.WARNING if is_named else logging.DEBUG, _LOG_TEXTS[kind], problem, so_far)
@@ -453,7 +457,7 @@ class Samples:
         return self.source.set_index(index) if isinstance(self.source, Mixture) else 0
 
     def size(self, index: int) -> Size:
-        """Return the size of a sample; 0 tokens if it is dropped. Raises the errors of `SampleFilter.measure`."""
+        """Return the size of a sample. A dropped sample has 0 tokens. Raises the errors of `SampleFilter.measure`."""
         size = self._measured(index, wait=True)
         assert size is not None  # `wait` is set
         return size

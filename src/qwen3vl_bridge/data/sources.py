@@ -95,7 +95,10 @@ class _JsonFile(ABC):
         """Return the location of a conversation, for messages."""
 
     def fingerprint(self) -> str:
-        """Return a text that identifies the contents: hashes of the file, and of URLs that could not be downloaded."""
+        """Return a text that identifies the contents: a hash of the file and, if downloads failed, of the failed URLs.
+
+        A sample with such a URL is bad, so the usable samples depend on the URLs that failed.
+        """
         return self.media.add_missing_urls(self.download_key)
 
     def __len__(self) -> int:

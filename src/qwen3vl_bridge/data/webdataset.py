@@ -265,7 +265,7 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         return [[samples[number] for number in row] for row in rows]
 
     def encode_or_blank(self, sample: MeasuredSample) -> EncodedSample:
-        """Return the tokens and pixels of a sample; replace a sample that turns out to be bad by a single token."""
+        """Return the tokens and pixels of a sample. Replace a sample that turns out to be bad by a single token."""
         measured = sample.measured
         return self.sample_filter.encode_or_blank(lambda: measured, measured.conversation.sample_id)
 
@@ -506,7 +506,7 @@ class Qwen3VLEnergonProvider(ConversationSettings):
             return WebDatasetLoader(self._ignore_signal(get_savable_loader(dataset, worker_config=workers)))
 
     def _ignore_signal(self, loader: Any) -> Any:
-        """Make the workers of a loader ignore the signal `ignored_signal`; return the loader.
+        """Make the workers of a loader ignore the signal `ignored_signal`, and return the loader.
 
         Megatron-Bridge does this only for its own loaders.
         """

@@ -189,9 +189,10 @@ def _resumed_streams(state: GlobalState, split: str, groups: ProcessGroupCollect
 
 
 def evaluation_arguments(state: GlobalState) -> dict[str, Any]:
-    """Return additional arguments of Megatron-Bridge's `evaluate`; empty for a run without separate vision ranks.
+    """Return additional arguments of Megatron-Bridge's `evaluate` for a run with separate vision ranks.
 
-    They are the communicator between the modules, and the process groups of this rank's module.
+    The arguments are the communicator between the two modules, and the process groups of this rank's module. The dict
+    is empty if the run has no separate vision ranks.
     """
     provider = state.cfg.model
     if not (isinstance(provider, VisionLanguageProvider) and provider.dist_train.use_dist_train):
@@ -204,7 +205,7 @@ def evaluation_arguments(state: GlobalState) -> dict[str, Any]:
 
 
 def merge_split_model[Context: (CheckpointSaveContext, CheckpointLoadContext)](ctx: Context) -> Context:
-    """Change a save or load context so that both modules save or load one complete checkpoint; return the new context.
+    """Return a copy of a save or load context with which both modules save or load one complete checkpoint.
 
     Names of tensors are unique over both modules, so a run can continue with another number of ranks, or without
     separate vision ranks. State other than tensors is saved by the first rank, with two exceptions:

@@ -68,7 +68,7 @@ class Qwen3VLVisionModule(MegatronModule):
 
 
 class Qwen3VLLanguageModule(Qwen3VLModel):
-    """Qwen3-VL without its vision tower; arguments as for `Qwen3VLModel`."""
+    """Qwen3-VL without its vision tower. The arguments are the same as for `Qwen3VLModel`."""
 
     def __init__(self, config: VisionLanguageProvider, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)

@@ -155,7 +155,7 @@ class Decoder:
             self.ends = self.ends + 1
 
     def _encode(self, chunk: VisionLanguageModel, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """Return the vision tokens and DeepStack features for a step; none for steps that only decode a new token."""
+        """Return the vision tokens and DeepStack features of a step. They are empty if it only decodes a new token."""
         if self.cache is not None and self.newest is not None:
             return chunk.no_vision_tokens(self.device)
         # Longer rows are divided differently over context-parallel ranks, which then need other vision tokens.

@@ -53,7 +53,8 @@ class Engine:
         """Return True if the engine expects the weight of a module to be quantized.
 
         Args:
-            module: name of the weight without `.weight`; packed experts are treated as a module.
+            module: name of the module that has the weight. Packed experts have no module of their own. Their module
+                name is the name of their tensor.
             excluded: modules that are not quantized, as listed in `modules_to_not_convert` (FP8) or by ModelOpt.
             wildcards: whether the entries of `excluded` may be patterns, as in ModelOpt's list.
         """

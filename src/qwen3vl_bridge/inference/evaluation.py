@@ -153,11 +153,11 @@ def _until_end(answer: torch.Tensor, ends: Sequence[int]) -> torch.Tensor:
 
 
 def mean_score(answers: Sequence[ScoredAnswer]) -> float:
-    """Return the mean of the scores; 0 without answers."""
+    """Return the mean of the scores, or 0 if there are no answers."""
     return sum(answer.score for answer in answers) / max(len(answers), 1)
 
 
 def acceptance_rate(answers: Sequence[ScoredAnswer]) -> float | None:
-    """Return the fraction of drafts that are accepted; None without drafts."""
+    """Return the fraction of drafts that are accepted, or None if there are no drafts."""
     drafts = sum(answer.drafts for answer in answers)
     return sum(answer.accepted for answer in answers) / drafts if drafts else None

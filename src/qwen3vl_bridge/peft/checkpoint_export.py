@@ -100,7 +100,7 @@ def export_adapters(
 
 
 class _AdapterOutput:
-    """The adapter folder that `export_adapters` writes; an implementation of `Conversion.output`."""
+    """The adapter folder that `export_adapters` writes. This class implements the protocol `conversion.Output`."""
 
     inner: ClassVar[str] = "."
 

@@ -113,7 +113,7 @@ class Qwen3VLAdapters:
         return model
 
     def match(self, m: nn.Module, name: str | None = None, prefix: str | None = None) -> tuple[str, str] | None:
-        """Return a layer's full name twice, as Megatron-Bridge expects, if the layer gets an adapter; else None."""
+        """Return the full name of a layer twice, as Megatron-Bridge expects, or None if the layer gets no adapter."""
         layer = f"{prefix}.{name}" if prefix else name or ""
         return (layer, layer) if self.settings.adapts(layer) else None
 
@@ -190,8 +190,8 @@ class Qwen3VLAdapters:
                 )
         if self.adapt_experts and not experts:
             raise ValueError(
-                f"adapt_experts is True, and none of the {len(adapted)} adapted layers belongs to experts: expected "
-                "adapt_language_model=True, a model with experts, and target_modules that match their layers"
+                f"adapt_experts is True, and none of the {len(adapted)} adapted layers belongs to experts: set "
+                "adapt_language_model=True, use a model with experts, and choose target_modules that match their layers"
             )
         adapted_fields = [field for field in _ADAPT if getattr(self, field)]
         asked_for = [] if self.target_modules == list(LINEAR_LAYERS) else self.target_modules or []  # not the default

@@ -25,7 +25,7 @@ HOST_RESERVE = 0.2
 class Gpu:
     """Memory, peak FLOP/s and node size of one GPU model, such as H100."""
 
-    memory_bytes: int  # available to a process, including the CUDA context
+    memory_bytes: int  # memory that a process can use, including the CUDA context
     bf16_flops: float  # peak for dense bfloat16 matrices, FLOP/s
     gpus_per_node: int
     major: int = 9  # major version of the compute capability

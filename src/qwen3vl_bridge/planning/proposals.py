@@ -113,7 +113,10 @@ def _possible_layouts(
 
 
 def _order(layout: ParallelLayout, gpu: Gpu) -> tuple[int, int]:
-    """Return the sort key of a layout: (EP size, at least the GPUs of a node; number of model-parallel ranks)."""
+    """Return the sort key of a layout: its EP size, and the number of ranks of a model replica (TP x PP x CP).
+
+    EP sizes up to the number of GPUs of a node are treated as equal.
+    """
     return max(layout.ep, gpu.gpus_per_node), layout.tp * layout.pp * layout.cp
 
 

@@ -16,7 +16,10 @@ NGRAM_TABLE = "ngram_table"  # a kind of parameters, which can be frozen by itse
 
 
 class Sharding(Enum):
-    """Model states that are sharded over data-parallel ranks (the ZeRO stage); each value includes the earlier ones."""
+    """Model states that are sharded over data-parallel ranks, as in the stages of ZeRO.
+
+    Each value also shards the model states of the values before it.
+    """
 
     NONE = "no_shard"
     OPTIMIZER = "optim"  # the distributed optimizer

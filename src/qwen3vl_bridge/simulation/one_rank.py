@@ -258,7 +258,9 @@ def has_data(cfg: ConfigContainer) -> bool:
 
 
 def largest_row(cfg: ConfigContainer) -> TokenBatch:
-    """Return the row of the first epoch with most patches; among equals, the one with most tokens.
+    """Return the row of the first epoch that has most patches.
+
+    If several rows have equally many patches, return the row that has most tokens.
 
     Every conversation is measured, unless the data were packed before training.
     """

@@ -57,10 +57,12 @@ class StepGuard(Callback):
     """
 
     def on_train_start(self, context: CallbackContext) -> None:
-        """Validate settings and wrap the optimizer's methods.
+        """Validate the settings, and wrap two methods of the optimizer to check losses and gradient norms.
+
+        The methods are `prepare_grads` and `step_with_ready_grads`.
 
         Raises:
-            ValueError: Settings contradict each other, or nothing would be trained.
+            ValueError: settings contradict each other, or nothing would be trained.
         """
         cfg, optimizer = context.state.cfg, context.optimizer
         run_checks((*run_validation.RUN_CAN_START, *run_validation.ON_THIS_MACHINE), cfg)

@@ -125,7 +125,7 @@ def _check_keys(batch: Mapping[str, Any]) -> dict[str, Any]:
     shape = given["input_ids"].shape
     for name in ("labels", "loss_mask"):
         if given[name].shape != shape:
-            raise ValueError(f"{name} has shape {list(given[name].shape)}, expected {list(shape)} as input_ids")
+            raise ValueError(f"{name} has shape {list(given[name].shape)}, expected {list(shape)} like input_ids")
     return given
 
 
@@ -153,7 +153,7 @@ def _check_positions(given: Tensor, batch: TokenBatch, arranged: CallerLayout) -
     Other positions would mean that a segment contains several packed documents.
     """
     if given.shape != arranged.shape:
-        raise ValueError(f"position_ids has shape {list(given.shape)}, expected {list(arranged.shape)} as input_ids")
+        raise ValueError(f"position_ids has shape {list(given.shape)}, expected {list(arranged.shape)} like input_ids")
     layout = batch.layout
     expected = segment_offsets(layout.cu_seqlens_padded.diff(), layout.total)
     wrong = (arranged.arrange(given.cpu()).flatten() != expected) & ~layout.padding_mask()

@@ -241,7 +241,10 @@ def _add_settings(own: Mapping, saved: list[dict], groups: list[dict]) -> dict:
 
 
 def _saved_group(group: dict, stored: list[dict]) -> dict[str, Any]:
-    """Return the saved settings of a parameter group; if there are none, an empty dict, which megatron-core rejects."""
+    """Return the saved settings of a parameter group.
+
+    If there are none, return an empty dict, which megatron-core rejects.
+    """
 
     def identity(group: Mapping) -> tuple:  # megatron-core's keys, except for the key that marks experts
         return tuple(group.get(key, group.get(f"pre_{key}")) for key in _GROUP_IDENTITY)

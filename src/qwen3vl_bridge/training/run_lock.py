@@ -168,7 +168,10 @@ def _process_scope() -> dict[str, str]:
 
 
 def _start_time(pid: int) -> str | None:
-    """Return the start time of a process in ticks since the boot; "" if it cannot be read, None if it has ended."""
+    """Return the start time of a process, in clock ticks since the boot of the machine.
+
+    Return "" if the time cannot be read, and None if the process has ended.
+    """
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -159,7 +159,7 @@ class RunLog(Callback):
 def publish_metrics(context: CallbackContext, metrics: Mapping[str, float]) -> None:
     """Add metrics to the log entry of the current event, and send them to TensorBoard and Weights & Biases.
 
-    Any rank may call this.
+    Any rank may call this. Only ranks that have one of these loggers send the metrics to it.
     """
     context.user_state.setdefault(MEASURED, {}).update(metrics)
     tracked, step = {PREFIX + name: value for name, value in metrics.items()}, finished_step(context)

@@ -26,7 +26,10 @@ def initializer(adapter: ParallelLinearAdapter, method: str) -> Callable[[Tensor
 
 
 def written_targets(peft: PEFT) -> Mapping[str, str]:
-    """Return a dict from each entry that the user wrote in `target_modules` to its pattern; empty if none is known."""
+    """Return the pattern of each entry that the user wrote in `target_modules`.
+
+    The dict is empty if no entry is known.
+    """
     return getattr(peft, "_alias_to_pattern", {})
 
 

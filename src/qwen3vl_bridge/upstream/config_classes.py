@@ -16,7 +16,7 @@ def is_student(settings: Any) -> bool:
 
 
 def own_class(settings: Any) -> type:
-    """Return the class of a provider; for a distillation student, the class that it had before it got a teacher."""
+    """Return the class of a provider. For a distillation student, return its class before it got a teacher."""
     return getattr(settings, "_super_class", type(settings))
 
 

@@ -127,7 +127,7 @@ def _collector_paused() -> Iterator[None]:
 
 
 class _StandIn(ModuleType):
-    """A module whose attributes are all empty classes: they can be imported; calling them raises an error."""
+    """A module in which every attribute is an empty class. These can be imported, but calling one raises an error."""
 
     __path__: ClassVar[list[str]] = []
 

@@ -23,5 +23,5 @@ def set_provider_groups(provider: Any, groups: ProcessGroupCollection | None) ->
 
 
 def p2p_communicator(provider: Any) -> Any:
-    """Return the communicator between a vision tower and a language model on separate ranks; else None."""
+    """Return the communicator between a vision tower and a language model, or None if they share ranks."""
     return getattr(provider, "_p2p_communicator", None)

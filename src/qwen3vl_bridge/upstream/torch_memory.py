@@ -14,7 +14,7 @@ import torch
 
 
 def record_allocations() -> None:
-    """Record allocations from now on, with Python's stack; earlier records are dropped."""
+    """Record memory allocations from now on, each with its Python stack. Earlier records are dropped."""
     torch.cuda.memory._record_memory_history(stacks="python", max_entries=10**6)
 
 

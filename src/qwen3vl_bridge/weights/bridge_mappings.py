@@ -41,10 +41,10 @@ class ZeroCenteredMapping(RMSNorm2ZeroCenteredRMSNormMapping):
 
 
 class VocabularyMapping(ConfigMapping):
-    """Mapping of a tensor with one row per token of the vocabulary, which Megatron may pad.
+    """Mapping of a tensor with one row per token of the vocabulary, to which Megatron may add padding rows.
 
-    Megatron-Bridge's own mapping pads only under tensor parallelism, and only if the parameter has the name that text
-    models use. It also exports the padding.
+    Megatron-Bridge's own mapping adds padding only under tensor parallelism, and only to parameters with the names that
+    text models use. It also exports the padding rows.
     """
 
     def hf_to_megatron(self, hf_weights: Tensor, megatron_module: nn.Module) -> Tensor:

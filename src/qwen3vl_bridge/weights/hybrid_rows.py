@@ -35,7 +35,7 @@ def gated_attention_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightR
 
 
 def linear_attention_rows(megatron: str, hf: str) -> tuple[WeightRow, ...]:
-    """Return the weight-table rows of linear attention and of the norm before it; arguments as in `attention_rows`.
+    """Return the weight-table rows of linear attention and of the norm before it. See `attention_rows` for arguments.
 
     Weights marked `float32` are stored in float32 in released Qwen3.5 checkpoints, and in bfloat16 in Qwen3.6
     checkpoints.
@@ -65,7 +65,7 @@ def linear_attention_rows(megatron: str, hf: str) -> tuple[WeightRow, ...]:
 
 
 def shared_expert_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightRow, ...]:
-    """Return the weight-table rows of the shared expert and its output gate; arguments as in `attention_rows`."""
+    """Return the weight-table rows of the shared expert and its output gate. See `attention_rows` for arguments."""
     megatron, hf = f"{megatron}mlp.shared_experts.", f"{hf}mlp.shared_expert"
     half = ("shared_ffn", "hidden")
     return (

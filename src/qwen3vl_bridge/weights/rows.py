@@ -50,7 +50,7 @@ class Dimensions:
 
 
 def vision_sizes(vision: Mapping) -> dict[str, int]:
-    """Return the sizes of a vision tower: symbol of the weight table -> size. `vision` is the `vision_config`."""
+    """Return the sizes of a vision tower, by their symbols in the weight table. `vision` is the `vision_config`."""
     return {
         "v_hidden": vision["hidden_size"],
         "v_heads": vision["num_heads"],
@@ -286,7 +286,7 @@ class PackedExpert(WeightRow):
 
 
 def stored_sizes(row: WeightRow, height: int, dimensions: Dimensions) -> tuple[int, ...]:
-    """Return the size along dimension 0 of each tensor in `row.stored_names`. `height` is that of the parameter."""
+    """Return the number of rows of each tensor in `row.stored_names`. The parameter has `height` rows."""
     if row.sections:
         return tuple(dimensions[size] for _, size in row.sections)
     return (height // len(row.stored_names),) * len(row.stored_names)
@@ -565,7 +565,7 @@ def attention_rows(
 
 
 def dense_mlp_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightRow, ...]:
-    """Return the weight-table rows of an MLP and the norm before it; arguments as in `attention_rows`."""
+    """Return the weight-table rows of an MLP and the norm before it. See `attention_rows` for the arguments."""
     fc1, norm, half = f"{megatron}mlp.linear_fc1.", f"{hf}post_attention_layernorm.weight", ("ffn", "hidden")
     gate_up = (f"{hf}mlp.gate_proj.weight", f"{hf}mlp.up_proj.weight")
     return (

@@ -345,7 +345,7 @@ def test_resume_rewrites_damaged_byte_range(begun, untied_folder, tmp_path, veri
     assert contents(tmp_path / "m") == contents(tmp_path / "whole")
 
 
-def test_resume_error_suggests_omitting_resume_if_verification_fails(begun, untied_folder, tmp_path, monkeypatch):
+def test_import_resume_suggests_omitting_resume_if_verify_fails(begun, untied_folder, tmp_path, monkeypatch):
     damage(begun)  # and in such a way that it is not noticed
     monkeypatch.setattr(output_files, "find_unchanged", lambda _, recorded, __: [part for part, _ in recorded])
     with pytest.raises(CheckpointError, match=r"not written correctly.*; if --resume fails again, omit it"):
@@ -353,7 +353,7 @@ def test_resume_error_suggests_omitting_resume_if_verification_fails(begun, unti
     assert import_checkpoint(untied_folder, tmp_path / "m", verify=True).resumed == 0
 
 
-def test_resume_error_suggests_omitting_resume_if_partial_file_is_too_long(begun, untied_folder, tmp_path):
+def test_import_resume_suggests_omitting_resume_if_file_is_too_long(begun, untied_folder, tmp_path):
     with (begun / "iter_0000000" / damage(begun)).open("ab") as file:
         file.write(b"x" * (1 << 20))
     with pytest.raises(CheckpointError, match=r"bytes, expected .*; if --resume fails again, omit it"):

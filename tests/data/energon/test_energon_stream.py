@@ -87,7 +87,7 @@ SETTINGS = [
 
 @pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_energon_stream_restored_yields_same_batches_as_uninterrupted(make, folder, settings):
+def test_energon_stream_restored_yields_batches_of_uninterrupted_stream(make, folder, settings):
     whole = take(make(folder, **settings).stream("train"), 11)
     assert len({batch.sample_ids for batch in whole}) > 8
     for stop in (7,) if "num_workers" in settings else (0, 7):
@@ -170,7 +170,7 @@ def test_energon_evaluation_with_on_bad_drop_skips_loss_of_bad_sample(make, tmp_
         list(make(folder, pack=False).evaluation("valid"))
 
 
-def test_energon_stream_restored_counts_same_drops_as_uninterrupted(make, tmp_path):
+def test_energon_stream_restored_counts_drops_of_uninterrupted_stream(make, tmp_path):
     bad, good = {"json": {"messages": []}}, {"json": {"messages": ASKED}}
     folder = write_folder(tmp_path / "wds", train=[[(f"{n}", bad if n % 3 else good) for n in range(18)]])
     provider = make(folder, packing_buffer_size=2, on_bad="drop")

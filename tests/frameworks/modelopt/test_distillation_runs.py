@@ -30,7 +30,7 @@ def distilling(make, inputs: Inputs, teacher: Path, save: Path, **settings: Any)
 
 
 @pytest.mark.parametrize("make", [replicated, sharded], ids=["distributed optimizer", "Megatron-FSDP"])
-def test_distillation_resumed_run_equals_uninterrupted(make, inputs, larger, tmp_path):
+def test_resumed_distillation_run_equals_uninterrupted_run(make, inputs, larger, tmp_path):
     """With a part of the loss on hidden states, whose fit to the teacher's width is trained, saved and not exported."""
     whole = train(distilling(make, inputs, larger, tmp_path / "whole"))
     first = train(distilling(make, inputs, larger, tmp_path / "halves"), stop_after=3)

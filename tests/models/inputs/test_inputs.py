@@ -358,7 +358,7 @@ def test_as_model_inputs_raises_if_label_with_loss_mask_1_is_minus_100(provider)
         as_model_inputs(provider, GROUPS, IDS, labels=labels, loss_mask=torch.ones(2, 8))
 
 
-def test_as_model_inputs_raises_if_token_order_of_labels_is_ambiguous(provider):
+def test_as_model_inputs_raises_if_labels_and_tokens_differ_in_order(provider):
     """A row that begins with padding may be as long as its segment, by chance also in verl."""
     call = dict(attention_mask=torch.tensor([[0] + [1] * 7]), packed_seq_params=packed_params([0, 8]))
     inputs, answer = as_model_inputs(provider, GROUPS, IDS[:1], **call)

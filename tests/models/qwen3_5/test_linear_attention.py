@@ -97,7 +97,7 @@ SHORT = [1, 2, 3, 1, 70, 1, 1, 2]
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, SHORT, [1]], ids=["long", "short", "one token"])
-def test_linear_attention_packed_row_matches_transformers_on_single_documents(reference, lengths):
+def test_linear_attention_of_packed_row_matches_single_documents(reference, lengths):
     """Transformers does not reset the state within a row, so it gets one document at a time."""
     cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     compare(

@@ -152,7 +152,7 @@ def parameters(run: Run) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("by_name", [True, False], ids=["by name", "by index"])
 @wrapped
-def test_resumed_run_with_float32_parameters_equals_uninterrupted(released_inputs, wrap, by_name, tmp_path):
+def test_resumed_run_with_float32_parameters_equals_uninterrupted_run(released_inputs, wrap, by_name, tmp_path):
     """Optimizer states belong to their parameters, and a resumed run is equal to the last bit."""
     if not by_name and wrap is not WRAPPERS["distributed optimizer"]:
         pytest.skip("only that optimizer's state can be saved by index")

@@ -87,7 +87,7 @@ def test_fp8_lookup_equals_indexing_of_dequantized_table(dtype):
         assert torch.equal(module.gather_table(head), table.to(dtype))
 
 
-def test_fp8_table_is_not_changed_by_casts_of_model():
+def test_casting_model_does_not_change_fp8_ngram_table():
     module = NgramInjection(whole.make_config(4, E4M3), ROWS[4], one_rank())
     set_table(module.ngram_embedding)
     before = {name: one.clone() for name, one in module.ngram_embedding.named_buffers()}
@@ -165,13 +165,13 @@ def check_table(model: list[torch.nn.Module], folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["FP8", "bfloat16"])
 @pytest.mark.parametrize("source", ["hf", *FORMATS])
-def test_load_model_with_fp8_table_keeps_released_bytes(folders, kind, source, tmp_path):
+def test_load_model_keeps_bytes_of_released_fp8_ngram_table(folders, kind, source, tmp_path):
     if source != "hf":
         import_checkpoint(folders[kind], tmp_path, ckpt_format=source)
     check_table(load_model(folders[kind], None if source == "hf" else tmp_path, **FP8_TABLE), folders[kind])
 
 
-def test_saved_fp8_table_has_scale_of_each_head(folders, tmp_path):
+def test_saved_fp8_ngram_table_loads_and_exports_exactly(folders, tmp_path):
     """The scales differ, because the table was quantized when it was loaded."""
     model = load_model(folders["bfloat16"], **FP8_TABLE)
     expected = exported(folders["bfloat16"], model)
@@ -184,14 +184,14 @@ def test_saved_fp8_table_has_scale_of_each_head(folders, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_model_with_fp8_table_has_gradients_of_dequantized_table(folders, dtype):
+def test_gradients_with_fp8_ngram_table_match_dequantized_table(folders, dtype):
     settings = dict(params_dtype=dtype, bf16=dtype == torch.bfloat16, freeze_ngram_table=True)
     expected = gradients(folders["FP8"], **settings)
     found = gradients(folders["FP8"], **settings, ngram_table_dtype=E4M3)
     assert not moved(found, expected) and any(".ple.key_proj" in name for name in found)
 
 
-def test_export_of_model_with_fp8_table_is_dequantized(folders, caplog):
+def test_export_dequantizes_fp8_ngram_table_of_model(folders, caplog):
     model = load_model(folders["FP8"], **FP8_TABLE)
     found, stored = exported(folders["FP8"], model), tensors_of(folders["FP8"])
     parts = [name for name in found if ".ngram_embedding.shard_" in name]
@@ -230,7 +230,7 @@ TP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True)
     (2, TP2 | dict(expert_tensor_parallel_size=1, expert_model_parallel_size=2)),
     pytest.param(8, dict(expert_model_parallel_size=8), marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_load_on_ranks_with_fp8_table_gives_dequantized_values(ranks, settings, tmp_path):
+def test_load_of_fp8_ngram_table_on_ranks_gives_dequantized_values(ranks, settings, tmp_path):
     """With eight ranks two have the columns of a head."""
     folder = make_checkpoint(tmp_path / "float32", num_experts=8, experts=ExpertLayout.PER_EXPERT)
     folder = in_fp8(folder, tmp_path / "fp8")
@@ -254,7 +254,7 @@ def state_of(run: Any) -> dict[str, Tensor]:
 
 
 @wrapped
-def test_run_with_fp8_table_resumes_and_exports_exactly(inputs, wrap, tmp_path):
+def test_run_with_fp8_ngram_table_resumes_and_exports_exactly(inputs, wrap, tmp_path):
     """An export to FP8 has the released bytes of the table, one in bfloat16 their values."""
     run = set_up(config_of(inputs, tmp_path / "run", wrap, **TABLE_OF_RUN))
     before = state_of(run)
@@ -283,7 +283,7 @@ def test_run_with_fp8_table_resumes_and_exports_exactly(inputs, wrap, tmp_path):
     assert all(torch.equal(loaded[name], found[name]) for name in parts)
 
 
-def test_lora_run_with_fp8_table_saves_only_adapters_and_resumes_exactly(inputs, tmp_path):
+def test_lora_run_with_fp8_ngram_table_saves_no_table_and_resumes(inputs, tmp_path):
     def start() -> Any:
         _, distributed, _ = wrapped.args[1]
         cfg = config_of(inputs, tmp_path, distributed, **TABLE_OF_RUN)

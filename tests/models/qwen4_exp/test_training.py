@@ -34,7 +34,7 @@ def inputs(folder, digits) -> Inputs:
 
 
 @wrapped
-def test_resumed_run_equals_uninterrupted(inputs, wrap, tmp_path):
+def test_resumed_qwen4_exp_run_equals_uninterrupted_run(inputs, wrap, tmp_path):
     settings = dict(model__mtp_loss_scaling_factor=0.1, model__calculate_per_token_loss=True)
     run = set_up(config_of(inputs, tmp_path, wrap, **settings))
     before = parameters(run)
@@ -64,7 +64,7 @@ def gradients(folder: Path, **settings: Any) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_gradients_with_recompute_equal_those_without(folder):
+def test_recomputation_does_not_change_qwen4_exp_gradients(folder):
     expected = gradients(folder)
     for settings in (FULL, dict(recompute_granularity="selective", recompute_modules=["core_attn", "moe"])):
         assert not moved(gradients(folder, **settings), expected)

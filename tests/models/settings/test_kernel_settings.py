@@ -134,7 +134,7 @@ def test_checks_raise_if_fp8_or_fp4_is_used_with_local_layers(precision, caplog)
     assert f"{name} applies to the text model's layers" in caplog.text
 
 
-def test_checks_raise_if_transformer_engine_has_local_attention_backend():
+def test_checks_raise_if_attention_backend_is_local_with_te_layers():
     with pytest.raises(ValueError, match="attention_backend is local with transformer_impl 'transformer_engine'"):
         run_checks(BEFORE_FINALIZE, with_transformer_engine(DENSE, dict(attention_backend=AttnBackend.local)))
     finalized(DENSE, dict(attention_backend=AttnBackend.local))
@@ -144,7 +144,7 @@ def test_checks_raise_if_transformer_engine_has_local_attention_backend():
     ("2.10", {}, True), ("2.11", {}, False), ("2.18", CP2, True), ("2.10", dict(params_dtype=torch.bfloat16), False),
     ("2.10", dict(transformer_impl="local"), False),
 ])  # fmt: skip
-def test_checks_raise_if_transformer_engine_has_no_float32_attention(release, fields, raises, installed):
+def test_checks_raise_if_te_version_lacks_float32_attention(release, fields, raises, installed):
     """In float32 only the unfused attention is left, which supports packed rows from 2.11 on."""
     installed(release)
     provider = with_transformer_engine(DENSE, dict(params_dtype=torch.float32) | fields)
@@ -332,7 +332,7 @@ def test_provider_changes_attribute_counts_assignments_of_settings():
     assert copy.deepcopy(provider).changes > 0 and "changes" not in vars(provider)
 
 
-def test_first_forward_raises_if_transformer_engine_is_too_old_for_float32(pair, monkeypatch):
+def test_first_forward_raises_if_te_version_lacks_float32_attention(pair, monkeypatch):
     """Also without gradients: no release before 2.11 has an attention for packed rows."""
     monkeypatch.setattr("megatron.core.utils._te_version", Version("2.10"))
     monkeypatch.setattr(pair.megatron.config, "transformer_impl", "transformer_engine")
@@ -405,7 +405,7 @@ def assert_settings_exist(checks, settings):
 
 
 @pytest.mark.parametrize(("family", "size"), MODELS)
-def test_model_checks_raise_if_setting_that_must_stay_default_is_changed(family, size):
+def test_model_checks_require_default_value_of_unsupported_settings(family, size):
     config = registry.family(family).presets.hf_config(size)
     provider = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
     of_kind = model_validation.MOE if isinstance(provider, ExpertsMixin) else model_validation.DENSE
@@ -431,7 +431,7 @@ def run():
     return finalize_copy(cfg, 8)
 
 
-def test_run_checks_raise_if_setting_that_must_stay_default_is_changed(run):
+def test_run_checks_require_default_value_of_unsupported_settings(run):
     checks = of_this_release((*run_validation.BEFORE_VALIDATE, *run_validation.AFTER_VALIDATE), run)
     assert_settings_exist(checks, run)
     rows = default_rows(checks)

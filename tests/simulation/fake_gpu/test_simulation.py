@@ -42,7 +42,7 @@ class TestLastRank:
         assert (status, seen["error"]) == (0, None)
         return seen
 
-    def test_simulated_memory_is_within_2_percent_of_plan(self, seen):
+    def test_simulated_peak_memory_is_within_2_percent_of_planned_memory(self, seen):
         """Measured 0.999 of the plan."""
         assert seen["peak"] == pytest.approx(seen["planned"], rel=0.02)
         assert seen["peak"] <= seen["reserved"] <= H100
@@ -111,7 +111,7 @@ def test_simulate_with_data_path_uses_packed_row_of_given_data(simulate, tmp_pat
     "qwen3_vl_235b_a22b_sft_config", "qwen3_vl_8b_peft_config",
     pytest.param("qwen35_vl_27b_sft_config", marks=needs_package),
 ])  # fmt: skip
-def test_simulated_memory_of_recipes_matches_plan(simulate, recipe, rank):
+def test_simulated_memory_of_recipes_matches_planned_memory(simulate, recipe, rank):
     variables = {"PYTHONPATH": PYTHONPATH} if "qwen35" in recipe else {}
     status, seen = simulate("--recipe", recipe, "--rank", rank, **variables)
     assert (status, seen["error"]) == (0, None)
@@ -130,7 +130,7 @@ SHORT = ["model.num_layers=8", "dataset.seq_length=4096", "model.seq_length=4096
     ["qwen3_vl_8b_sft_config", "--gpus", "8", "mixed_precision=bf16_with_fp8_subchannel_scaling_mixed"],
     ["qwen3_vl_30b_a3b_pretrain_fp8_cs_config"], ["qwen3_vl_30b_a3b_pretrain_fp8_mx_config", "--gpu", "B200"],
 ], ids=["current scaling", "blocks", "experts", "experts, mxfp8"])  # fmt: skip
-def test_simulated_memory_with_fp8_matches_plan(simulate, words):
+def test_simulated_memory_with_fp8_matches_planned_memory(simulate, words):
     """Measured 1.008 of the plan, with experts 1.013: GEMM workspaces, which are in the reserve."""
     status, seen = simulate("--recipe", *words, *SHORT)
     assert (status, seen["error"]) == (0, None)

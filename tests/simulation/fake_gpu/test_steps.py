@@ -52,7 +52,7 @@ class TestStep:
     """A class, so that xdist runs all tests in one process and the program runs once."""
 
     @of_each_case
-    def test_our_code_in_training_step_synchronizes_once(self, run, case):
+    def test_training_step_has_one_host_sync_in_our_code(self, run, case):
         assert own_syncs(run, case) == {SUMS: 1}
 
     @of_each_case

@@ -195,7 +195,7 @@ def test_muon_steps_match_reference_muon_on_transformers_model(trained_on, refer
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "split"), LAYER_WISE)
-def test_dist_muon_steps_match_muon_steps_in_bf16(trained_on, references, model, split):
+def test_dist_muon_trains_bf16_weights_like_muon(trained_on, references, model, split):
     before = references[model][0]["before"]
     whole, layers = (trained_on(2)[model, split, name] for name in ("muon", "dist_muon"))
     pairs = ([(whole[name].float(), other[name].float()) for name in whole] for other in (layers, before))

@@ -114,7 +114,7 @@ def test_number_of_tokens_per_expert_matches_transformers_routers(alone, samples
 
 
 @pytest.mark.slow
-def test_metrics_on_two_ranks_equal_one_rank(alone, moe_folder):
+def test_metrics_on_two_ranks_equal_metrics_on_one_rank(alone, moe_folder):
     """Tokens that several ranks have count once; different tokens are added."""
     on_ranks, expected = (
         results_of_ranks(on_the_last_rank, 2, [(moe_folder, name, {}) for name in NAMES]),

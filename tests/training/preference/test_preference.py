@@ -85,7 +85,7 @@ def folders(untied_folder, moe_folder, tmp_path_factory):
 
 
 @pytest.mark.parametrize("family", ["dense", "MoE", "Qwen3.5"])
-def test_preference_step_one_process_matches_transformers(folders, family):
+def test_preference_step_in_one_process_matches_transformers(folders, family):
     names = SETTINGS if family == "dense" else ["sigmoid"]
     expected = {name: expected_step(folders[family], SETTINGS[name]) for name in names}
     limits = dict(loss=LOSS, metrics=LOSS, gradient=GRADIENT)
@@ -109,7 +109,7 @@ def errors_of_ranks(folders: dict[str, Path], expected: dict[str, dict], names: 
 
 
 @pytest.mark.parametrize("names", [["TP2+SP", "CP2"], ["DP2", "PP2"], ["PP2+VPP2", "EP2", "CP2+EP2"]])
-def test_preference_step_two_ranks_matches_transformers(folders, expected_of_ranks, names):
+def test_preference_step_on_two_ranks_matches_transformers(folders, expected_of_ranks, names):
     found = results_of_ranks(errors_of_ranks, 2, folders, expected_of_ranks, names)
     print(found)
     assert len(found) >= 2 * len(names)
@@ -172,7 +172,7 @@ def lora_errors_of_ranks(folders: dict[str, Path], expected: dict[str, dict], na
     return found
 
 
-def test_lora_reference_matches_peft_library(folders, tmp_path):
+def test_reference_logps_of_lora_run_match_peft_library(folders, tmp_path):
     """The reference is the base model; a step has the loss, the metrics and the gradient norm of `peft`."""
     folder, objective = folders["dense"], replace(SETTINGS["smoothed"], rpo_alpha=None)
     split = lora_split(folder, Topology(1))
@@ -205,7 +205,7 @@ def test_lora_reference_matches_peft_library(folders, tmp_path):
 
 
 @pytest.mark.parametrize("names", [["TP2+SP", "CP2"], ["DP2", "PP2"], ["PP2+VPP2", "EP2"]])
-def test_lora_steps_two_ranks_match_one_process(folders, expected_lora, names):
+def test_lora_steps_on_two_ranks_match_one_process(folders, expected_lora, names):
     found = results_of_ranks(lora_errors_of_ranks, 2, folders, expected_lora, names)
     print(found)
     assert len(found) >= len(names)

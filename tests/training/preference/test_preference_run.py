@@ -89,12 +89,12 @@ def scores(inputs, pairs, tmp_path_factory):
     return folder
 
 
-def test_dpo_run_with_scores_equals_run_without_adapters_bit_exactly(unbroken, inputs, pairs, scores):
+def test_dpo_losses_with_stored_and_computed_reference_logps_are_equal(unbroken, inputs, pairs, scores):
     log = train(config(inputs, pairs, None, objective__reference_logps=str(scores)))
     assert losses(log) == losses(unbroken[0])
 
 
-def test_dpo_full_fine_tuning_with_scores_trains_all_weights(inputs, pairs, scores):
+def test_dpo_full_fine_tuning_with_stored_reference_logps_trains(inputs, pairs, scores):
     cfg = config(inputs, pairs, None, objective__reference_logps=str(scores), optimizer__lr=1e-3, optimizer__min_lr=0.0)
     cfg.peft = None
     log = [e for e in train(cfg) if "loss" in e]
@@ -108,7 +108,7 @@ def score_on_ranks(inputs, pairs: Path, output: Path, options: list[str]) -> int
 
 
 @pytest.mark.parametrize("layout", [["--tp", "2"], ["--cp", "2"], ["--pp", "2"], []], ids=["TP2", "CP2", "PP2", "DP2"])
-def test_data_score_on_two_ranks_equals_one_process(inputs, pairs, scores, tmp_path, layout):
+def test_data_score_on_two_ranks_matches_logps_of_one_process(inputs, pairs, scores, tmp_path, layout):
     from safetensors.torch import load_file
 
     assert results_of_ranks(score_on_ranks, 2, inputs, pairs, tmp_path / "reference", layout) == 0
@@ -124,7 +124,7 @@ def test_score_raises_if_file_exists_or_pair_is_too_long(inputs, pairs, scores, 
     assert "dataset.on_long is 'truncate'" in capsys.readouterr().err
 
 
-def test_dpo_run_raises_if_scores_are_of_other_model_or_data(inputs, pairs, scores, tmp_path):
+def test_dpo_run_raises_if_stored_logps_are_of_other_model_or_data(inputs, pairs, scores, tmp_path):
     other = rounded_folder(inputs.hf, tmp_path / "other", seed=0)
     cfg = config(inputs, pairs, None, objective__reference_logps=str(scores))
     cfg.checkpoint.pretrained_checkpoint = str(other)
@@ -173,7 +173,7 @@ def test_run_raises_if_data_are_of_another_objective(inputs, pairs):
     ({"ddp__use_megatron_fsdp": True}, "ddp.use_megatron_fsdp is True with objective.kind 'dpo'"),
     ({"dataset__pack": False}, "dataset.pack is False for objective.kind=dpo"),
 ])  # fmt: skip
-def test_validation_raises_for_objective_that_cannot_be_trained(inputs, pairs, changes, message):
+def test_validation_raises_if_objective_settings_are_invalid(inputs, pairs, changes, message):
     cfg = config(inputs, pairs, None)
     for name, value in changes.items():
         section, _, field = name.rpartition("__")
@@ -231,7 +231,7 @@ def test_kto_run_logs_metrics_and_resumes_bit_exactly(inputs, pairs, labeled, tm
 
 
 @pytest.mark.slow
-def test_kto_run_with_scores_equals_run_without_adapters_bit_exactly(inputs, pairs, labeled, tmp_path):
+def test_kto_losses_with_stored_and_computed_reference_logps_are_equal(inputs, pairs, labeled, tmp_path):
     for split in ("train", "valid"):
         options = ["--objective", "kto", "--split", split, "--media-root", str(pairs.parent)]
         assert score(inputs, labeled, tmp_path / "scores", *options) == 0

@@ -81,11 +81,11 @@ def test_dpo_losses_and_metrics_match_recorded_values_of_trl(case):
 
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed")
 @pytest.mark.parametrize("case", CASES)
-def test_recorded_values_match_trl(case):
+def test_recorded_dpo_values_match_trl(case):
     assert of_trl(**CASES[case][1]) == pytest.approx(RECORDED[case], rel=1e-7)
 
 
-def test_label_smoothing_is_mean_of_losses_with_and_without_swapped_answers():
+def test_label_smoothing_averages_losses_of_original_and_swapped_pair():
     """As in TRL up to 0.29 for "sigmoid" (cDPO)."""
     logps, mask, reference = token_logps()
     policy, before, counts = (x.view(2, -1).T for x in (logps.sum(1), reference, mask.sum(1).double()))

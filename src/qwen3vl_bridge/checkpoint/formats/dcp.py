@@ -136,7 +136,7 @@ def _kind(value: Any) -> str:
 
 
 class _MetadataChecker:
-    """Convert unpickled metadata to `DcpMetadata`; check every value, and every file that the metadata name."""
+    """Converts unpickled metadata to `DcpMetadata`, and checks all values and all files that the metadata name."""
 
     def __init__(self, folder: Path, path: Path) -> None:
         self.folder, self.path = folder, path

@@ -222,7 +222,10 @@ class Topology:
         return math.lcm(*self._divisors().values()) if self.world_size is None else self.world_size
 
     def _divisors(self) -> dict[str, int]:
-        """Return a dict from formula, such as "tp * pp * cp", to value; values must divide the number of processes."""
+        """Return products of parallel sizes by formula, such as "tp * pp * cp".
+
+        Each product must divide the number of processes.
+        """
         products = {"tp * pp * cp": self.tp * self.pp * self.cp}
         if self.ep > 1 or self.etp is not None:
             products["etp * ep * pp"] = self.expert_tp * self.ep * self.pp
@@ -410,7 +413,7 @@ def _assign_stage_rows(
 
 
 def _expert_group(row: WeightRow, dimensions: Dimensions, topology: Topology) -> int:
-    """Return the index of the group of ranks that reads an expert or a hash head; 0 for all other weight-table rows.
+    """Return the index of the group of ranks that reads an expert or a hash head. Other weight-table rows have 0.
 
     Experts are divided over expert-parallel ranks. The hash heads of an n-gram table are divided over expert-parallel
     and expert-tensor-parallel ranks. If there are more of these ranks than heads, the ranks that share a head are a

@@ -149,7 +149,7 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
     def build_conversion_tasks(
         self, hf_pretrained: Any, megatron_model: list[Any], *args: Any, **kwargs: Any
     ) -> list[WeightConversionTask | None]:
-        """Return Megatron-Bridge's conversion tasks; for a model quantized by ModelOpt, without entries of None."""
+        """Return Megatron-Bridge's conversion tasks. If ModelOpt has quantized the model, leave out entries of None."""
         from modelopt.torch.quantization.utils import is_quantized
 
         tasks = super().build_conversion_tasks(hf_pretrained, megatron_model, *args, **kwargs)

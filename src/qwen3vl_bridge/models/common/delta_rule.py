@@ -192,7 +192,7 @@ def recurrent_gated_delta_rule(
 
 
 def _offsets(cu_seqlens: Tensor | None, tokens: int, device: torch.device) -> Tensor:
-    """Return `cu_seqlens` [n + 1] as int64; for None, the offsets of a single segment of all tokens."""
+    """Return `cu_seqlens` [n + 1] as int64. If it is None, return the offsets of one segment with all tokens."""
     return torch.arange(2, device=device) * tokens if cu_seqlens is None else cu_seqlens.to(device, torch.int64)
 
 

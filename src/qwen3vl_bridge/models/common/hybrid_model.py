@@ -153,7 +153,7 @@ class HybridGPTModel(MRopeGPTModel):
         return super().forward(*args, output_processor_context=(prediction, output_processor_context), **kwargs)
 
     def compute_output(self, hidden_states: Tensor, *, output_processor_context: Any, **arguments: Any) -> Any:
-        """Return the output of MRopeGPTModel; if the batch has next tokens, its gradient includes the MTP loss."""
+        """Return the output of MRopeGPTModel. If the batch has next tokens, the gradient includes the MTP loss."""
         prediction, context = output_processor_context
         if prediction is not None and self.post_process:
             hidden_states = attach_mtp_loss(self, hidden_states, *prediction, arguments)
@@ -161,7 +161,7 @@ class HybridGPTModel(MRopeGPTModel):
         return super().compute_output(states, output_processor_context=context, **arguments)
 
     def output_states(self, hidden_states: Tensor) -> Tensor:
-        """Return the hidden states [s / sp, b, h] from which logits are computed; by default, `hidden_states`."""
+        """Return the hidden states [s / sp, b, h] from which logits are computed, by default `hidden_states`."""
         return hidden_states
 
 
@@ -217,8 +217,9 @@ class HybridModel(VisionLanguageModel):
     ) -> tuple[tuple[Tensor, NextTokens] | None, None]:
         """Return the argument `output_processor_context` of the text model's `compute_output`, a tuple.
 
-        Its first entry has the inputs of the MTP loss: a pair of the embedded next tokens and the `NextTokens`, or None
-        if the batch has no MTP loss. Its second entry, None, is the context of a caller's `output_processor`.
+        The first entry has the inputs of the MTP loss: a pair of the embedded next tokens and the `NextTokens`. It is
+        None if the batch has no MTP loss. The second entry is the context of a caller's `output_processor`. This
+        method always sets it to None.
         """
         embedded = layer_arguments.get(NEXT)
         return None if embedded is None else (embedded, inputs.next_tokens), None

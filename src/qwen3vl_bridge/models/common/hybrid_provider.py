@@ -137,7 +137,7 @@ class HybridModelProvider(VisionLanguageProvider):
         return ("in_proj",) if self.linear_attention_in_proj_bf16 else ()
 
     def dimensions(self) -> Dimensions:
-        """Return the dimensions that the weight table uses; the vocabulary is without padding."""
+        """Return the dimensions that the weight table uses. The vocabulary size does not include padding rows."""
         return add_dimensions(
             super().dimensions(),
             {name: getattr(self, name) for name in LINEAR_SIZES},

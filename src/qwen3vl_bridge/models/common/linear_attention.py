@@ -69,7 +69,7 @@ class LinearAttention(KeepFloat32, SegmentedGatedDeltaNet):
         return torch.sigmoid(gate) if getattr(self.config, "linear_output_gate", "silu") == "sigmoid" else F.silu(gate)
 
     def choose_delta_rule(self, default: GatedDeltaRule | None) -> GatedDeltaRule:
-        """Return the function that computes the delta rule; `default` is megatron-core's choice."""
+        """Return the function that computes the delta rule. `default` is the function that megatron-core would use."""
         # flash-linear-attention's chunked kernels round float32 to TF32 in their products.
         if self.config.params_dtype is torch.float32:
             return continue_rule(delta_rule.chunk_gated_delta_rule)
@@ -104,9 +104,10 @@ class LinearAttention(KeepFloat32, SegmentedGatedDeltaNet):
             return super().forward(hidden_states, attention_mask, None, packed_seq_params, *args, **kwargs)
 
     def exchange_chunks(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager in which kernels continue chunks of other ranks; without `chunk_group` an empty one.
+        """Return a context manager in which kernels continue chunks of other ranks.
 
-        `chunk_group` is the context-parallel group if this layer uses `linear_cp_mode="chunkwise"`.
+        Without `chunk_group`, the context manager does nothing. `chunk_group` is the context-parallel
+        group if this layer uses `linear_cp_mode="chunkwise"`.
         """
         return contextlib.nullcontext() if self.chunk_group is None else chunks_of(self.chunk_group)
 

@@ -96,7 +96,7 @@ class MRopeGPTModel(OutputGPTModel):
         output_processor: Callable[..., Any] | None = None,
         **arguments: Any,
     ) -> Any:
-        """Return losses if labels are given, else logits; with an `output_processor`, return its result instead."""
+        """Return losses if labels are given, else logits. With an `output_processor`, return its result instead."""
         if output_processor is None and labels is not None:
             output_processor = loss_processor
         return super().compute_output(hidden_states, labels=labels, output_processor=output_processor, **arguments)
@@ -402,7 +402,7 @@ class VisionLanguageModel(MegatronModule):
         return batch.local(**self.config.local_arguments(self.pg_collection) | self.stage_arguments() | arguments)
 
     def text_arguments(self, inputs: ModelInputs) -> dict[str, Any]:
-        """Return additional inputs of decoder layers that come with the batch; by default, there are none."""
+        """Return additional inputs of decoder layers that come with the batch. By default, there are none."""
         return {}
 
     def check_inputs(self, inputs: ModelInputs) -> None:

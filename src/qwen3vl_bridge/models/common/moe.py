@@ -315,7 +315,10 @@ class GroupedProduct(torch.autograd.Function):
 
 
 def stack_weights(weights: Sequence[Tensor]) -> Tensor:
-    """Return m matrices [n, k] as one tensor [m, n, k]: a view if they are equally spaced in memory, else a copy."""
+    """Return m matrices [n, k] as one tensor [m, n, k].
+
+    The tensor is a view of the matrices if they are equally spaced in memory. Otherwise it is a copy.
+    """
     first, second = weights[0].data_ptr(), weights[1].data_ptr()
     distance, element_size = second - first, weights[0].element_size()
     in_order = distance >= weights[0].nbytes and distance % ALIGNMENT == 0

@@ -129,7 +129,7 @@ class VisionLanguageProvider(CountsOperations, fields.VisionLanguageFields):
         return ()
 
     def dimensions(self) -> Dimensions:
-        """Return the dimensions that the weight table uses; the vocabulary is without padding."""
+        """Return the dimensions that the weight table uses. The vocabulary size does not include padding rows."""
         fields = {**TEXT_FIELDS, **EXPERT_FIELDS}
         config = {
             "text_config": {"vocab_size": self.vocab_size} | {fields[name]: getattr(self, name) for name in fields},
@@ -166,7 +166,7 @@ class VisionLanguageProvider(CountsOperations, fields.VisionLanguageFields):
     def provide_language_model(
         self, pre_process: bool | None = None, post_process: bool | None = None, vp_stage: int | None = None
     ) -> GPTModel:
-        """Build only the text model of one pipeline stage; arguments as for `provide`."""
+        """Build only the text model of one pipeline stage. The arguments are the same as for `provide`."""
         pre_process, post_process = self._stage_ends(pre_process, post_process, vp_stage)
         with self._init_device():
             return self.model_class.language_model_class(

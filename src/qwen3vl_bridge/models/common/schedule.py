@@ -34,7 +34,10 @@ from torch import Tensor
 
 
 class EmbeddingNode(PreProcessNode):
-    """First schedule node: embeds tokens and images; on later pipeline stages, returns the received tensor."""
+    """First schedule node. It embeds tokens and images on the first pipeline stage.
+
+    On later pipeline stages, it returns the received tensor.
+    """
 
     def __init__(self, model: Any, *arguments: Any) -> None:
         super().__init__(model.language_model, *arguments)
@@ -137,9 +140,13 @@ def unpack_then(compute: Callable[..., Any], node: TransformerLayerNode, receive
 
 
 def attend_and_route(layer: TransformerLayer, node: TransformerLayerNode, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Run attention, shared experts and router of a layer. Return tokens sorted by expert and their weights.
+    """Run attention, the shared experts and the router of a layer.
 
-    megatron-core's own node does not pass the padding mask to the router.
+    This function replaces the function of megatron-core's first node, which does not pass the padding mask to the
+    router.
+
+    Returns:
+        The tokens, sorted by expert, and their routing probabilities.
     """
     state, mlp = node.chunk_state, layer.mlp
     hidden = attend(

@@ -35,7 +35,7 @@ _SHARED_FIELDS = (
 
 
 def vision_transformer_config(provider: VisionLanguageFields) -> TransformerConfig:
-    """Return the configuration of the tower's transformer block; with `dist_train` it has its own parallel sizes."""
+    """Return the configuration of the tower's transformer block. With `dist_train` it has its own parallel sizes."""
     vision = provider.vision_config
     config = TransformerConfig(
         num_layers=vision.depth,

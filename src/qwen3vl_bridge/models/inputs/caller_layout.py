@@ -263,7 +263,9 @@ class OutputConversion(Transferable):
         return any(part is not None for part in (self.slots, self.ignored_labels, self.loss_mask))
 
     def convert(self, output: Any) -> Any:
-        """Return outputs of the model in the order of the caller's rows, with zeros for padding that the layout lacks.
+        """Return outputs of the model in the order of the caller's rows.
+
+        Padding tokens of the caller that the layout does not contain get zeros.
 
         If the field `loss_mask` is set, return a tuple (outputs, `loss_mask`).
         """

@@ -58,7 +58,7 @@ class DeepStackLayer(TransformerLayer):
         return self.layer_number <= len(self.config.deepstack_layers)
 
     def add_features(self, hidden: Tensor, context: Tensor, context_mask: Tensor) -> Tensor:
-        """Add features to the output [s, b, h] of the layer; arguments as for `forward`."""
+        """Add features to the output [s, b, h] of the layer. The arguments are the same as for `forward`."""
         # A stage has the last slices of the features, so index from the end.
         features = context[self.layer_number - 1 - len(self.config.deepstack_layers)].to(hidden.dtype)
         added = hidden.flatten(0, 1).index_add(0, context_mask, features).view_as(hidden)
@@ -142,7 +142,7 @@ class DeepStackStage:
 
 
 class Qwen3VLModel(VisionLanguageModel):
-    """One pipeline stage of Qwen3-VL; arguments as for `VisionLanguageModel`."""
+    """One pipeline stage of Qwen3-VL. The arguments are the same as for `VisionLanguageModel`."""
 
     language_model_class = Qwen3VLGPTModel
 

@@ -130,7 +130,7 @@ def _check_ngrams(text: Mapping[str, Any]) -> None:
 
 
 def eos_of(text: Mapping[str, Any]) -> int | None:
-    """Return `eos_token_id`; if it is a list, its first entry, as transformers does."""
+    """Return `eos_token_id`. If it is a list, return its first entry, as transformers does."""
     eos = text.get("eos_token_id")
     return eos[0] if isinstance(eos, list | tuple) and eos else eos
 

@@ -85,7 +85,10 @@ def prediction_layer_spec(config: TransformerConfig) -> ModuleSpec:
 
 
 def _with_streams(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
-    """Return a copy of a layer spec in which `GatedResidual` replaces norms, and sparse attention full attention."""
+    """Return a copy of a layer spec with gated residuals and sparse attention.
+
+    `GatedResidual` replaces the two norms. If the layer has full attention, `SparseSelfAttention` replaces it.
+    """
     modules, layer = backend(config), spec.submodules
     attention, projection = layer.self_attention, modules.column_parallel_linear()  # without a norm before it
     if attention.module is LinearAttention:

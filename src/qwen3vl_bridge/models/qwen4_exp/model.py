@@ -75,7 +75,10 @@ class PredictionLayer(MegatronModule):
 
 
 class PredictionBlock(MegatronModule):
-    """Multi-token prediction, with its layer in `layers` as in megatron-core's block."""
+    """The multi-token prediction (MTP) block, with one layer.
+
+    The layer is kept in a list `layers`, so that parameter names match megatron-core's block.
+    """
 
     def __init__(self, config: VisionLanguageProvider, pg_collection: ProcessGroupCollection, norm: Any) -> None:
         super().__init__(config=config)
@@ -162,7 +165,7 @@ class Qwen4ExpModel(HybridModel):
         return {} if inputs.ngram_ids is None else {"context": inputs.ngram_ids}
 
     def pack(self, hidden: Tensor, layer_arguments: dict[str, Any]) -> Tensor:
-        """Return the streams [.., n * h]; with the embedded next tokens, [.., (n + 1) * h], if there is an MTP loss."""
+        """Return the streams [.., n * h] or, with an MTP loss, also the embedded next tokens: [.., (n + 1) * h]."""
         if NEXT not in layer_arguments:
             return super().pack(hidden, layer_arguments)
         embedded = layer_arguments[NEXT].to(hidden.dtype)

@@ -121,7 +121,7 @@ class Qwen4ExpModelProvider(HybridExpertsMixin, HybridModelProvider):
     checks: ClassVar[tuple[Check, ...]] = (*HybridExpertsMixin.checks, *_CHECKS)
 
     def dimensions(self) -> Dimensions:
-        """Return the dimensions that the weight table uses; the vocabulary is without padding."""
+        """Return the dimensions that the weight table uses. The vocabulary size does not include padding rows."""
         return hf.add_dimensions(super().dimensions(), self._text_fields())
 
     def _text_fields(self) -> dict[str, Any]:

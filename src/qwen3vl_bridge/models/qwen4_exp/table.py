@@ -35,7 +35,7 @@ class NgramHead(WeightRow):
     """
 
     def with_indices(self, *numbers: int) -> Self:
-        """Return the weight-table row with layer and head in its Megatron name; `resolve` adds names of parts."""
+        """Return the weight-table row of one layer and head. `resolve` adds the names of the parts."""
         layer, _ = numbers
         return replace(super().with_indices(*numbers), hf=(self.hf[0].replace("*", str(layer), 1),))
 
