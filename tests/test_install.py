@@ -88,6 +88,7 @@ def installed(frozen) -> Environment:
     return frozen[0]
 
 
+@pytest.mark.slow
 def test_install_changes_no_already_installed_package(frozen, wheel):
     _, before, after = frozen
     assert any(line.startswith("megatron-bridge==") for line in before)
@@ -135,6 +136,7 @@ def test_installed_doctor_and_recipes_run(installed, untied_folder):
     assert '"host_while_saving"' in installed.run("qwen3vl", "train", *words, "--dry-run", "--gpu", "H100")
 
 
+@pytest.mark.slow
 def test_installed_convert_import_and_export_restore_weights(installed, untied_folder):
     installed.run("qwen3vl", "convert", "import", "--hf-model", untied_folder, "--megatron-path", "megatron")
     installed.run("qwen3vl", "convert", "export", "--megatron-path", "megatron", "--hf-path", "exported")

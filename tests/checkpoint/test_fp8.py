@@ -74,6 +74,7 @@ def rounded(folder, dtype=torch.bfloat16):
     return stored
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("ckpt_format", ["fsdp_dtensor", "torch_dist"])
 def test_import_fp8_values_match_transformers_dequantization(name, ckpt_format, folders, tmp_path):
@@ -99,6 +100,7 @@ def test_import_fp8_matches_model_loaded_by_transformers(name, folders, tmp_path
     assert_same(exported.state_dict(), model.state_dict())
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_autobridge_loads_and_saves_dequantized_values_of_fp8_model(name, folders, tmp_path):
     expected = rounded(folders[name])
@@ -127,6 +129,7 @@ def test_imported_fp8_checkpoint_loads_with_its_stored_hf_config(name, folders, 
     assert_same({key: tensor.to(expected[key].dtype) for key, tensor in found.items()}, expected)
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("scales", SCALES, ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_import_fp8_rounds_each_dequantized_value_once(scales, dtype, moe_folders, tmp_path):
@@ -150,6 +153,7 @@ def test_import_fp8_reads_e8m0_scales_stored_as_uint8(untied_folder, tmp_path):
     assert verify_checkpoint(source, tmp_path / "m").same
 
 
+@pytest.mark.one_case_in(6)
 @pytest.mark.parametrize("block", [(24, 40), (128, 128), (1, 7), (1000, 1)])
 @pytest.mark.parametrize("layout", ["untied", ExpertLayout.INPUT_MAJOR])
 def test_import_fp8_dequantizes_blocks_that_do_not_divide_the_matrix(
@@ -277,6 +281,7 @@ def exported(megatron, folder, **options):
     return as_bytes(hf_tensors(folder))
 
 
+@pytest.mark.one_case_in(10)
 @pytest.mark.parametrize(
     ("name", "scales"), [*((name, torch.bfloat16) for name in MODELS), *(("moe input-major", one) for one in SCALES)]
 )
@@ -314,6 +319,7 @@ def test_export_fp8_rewrites_only_the_block_with_changed_weights(folders, tmp_pa
     assert_same(found, before)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_export_fp8_of_bf16_model_has_format_of_released_fp8_models(name, models, tmp_path):
     source = in_released_dtypes(models[name], tmp_path / "bf16")
@@ -327,6 +333,7 @@ def test_export_fp8_of_bf16_model_has_format_of_released_fp8_models(name, models
     assert found == wanted
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("name", ["dense", "qwen3_5", "qwen3_5 moe"])
 def test_export_fp8_loads_in_transformers_with_same_values(name, models, tmp_path):
     """In blocks of 16, which divide the sides of these matrices: transformers supports no partial blocks."""
@@ -386,6 +393,7 @@ def test_export_raises_if_quantize_option_is_unknown(folders, tmp_path):
 BAD_SCALES = {"nan": float("nan"), "inf": float("inf"), "zero": 0.0, "negative": -1.0, "too large": 1e37}
 
 
+@pytest.mark.one_case_in(5)
 @pytest.mark.parametrize("value", BAD_SCALES.values(), ids=BAD_SCALES)
 @pytest.mark.parametrize("name", ["dense", "moe input-major"])
 def test_import_fp8_raises_if_scale_is_invalid(name, value, models, tmp_path):
@@ -443,6 +451,7 @@ def test_quantize_raises_if_scale_is_too_large_for_its_dtype():
         quantize(torch.tensor([[1.0] * 16 + [1e9] * 16]), 16, None, torch.float16)
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
 @pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu], ids=str)
 def test_export_fp8_with_per_matrix_scales_reproduces_source_bytes(shape, scales, models, tmp_path):
@@ -460,6 +469,7 @@ def test_export_fp8_with_per_matrix_scales_reproduces_source_bytes(shape, scales
     assert_same(exported(tmp_path / "m", tmp_path / "hf", **options), as_bytes(hf_tensors(source)))
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("name", ["dense", "qwen3_5 moe", "qwen3_5 packed", "moe input-major"])
 def test_export_fp8_leaves_layers_that_are_bf16_in_source_unquantized(name, folders, tmp_path):
     """Some layers and the experts of a layer are in bf16, and modules_to_not_convert does not name them."""

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.mark.one_case_in(2)
+@pytest.mark.one_case_in(8)
 @pytest.mark.parametrize("gate", DTYPES)
 @pytest.mark.parametrize("up", DTYPES)
 @pytest.mark.parametrize("target", ["float32", "bfloat16"])

@@ -19,6 +19,7 @@ FORMATS = ("fsdp_dtensor", "torch_dist")
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:This process .* is multi-threaded")
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("naming", ["transformer_engine", "local"])
 @pytest.mark.parametrize("which", FOLDERS)
 def test_roundtrip_keeps_every_tensor(which, naming, request, tmp_path):
@@ -35,6 +36,7 @@ def test_roundtrip_keeps_every_tensor(which, naming, request, tmp_path):
 
 
 # transformers 5.12 has no rule for one tensor per expert in this model.
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("which", [*FOLDERS, ExpertLayout.INPUT_MAJOR, ExpertLayout.OUTPUT_MAJOR])
 def test_exported_model_loads_in_transformers_with_same_weights(which, moe_folders, request, tmp_path):
     source = moe_folders[which] if isinstance(which, ExpertLayout) else request.getfixturevalue(which)
@@ -122,7 +124,7 @@ def test_import_raises_if_value_is_too_large_for_float16(untied_folder, tmp_path
     assert not (tmp_path / "fp16").exists()
 
 
-@pytest.mark.one_case_in(2)
+@pytest.mark.one_case_in(10)
 @pytest.mark.parametrize("naming", ["transformer_engine", "local"])
 @pytest.mark.parametrize("ckpt_format", FORMATS)
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -152,7 +154,7 @@ def test_export_writes_experts_in_requested_or_source_expert_layout(layout, moe_
         export_checkpoint(tmp_path / "m", tmp_path / "x", expert_layout="x")
 
 
-@pytest.mark.one_case_in(2)
+@pytest.mark.one_case_in(6)
 @pytest.mark.parametrize("which", ["untied_folder", "tied_folder", "moe_folder", "bf16_folder"])
 @pytest.mark.parametrize(("first", "second"), [FORMATS, FORMATS[::-1]])
 def test_reformatted_checkpoint_matches_direct_import(first, second, which, request, tmp_path):
@@ -184,6 +186,7 @@ def test_import_to_torch_dist_stacks_layers_in_one_tensor(all_moe_folder, untied
     assert torch.equal(gate_up, torch.cat(tuple(parts)))
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("ckpt_format", FORMATS)
 def test_import_with_vocab_divisor_pads_vocabulary_with_zeros(ckpt_format, untied_folder, tmp_path):
     names = ["language_model.embedding.word_embeddings.weight", "language_model.output_layer.weight"]

@@ -206,6 +206,7 @@ def flat(layout: SequenceLayout, samples: list[Sample]) -> torch.Tensor:
     return ids.view(layout.num_rows, -1)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_mrope_positions_of_random_batches_equal_transformers(seed):
     """4 x 150 batches of 1 to 5 samples, padded and packed: about 3,600 comparisons."""

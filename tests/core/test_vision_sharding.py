@@ -148,6 +148,7 @@ def batches(draw: st.DrawFn) -> tuple[TokenBatch, int, int]:
     return batch, cp, sp
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("predicts", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
 @given(case=batches(), work=WORKS)

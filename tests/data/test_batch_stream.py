@@ -31,7 +31,7 @@ from tests.data.test_videos import ask
 NUMBER = 26  # rows, more than two epochs
 
 
-@pytest.mark.one_case_in(3)
+@pytest.mark.one_case_in(6)
 @pytest.mark.parametrize("settings", [{}, {"pack": False}, {"seed": None}, {"window_size": 100}])
 def test_batch_stream_resumed_yields_batches_of_uninterrupted_stream(make_rows, settings):
     rows = make_rows(**settings)
@@ -271,6 +271,7 @@ raise ValueError("as in a step")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whose", [[], pytest.param(["theirs"], marks=pytest.mark.slow)], ids=["ours", "theirs"])
 def test_kill_workers_at_exit_lets_process_exit_after_uncaught_error(whose):
     done = subprocess.run([sys.executable, "-c", FAILS, *whose], capture_output=True, text=True, timeout=120)

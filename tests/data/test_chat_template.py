@@ -326,6 +326,7 @@ def check_release(processor, image, case, variables: dict, keeps: bool, reads: b
         assert sum(map(len, grids)) == len(conversation.images) + len(conversation.videos)
 
 
+@pytest.mark.one_case_in(5)
 @pytest.mark.parametrize("name", USED)
 @given(conversations)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

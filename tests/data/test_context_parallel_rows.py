@@ -77,7 +77,7 @@ def check(batch, multiple: int, cp: int) -> None:
         assert sorted(token for share in shares for token in share.flatten().tolist()) == list(range(256))
 
 
-@pytest.mark.one_case_in(3)
+@pytest.mark.one_case_in(6)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("cp", "multiple"), [(1, 1), (2, 4), (4, 8)])
 def test_cp_rows_pad_each_sample_to_smallest_multiple_that_cp_needs(make, kind, cp, multiple):

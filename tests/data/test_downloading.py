@@ -145,6 +145,7 @@ def test_second_download_requests_only_temporarily_failed_urls(server, run, tmp_
     assert not list(tmp_path.rglob("*.unfinished"))
 
 
+@pytest.mark.slow
 def test_download_killed_leaves_failures_so_far_in_unfinished_manifest(server, tmp_path):
     server.answers = {"/0.png": 404, "/1.png": 404}
     server.first = {"/9.png": [lambda handler: time.sleep(60)]}
@@ -168,6 +169,7 @@ def test_download_killed_leaves_failures_so_far_in_unfinished_manifest(server, t
     assert manifest(tmp_path) == {"0.png": True, "1.png": True} and not unfinished.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
 def test_download_after_interrupt_or_kill_requests_only_missing_urls(server, run, tmp_path, sent):
     several = [f"/{number}.png" for number in range(12)]

@@ -225,6 +225,7 @@ def compare_formats(seeds, size: int, folder: Path, media: Path, encoder: Encode
     return good, bad
 
 
+@pytest.mark.slow
 def test_random_record_gives_same_sample_or_error_in_every_file_format(tmp_path, media, thinker):
     good, bad = compare_formats(range(6), 12, tmp_path, media, thinker)
     assert good > 10 and bad > 10

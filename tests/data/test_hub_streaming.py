@@ -116,6 +116,7 @@ def test_streamed_shuffled_order_is_equal_in_new_process(rows_stream, tmp_path):
     assert found.stdout.strip() == str([f"{asked(source, n)}?" for n in source.sample_numbers(2, 30, 9)]), found.stderr
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("seed", [None, 5])
 @settings(max_examples=15)
 @given(
@@ -479,6 +480,7 @@ def test_streamed_provider_reads_hub_data_set_for_training_and_validation(provid
     assert all("of epoch 0]" in name for batch in first for name in batch.sample_ids)
 
 
+@pytest.mark.slow
 def test_streamed_build_datasets_yields_same_rows_as_rank_streams(provider):
 
     def names(rows, numbers):

@@ -206,6 +206,7 @@ def bare(text: str) -> str:
     return re.sub(r"\s*(</?think>)\s*", r"\1", text).strip()
 
 
+@pytest.mark.slow
 @given(pieces.map("".join), st.sampled_from(["released_template.jinja", *SPLITTING, QWEN3_8]), st.sampled_from([1, 3]))
 @settings(deadline=None, max_examples=300)
 def test_answer_with_random_think_tags_is_trained_on_completely_or_raises(encoder_with, text, template, at):

@@ -116,11 +116,13 @@ def steps(ranks: list[BatchStream], count: int) -> list[list[tuple[str, ...]]]:
     ]
 
 
+@pytest.mark.slow
 def test_balanced_global_batch_has_same_rows_for_any_number_of_ranks(make_rows):
     alone = steps(streams(make_rows, 1), 12)  # three epochs
     assert steps(streams(make_rows, 2), 12) == alone == steps(streams(make_rows, 4), 12)
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("done", [0, 4, 12])
 def test_balanced_stream_resumes_between_global_batches_with_different_dp_size(make_rows, done):
     whole = steps(streams(make_rows, 1), 8)

@@ -203,6 +203,7 @@ OPAQUE = {
 }  # fmt: skip
 
 
+@pytest.mark.one_case_in(5)
 @pytest.mark.parametrize(("kind", "mode"), [(kind, mode) for kind, modes in OPAQUE.items() for mode in modes])
 @given(pixels=arrays.arrays(np.uint8, st.just((16, 16, 3))))
 def test_load_image_of_opaque_image_matches_pillow_rgb_conversion(kind, mode, pixels):

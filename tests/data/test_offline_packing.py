@@ -70,6 +70,7 @@ def test_offline_packed_rows_are_read_without_measuring_samples(packed, make_row
     assert len([rows[number] for number in range(10)]) == 10
 
 
+@pytest.mark.slow
 def test_offline_packed_rows_are_reshuffled_each_epoch(packed, make_rows):
     make = make_rows(packed=packed)
     whole, per_epoch = BatchStream(make()), len(packed)

@@ -240,6 +240,7 @@ def trained_of(encoder: Encoder, conversation: Conversation) -> str:
     return trained(encoder.processor, encoder(conversation))
 
 
+@pytest.mark.slow
 @given(turns, st.sampled_from(["all", "last"]), st.booleans())
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_loss_key_of_message_overrides_answers_setting(templates, case, answers, thinks):

@@ -47,6 +47,7 @@ def test_open_source_sample_ids_name_file_and_line_or_index(folder):
     assert names[4:] == ["part-1.parquet[2]", "part-1.parquet[2]", "saved[7]"]
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("shape", SHAPES)
 @settings(max_examples=10)
 @given(order=st.permutations(range(20)), spent=st.integers(0, 19))

@@ -145,6 +145,7 @@ def repository(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(("name", "called", "asked"), [
     ("owner/several:ai2d#train", "owner/several:ai2d#train", "ai2d train?"),
@@ -261,6 +262,7 @@ def called(values: dict, schema: dict) -> dict:
     return {"messages": messages, "tools": [{"name": "add", "parameters": schema}]}
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(arguments, schemas), min_size=1, max_size=4))
 @settings(max_examples=15)
 def test_null_keys_of_tool_calls_and_tools_are_removed_in_every_source(cases):

@@ -56,6 +56,7 @@ def check(tokenizer, text: str) -> None:
     assert tokenize(copy.deepcopy(tokenizer), text, begins=False).ids == middle
 
 
+@pytest.mark.slow
 @given(texts.filter(lambda text: text.isprintable() or text.encode("utf-8", "ignore").decode() == text))
 @settings(deadline=None, max_examples=300)
 def test_tokenize_ids_and_offsets_match_transformers(processor, text):

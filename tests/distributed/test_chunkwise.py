@@ -32,6 +32,7 @@ def folders(tmp_path_factory):
     return folders
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))])
 def test_chunkwise_context_parallel_training_matches_one_process(folders, ranks):
     """Packed rows, padded rows and rows that a caller has split, with images, videos and text."""

@@ -80,6 +80,7 @@ def crossings(batch: TokenBatch, frames: Sequence[Sequence[int]]) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_vision_exchange_sends_only_tokens_that_ranks_use(untied_folder, ranks):
     found = results_of_ranks(count_all, ranks, untied_folder, ranks)

@@ -138,11 +138,13 @@ def _cases(kinds: dict) -> list:
     return [kind if kind in _RUN_BY_DEFAULT else pytest.param(kind, marks=pytest.mark.slow) for kind in kinds]
 
 
+@pytest.mark.one_case_in(6)
 @pytest.mark.parametrize("kind", _cases(QWEN3_VL))
 def test_qwen3_vl_overlapped_expert_all_to_all_trains_bit_identically(moe_folder, kind):
     check(moe_folder, QWEN3_VL[kind])
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("kind", _cases(QWEN3_5))
 def test_qwen3_5_overlapped_expert_all_to_all_trains_bit_identically(qwen3_5_folder, kind):
     check(qwen3_5_folder, QWEN3_5[kind])

@@ -297,6 +297,7 @@ def test_forward_pass_calls_functions_of_few_source_files(model, tmp_path):
     assert len(files) <= 30, files
 
 
+@pytest.mark.slow
 def test_checkpoint_import_calls_functions_of_few_source_files(model, tmp_path):
     files = files_entered(IMPORT, model, tmp_path / "megatron")
     assert len(files) <= 18, files

@@ -94,7 +94,7 @@ class TestVerl:
         peft = create_peft(config, dtype=torch.float32)
         return Model(folder, create_peft_hook(peft, training=True)), peft
 
-    @pytest.mark.one_case_in(3)
+    @pytest.mark.one_case_in(6)
     def test_transformers_logits_with_verl_merged_adapter_weights_match_model(self, model):
         """get_per_tensor_param with `merge`: by tasks that are made once."""
         model, _ = model
@@ -125,7 +125,7 @@ class TestVerl:
         both = {f"experts.{module}lora_{kind}.weight" for module in ("base_layer.", "") for kind in "AB"}
         assert experts == (both if any("experts" in name for name in expected) else set())
 
-    @pytest.mark.one_case_in(3)
+    @pytest.mark.one_case_in(6)
     def test_peft_logits_with_adapter_saved_by_verl_match_model(self, model, tmp_path):
         model, peft = model
         model.bridge.save_hf_adapter(model.chunks, str(tmp_path / "adapter"), peft)
@@ -140,6 +140,7 @@ class TestNemoRL:
         lora_A_init_method="xavier", lora_B_init_method="zero", a2a_experimental=False, lora_dtype=None,
     )  # fmt: skip
 
+    @pytest.mark.one_case_in(2)
     def test_logits_with_nemo_rl_merged_or_saved_adapter_match_model(self, folder, tmp_path):
         """Merged weights for generation; convert_lora_to_hf.py, both of its ways."""
         peft = LoRA(**self.FIELDS)

@@ -76,6 +76,7 @@ def accepted_by_hand(model: nn.Module, prompt: Sample, answer: torch.Tensor) -> 
     return count
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_count_of_accepted_mtp_drafts_matches_transformers_modules(folders, kind):
     pair = pair_with_mtp(folders, kind)
@@ -99,7 +100,7 @@ def counts_of_ranks(folders: dict[str, Path], kind: str, layout: str) -> list[in
     return counts(folders, kind, **LAYOUTS[layout])
 
 
-@pytest.mark.one_case_in(3)
+@pytest.mark.one_case_in(6)
 @pytest.mark.parametrize(("kind", "layout"), [("dense", "PP2"), ("dense", "TP2+SP"), ("dense", "CP2"), ("moe", "EP2")])
 def test_accepted_mtp_drafts_on_two_ranks_match_one_rank(folders, kind, layout):
     expected = counts(folders, kind)

@@ -88,6 +88,7 @@ def exported(models, tmp_path_factory) -> Callable[[str], Path]:
     return export
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("name", EXPORTS)
 @pytest.mark.parametrize("engine", ALL)
 def test_engine_check_accepts_export_only_for_supporting_engines(exported, name, engine):

@@ -80,7 +80,7 @@ def answers(pair: Pair, batch: dict[str, torch.Tensor], **settings) -> torch.Ten
     return generate(pair.megatron, **batch, **settings)[:, batch["input_ids"].shape[1] :]
 
 
-@pytest.mark.one_case_in(3)
+@pytest.mark.one_case_in(9)
 @of_both_families
 @pytest.mark.parametrize("content", CONTENTS)
 def test_generated_tokens_match_transformers(pair, content):
@@ -249,6 +249,7 @@ def test_generate_raises_if_model_class_or_layout_is_unsupported(one, monkeypatc
         generate(one.megatron, ids, max_new_tokens=1)
 
 
+@pytest.mark.one_case_in(3)
 @of_both_families
 def test_generate_logits_with_cache_match_logits_without_cache(pair, monkeypatch):
     """Compare the logits of every step with those of a forward pass over the full rows."""
@@ -379,7 +380,7 @@ def check_ranks(request, kind: str, layout: str, ranks: int) -> None:
 
 
 # The model with experts has a dense layer too.
-@pytest.mark.one_case_in(4)
+@pytest.mark.one_case_in(28)
 @pytest.mark.parametrize(("kind", "layout"), [
     (kind, layout) for kind in ("untied", "tied", "moe", "3.5 dense", "3.5 tied", "3.5 moe") for layout in LAYOUTS
     # Experts are needed for EP, and linear attention with TP needs SP.

@@ -299,6 +299,7 @@ def test_attention_on_cpu_does_not_check_cuda_kernel_support(monkeypatch):
     assert [call[1]["enable_gqa"] for call in calls.found] == [True, True]
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("groups", [2, 4])
 def test_attention_memory_is_linear_in_tokens(monkeypatch, groups, ranks):

@@ -126,6 +126,7 @@ def count(model, trained: Trained) -> None:
         assert operations(model, tokens, grid, backward=True) == cost, (trained, grid)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("kind", FULL)
 def test_step_flops_with_frozen_components_match_torch_flop_counter(kind):
     model = build(kind)

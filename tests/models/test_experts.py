@@ -111,6 +111,7 @@ def test_grouped_experts_with_fused_weight_gradients_run_sequentially(layer, mon
     assert layer(torch.randn(1, 4), torch.tensor([1]), torch.rand(1)) == "one after the other"
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("change", "grouped"),
     [

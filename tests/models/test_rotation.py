@@ -88,6 +88,7 @@ def test_model_with_fused_rope_matches_transformers(untied_folder, kernel):
     assert kernel.calls and kernel.calls % (2 * layers) == 0  # queries and keys, in every layer of both
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("settings", [{}, FULL | of_vision(FULL)], ids=["plain", "recompute"])
 def test_fused_rope_of_qwen3_5_matches_unfused_rope(tmp_path, kernel, packed, settings):
@@ -174,6 +175,7 @@ def limit_reached() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("kind", [{}, dict(of=(16, 1), dim=256, turning=64), TOWER], ids=["text", "partial", "tower"])
 def test_rope_compiles_once_per_gradient_mode(compiled, kind):
     """Training, evaluation, recomputation and frozen components compile fewer than torch's limit of eight variants."""

@@ -69,6 +69,7 @@ def test_toy_family_import_and_export_restore_every_weight(ckpt_format, folder, 
     assert same(folder, tmp_path / "hf")
 
 
+@pytest.mark.slow
 def test_toy_family_export_after_training_keeps_trained_weights(folder, tmp_path):
     from qwen3vl_bridge.training.process_groups import initialize
     from qwen3vl_bridge.training.step import forward_step
@@ -157,6 +158,7 @@ def run_in(folder: Path, *words: str | Path) -> None:
     subprocess.run([sys.executable, *words], check=True, cwd=folder, env=paths)
 
 
+@pytest.mark.slow
 def test_documented_command_converts_checkpoint_of_toy_family(package, folder):
     places = {"HF_FOLDER": folder, "MEGATRON": package / "megatron"}
     run_in(package, *(places.get(word, word) for word in CONVERT[1:]))

@@ -166,6 +166,7 @@ def meta_pair(request, untied_folder, tmp_path_factory):
     return pair
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("content", ["mixed", "image and video", "text only"])
 def test_model_on_meta_device_uses_no_other_device(meta_pair, content, packed, monkeypatch):

@@ -77,6 +77,7 @@ def limits_of(pair, inputs) -> dict[str, float]:
     return limits(lambda: both(pair, inputs), errors, pair.megatron)
 
 
+@pytest.mark.one_case_in(5)
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize(("kind", "fields"), [("untied", {}), ("tied", {}), ("untied", PADDED), ("tied", PADDED)])
 def test_chunked_loss_and_gradients_match_unchunked_loss(kind, fields, packed, request):
@@ -93,6 +94,7 @@ def test_chunked_loss_matches_transformers(tied_folder):
     assert_parity(make_pair(tied_folder, loss_chunk_tokens=CHUNK, **PADDED))
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("fusion", [dict(cross_entropy_loss_fusion=True), dict(cross_entropy_loss_fusion=False)])
 def test_chunked_loss_in_bfloat16_is_as_accurate_as_unchunked_loss(fusion, untied_folder):
     """Compare the gradient of the output layer, which is summed over chunks, with float32."""
@@ -110,6 +112,7 @@ def test_chunked_loss_in_bfloat16_is_as_accurate_as_unchunked_loss(fusion, untie
     assert errors[CHUNK] <= 1.05 * errors[0]
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("predicts", [False, True], ids=["", "multi-token prediction"])
 def test_chunked_loss_memory_depends_on_chunk_not_on_row_length(untied_folder, tmp_path, monkeypatch, predicts):
     """Without chunks the memory of logits grows with the row; with chunks it does not."""

@@ -95,6 +95,7 @@ def check_distances(pair: Pair, *, packed: bool) -> None:
     assert of_gradients <= GRADIENT
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("kind", ["untied", "moe"])
 def test_qwen3_vl_in_bfloat16_is_as_accurate_as_transformers(kind, request):
     folder = request.getfixturevalue(f"{kind}_folder")

@@ -42,6 +42,7 @@ def folder_and_plain(request):
     return folder, gradients(folder)
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("case", CASES)
 def test_recomputation_does_not_change_gradients(folder_and_plain, case):
     folder, plain = folder_and_plain

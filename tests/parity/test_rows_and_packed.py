@@ -54,6 +54,7 @@ def errors(found: Step, expected: Step) -> dict[str, float]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_padded_and_packed_rows_give_equal_losses_and_gradients(model):
     """Sums have different numbers of rows. Both balancing losses are included."""
     before = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -50,6 +50,7 @@ SCALED = {
 }  # fmt: skip
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("kind", SCALED)
 def test_scaled_rope_matches_transformers(kind, untied_folder, tmp_path):
     rope = dict(rope_theta=5e6, mrope_section=[6, 5, 5], mrope_interleaved=True)
@@ -62,6 +63,7 @@ def test_rope_settings_in_old_config_format_match_transformers(untied_folder, tm
     assert_parity(make_pair(changed(untied_folder, tmp_path / "old", **old)))
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("kind", ["untied", pytest.param("moe", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("part", "activation"),
@@ -116,6 +118,7 @@ def test_padded_vocabulary_matches_transformers_and_is_exported_unpadded(kind, r
     assert_parity(pair)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("settings", [dict(decoder_sparse_step=2, mlp_only_layers=[]), dict(mlp_only_layers=[0, 3])])
 def test_model_with_dense_and_moe_layers_matches_transformers(settings, moe_folder, tmp_path):
     config = AutoConfig.from_pretrained(changed(moe_folder, tmp_path / "config", **settings))

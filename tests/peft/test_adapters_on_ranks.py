@@ -170,6 +170,7 @@ def test_losses_with_adapters_saved_on_two_ranks_match_transformers_and_peft(job
             check_what_is_saved(job, out, of_jobs[job.name]["losses"], readable)
 
 
+@pytest.mark.slow
 def test_adapter_names_on_pipeline_stages_match_full_model(found):
     """Patterns count layers of the full model. VLMLoRA works on stages without a vision tower."""
     names = {name: of_job["adapters"] for name, of_job in found[1].items()}

@@ -229,7 +229,7 @@ def trained(request) -> Trained:
     return Trained(case, adapted, logits, folder)
 
 
-@pytest.mark.one_case_in(3)
+@pytest.mark.one_case_in(42)
 def test_saved_adapter_in_peft_gives_logits_of_megatron_model(trained, tmp_path):
     if trained.case.own_weights:
         return
@@ -243,7 +243,7 @@ def test_saved_adapter_in_peft_gives_logits_of_megatron_model(trained, tmp_path)
     assert {alphas[name] / rank for name, rank in ranks.items()} <= {config["lora_alpha"] / config["r"]}
 
 
-@pytest.mark.one_case_in(3)
+@pytest.mark.one_case_in(15)
 def test_merged_model_in_transformers_gives_logits_of_megatron_model(trained, tmp_path):
     trained.adapted.pair.bridge.save_hf_pretrained([trained.adapted.model], tmp_path, show_progress=False)
     merged = AutoModelForImageTextToText.from_pretrained(tmp_path)
@@ -267,7 +267,7 @@ def megatron_gradients(adapted: Adapted) -> dict[str, torch.Tensor]:
     return {SHARED.sub(".lora_A", name): gradient.clone() for name, gradient in converted.items()}
 
 
-@pytest.mark.one_case_in(3)
+@pytest.mark.one_case_in(60)
 @pytest.mark.parametrize("packed", [True, False])
 def test_adapter_gradients_of_megatron_model_match_peft(trained, tmp_path, packed):
     """Padded rows are included: megatron-core computes experts for padding too."""
@@ -314,6 +314,7 @@ def test_expert_adapter_names_and_shapes_match_vllm_format(moe_folder, tmp_path)
     assert all(name.endswith(("gate_up_proj", "down_proj")) for name in config["target_parameters"])
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("layout", [ExpertLayout.INPUT_MAJOR, ExpertLayout.OUTPUT_MAJOR])
 def test_logits_with_merged_expert_adapters_match_in_every_expert_layout(moe_folders, layout, tmp_path):
     """The layouts of released checkpoints and of transformers 5."""
@@ -356,6 +357,7 @@ def test_save_hf_adapter_omits_layers_with_excluded_prefixes(untied_folder, tmp_
     assert any(".layers.0.self_attn." in name for name in names)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("method", [Qwen3VLLoRA, Qwen3VLDoRA])
 @pytest.mark.parametrize("model", ["untied", "3.5"])
 def test_merged_bfloat16_weights_are_rounded_once(request, model, method):

@@ -37,7 +37,7 @@ def chosen(prefix: str, flags: tuple[bool, ...]) -> dict[str, bool]:
 
 
 class TestTrainedParameters:
-    @pytest.mark.one_case_in(2)
+    @pytest.mark.one_case_in(14)
     @pytest.mark.parametrize("rests", EIGHT)
     @pytest.mark.parametrize("provider_rests", EIGHT)
     def test_freeze_flags_of_provider_and_peft_settings_select_trained_parameters(
@@ -285,7 +285,7 @@ def recompute_errors(plain: dict[str, torch.Tensor], recomputed: dict[str, torch
 
 
 class TestRecompute:
-    @pytest.mark.one_case_in(2)
+    @pytest.mark.one_case_in(6)
     @pytest.mark.parametrize(("peft_fields", "recompute"), [
         (dict(), FULL), (ALL_PARTS, FULL | FULL_VISION), (dict(adapt_vision_model=True), FULL_VISION),
         (dict(adapt_language_model=False, adapt_vision_model=True), FULL_VISION),

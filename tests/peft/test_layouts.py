@@ -192,6 +192,7 @@ def check_layouts(pairs: Sequence[tuple[str, Case]], folders: dict[tuple[str, st
             noise.check(found[name, case.name], expected[case.name][1])
 
 
+@pytest.mark.slow
 def test_adapter_step_with_overlapped_shared_experts_matches_one_process(folders, tmp_path):
     check_layouts([("TP2+SP+EP2", Case("qwen3_5", "MoE", experts=True))], folders, tmp_path)
 
@@ -202,6 +203,7 @@ def test_adapter_loss_and_gradients_in_every_layout_match_one_process(folders, t
     check_layouts([(name, case) for name in TOPOLOGIES if case.allows(TOPOLOGIES[name])], folders, tmp_path)
 
 
+@pytest.mark.slow
 def test_adapter_initial_values_in_parallel_layouts_equal_one_process(folders):
     """The values are equal, not only their distribution; experts have different values."""
     experts = Case("qwen3_5", "MoE", experts=True)

@@ -173,7 +173,7 @@ TARGETS = {
 FROZEN = [(family, targets) for family, cases in TARGETS.items() for targets in (*cases, None)]
 
 
-@pytest.mark.one_case_in(3)
+@pytest.mark.one_case_in(9)
 @pytest.mark.parametrize("precision", [BF16, FP32], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize(("family", "targets"), FROZEN, ids=lambda one: one if isinstance(one, str) else str(one))
 def test_estimated_activations_with_frozen_weights_match_bytes_saved(family, targets, precision):

@@ -375,6 +375,7 @@ def with_adapters():
     return cfg
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.usefixtures("no_groups")
 @pytest.mark.parametrize(("settings", "ranks", "message"), INVALID)
 def test_train_and_dry_run_print_same_error_for_invalid_settings(

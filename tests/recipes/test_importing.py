@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 # What a process has before and after the imports. torch is imported before: only its changes count.
 IMPORTING = """
 import json, logging, os, sys, warnings
@@ -52,6 +54,7 @@ import megatron.bridge.training.finetune
 """
 
 
+@pytest.mark.slow
 def test_quiet_hides_log_messages_of_imports():
     """Without `quiet`, importing Megatron-Bridge logs 40 lines and a traceback."""
     done = subprocess.run([sys.executable, "-c", QUIET], capture_output=True, text=True)

@@ -73,6 +73,7 @@ def _no_network(monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", refuse)
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.usefixtures("no_groups")
 @pytest.mark.parametrize("name", [name for name in NAMES if "_peft" not in name and name not in OBJECTIVES])
 def test_recipe_uses_fully_reshardable_optimizer_only_if_host_memory_suffices(name):
@@ -250,6 +251,7 @@ def test_flash_attn_stub_returns_tensors_with_right_shapes(tmp_path, monkeypatch
     assert [(x.shape, x.dtype) for x in saved[3:5]] == [(query.shape, torch.bfloat16), ((4, 6), torch.float32)]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_groups")
 def test_planned_memory_in_simulation_csv_equals_present_plan():
     """For Qwen3.5 with local layers it depends on whether flash-linear-attention is installed."""

@@ -244,6 +244,7 @@ def test_recipe_step_with_tiny_model_on_ranks_matches_one_process(ranks, names_t
         assert step["saved"] > 0, name
 
 
+@pytest.mark.slow
 def test_tiny_recipe_layouts_cover_every_kind_of_parallelism():
     overlapped = [name for name in NAMES if recipes()[name]().model.overlap_moe_expert_parallel_comm]
     assert len(overlapped) == 5 and all(pattern(name).expert == 2 for name in overlapped)

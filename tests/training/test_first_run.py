@@ -150,6 +150,7 @@ def test_run_raises_if_training_callbacks_are_missing(inputs):
         finetune(replicated(inputs, None), qwen3vl_bridge.forward_step)
 
 
+@pytest.mark.slow
 def test_finished_run_started_again_trains_and_saves_nothing(inputs, tmp_path, capfd):
     """A scheduler may requeue a finished job: nothing is trained, validated or saved."""
     settings = dict(train__train_iters=3, checkpoint__save_interval=2)
@@ -171,6 +172,7 @@ def test_finished_run_started_again_trains_and_saves_nothing(inputs, tmp_path, c
     assert [entry["step"] for entry in read_log(tmp_path) if "loss" in entry] == [1, 2, 3, 4]
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("settings", [dict(checkpoint__save=None), dict(checkpoint__save_interval=0)])
 def test_run_that_saves_no_checkpoint_warns(inputs, tmp_path, settings):
     short = dict(train__train_iters=1, scheduler__lr_warmup_iters=0, validation__eval_iters=0)
@@ -190,6 +192,7 @@ def test_run_raises_before_building_model_if_save_folder_is_not_writable(inputs,
         train(cfg)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("pack", [True, False])
 def test_num_epochs_sets_number_of_steps(inputs, tmp_path, pack):
     settings = dict(
@@ -246,6 +249,7 @@ def test_run_prints_length_of_epoch_before_first_step(inputs, capfd):
     assert any(message.startswith(warning) for message in said)
 
 
+@pytest.mark.slow
 def test_run_prints_progress_within_long_steps_and_evaluations(inputs, monkeypatch, capfd):
     monkeypatch.setattr(run_log, "_SECONDS_BETWEEN_LINES", 0.01)
     monkeypatch.setattr(run_log, "_MANY_TOKENS", 4 * 128 - 1)
@@ -274,6 +278,7 @@ def test_estimated_epoch_length_is_within_25_percent_of_counted_length(inputs):
     assert abs(estimated.rows / counted.rows - 1) < 0.25 and abs(estimated.tokens / counted.tokens - 1) < 0.25
 
 
+@pytest.mark.slow
 def test_save_on_full_disk_keeps_previous_checkpoint(inputs, tmp_path):
     """A limit on file sizes has the same effect as a full disk."""
     limits, steps = resource.getrlimit(resource.RLIMIT_FSIZE), dict(checkpoint__save_interval=2)
@@ -297,6 +302,7 @@ def test_save_on_full_disk_keeps_previous_checkpoint(inputs, tmp_path):
     assert [entry["step"] for entry in read_log(tmp_path) if "loss" in entry] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.one_case_in(5)
 @pytest.mark.parametrize("kind", ["replicated", "sharded", "adapters", "frozen", "weights"])
 def test_estimated_checkpoint_bytes_match_written_files(inputs, tmp_path, kind):
     make = sharded if kind == "sharded" else replicated

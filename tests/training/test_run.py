@@ -183,6 +183,7 @@ def test_run_losses_and_norms_match_transformers_with_adamw(unbroken_run, inputs
     assert [e["trained_tokens"] for e in steps] == tokens
 
 
+@pytest.mark.slow
 def test_repeated_validations_read_same_rows(inputs):
     still = dict(optimizer__lr=0.0, optimizer__min_lr=0.0, validation__eval_interval=1, train__train_iters=3)
     valid = [e["valid_loss"] for e in train(replicated(inputs, None, **still)) if "valid_loss" in e]
@@ -198,6 +199,7 @@ def test_resume_raises_if_data_seed_differs(unbroken_run, inputs, tmp_path):
         train(again)
 
 
+@pytest.mark.slow
 def test_resume_raises_if_lr_schedule_differs_from_checkpoint(unbroken_run, inputs, tmp_path):
     make, log, save = unbroken_run
     shutil.copytree(save, tmp_path, dirs_exist_ok=True)
@@ -231,6 +233,7 @@ def test_failed_checkpoint_save_keeps_older_checkpoint(inputs, tmp_path, monkeyp
     assert [e["step"] for e in read_log(tmp_path) if "loss" in e] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(("most", "steps"), [(2, [2, 3]), (-1, [1, 2, 3])])
 def test_most_recent_k_removes_older_checkpoints(inputs, tmp_path, most, steps):
     (tmp_path / "iter_notes").mkdir()
@@ -249,6 +252,7 @@ def test_train_raises_if_most_recent_k_is_0_or_save_retain_interval_is_set(input
 THINKING = Path(__file__).parents[1] / "data" / "thinking_template.jinja"
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
 def test_loss_falls_in_run_on_cord_v2_receipts(inputs, folders, family, tmp_path):
     """Losses are finite and fall; Qwen3.5 uses a chat template with reasoning."""
@@ -341,6 +345,7 @@ def take_steps(run: Run) -> None:
             train_step(run)
 
 
+@pytest.mark.slow
 def test_resumed_run_reads_rows_that_follow_last_step(inputs, tmp_path: Path, copied):
     rows = replicated(inputs, None).train.global_batch_size
     whole = replicated(inputs, None).dataset.stream("train")
@@ -355,6 +360,7 @@ def test_resumed_run_reads_rows_that_follow_last_step(inputs, tmp_path: Path, co
     assert all(torch.equal(one, other) for one, other in zip(copied, expected, strict=True))
 
 
+@pytest.mark.slow
 def test_data_stream_state_is_position_after_last_step(inputs, copied):
     run = set_up(replicated(inputs, None), data=False)
     run.stream, rows = run.cfg.dataset.stream("train"), run.cfg.train.global_batch_size

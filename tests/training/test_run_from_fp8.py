@@ -15,7 +15,7 @@ from tests.training.running import configured, losses, stored, train
 STEPS = dict(train__train_iters=3, checkpoint__save_interval=3, validation__eval_iters=0)
 
 
-@pytest.mark.one_case_in(3)
+@pytest.mark.one_case_in(9)
 @pytest.mark.parametrize("fsdp", [True, False], ids=["Megatron-FSDP", "torch_dist"])
 @pytest.mark.parametrize("model", ["qwen3_vl dense", "qwen3_vl moe", "qwen3_5 dense", "qwen3_5 moe"])
 def test_run_from_fp8_weights_equals_run_from_dequantized_weights(model, fsdp, inputs, folders, tmp_path):
@@ -48,6 +48,7 @@ def test_run_from_fp8_weights_equals_run_from_dequantized_weights(model, fsdp, i
     assert next(settings) == next(settings)
 
 
+@pytest.mark.slow
 def test_lora_run_on_fp8_weights_equals_run_on_dequantized_weights(inputs, tmp_path):
     source = fp8.in_fp8(inputs.hf, tmp_path / "fp8")
     import_checkpoint(source, tmp_path / "values")

@@ -192,6 +192,7 @@ def test_overwrite_error_lists_user_files_that_would_be_deleted(capsys, tmp_path
     assert "data, notes-00.txt" in error and "notes-18.txt and 6 more" in error and "notes-19" not in error
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("ckpt_format", ["fsdp_dtensor", "torch_dist"])
 def test_overwrite_replaces_earlier_conversion(ckpt_format, tmp_path, tied_folder, moe_folder, monkeypatch):
     monkeypatch.setattr(output_files, "RANGE_BYTES", 1 << 14)
@@ -451,6 +452,7 @@ def started(untied_folder, tmp_path) -> Iterator[subprocess.Popen]:
     process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_import_continues_cleanup_after_second_signal(number, started, tmp_path):
     started.send_signal(number)

@@ -259,6 +259,7 @@ def test_hf_weights_raises_only_checkpoint_error_for_random_file(content, tmp_pa
         HFWeights(tmp_path)
 
 
+@pytest.mark.slow
 @FUZZ
 @given(index=st.dictionaries(st.sampled_from(["weight_map", "metadata"]), JSON))
 def test_hf_weights_raises_only_checkpoint_error_for_random_index(index, tmp_path):

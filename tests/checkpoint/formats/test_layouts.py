@@ -183,6 +183,7 @@ def open_below(folder) -> int:
     return found
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("direction", ["import", "export"])
 def test_conversion_on_slow_disk_keeps_at_most_three_files_open(direction, moe_folder, tmp_path):
     source, target, most = tmp_path / "source", tmp_path / "target", []

@@ -214,7 +214,7 @@ def test_find_row_owners_torch_dist_assigns_rows_to_pp_ep_and_tp_ranks():
     assert output[0].owner == (1, 0, 0, 0)
 
 
-@pytest.mark.one_case_in(2)
+@pytest.mark.one_case_in(8)
 @pytest.mark.parametrize(("ckpt_format", "sizes"), [
     ("fsdp_dtensor", {"ep": 2}), ("fsdp_dtensor", {"world_size": 4}), ("fsdp_dtensor", {"cp": 2}),
     ("fsdp_dtensor", {"tp": 2, "etp": 1}), ("torch_dist", {"pp": 2}), ("torch_dist", {"ep": 2}),

@@ -77,6 +77,7 @@ def test_energon_samples_equal_samples_of_json_lines(make, samples, expected, co
         assert max(len(batch.sample_ids) for batch in rows) > 2
 
 
+@pytest.mark.slow
 def test_energon_applies_max_patches_padding_and_pixel_dtype_settings(make, samples, tmp_path):
     folder = write_folder(tmp_path / "wds", train=[samples])
 
@@ -103,6 +104,7 @@ BAD = [
 ]
 
 
+@pytest.mark.one_case_in(5)
 @pytest.mark.parametrize(("parts", "problem"), BAD)
 def test_energon_bad_sample_raises_or_is_dropped_with_on_bad_drop(make, tmp_path, caplog, parts, problem):
     folder = write_folder(tmp_path / "wds", train=[[("good", {"json": {"messages": ASKED}}), ("bad", parts)]])
@@ -113,6 +115,7 @@ def test_energon_bad_sample_raises_or_is_dropped_with_on_bad_drop(make, tmp_path
     assert "train-0.tar:bad" in caplog.text and "dropped, 3 so far" in caplog.text
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("pack", [True, False])
 def test_energon_truncated_image_raises_or_is_dropped_with_on_bad_drop(make, tmp_path, caplog, pack):
     whole = picture(tmp_path / "a.jpg", 96, 96).read_bytes()

@@ -85,6 +85,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_energon_stream_restored_yields_batches_of_uninterrupted_stream(make, folder, settings):
@@ -103,6 +104,7 @@ def test_energon_stream_restored_yields_batches_of_uninterrupted_stream(make, fo
             assert all(map(same, take(restored, 4), whole[stop : stop + 4]))
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("settings", [{}, {"packing_buffer_size": 4}])
 def test_energon_stream_restored_on_each_dp_rank_continues_its_batches(make, folder, settings):
     provider = make(folder, **settings)
@@ -170,6 +172,7 @@ def test_energon_evaluation_with_on_bad_drop_skips_loss_of_bad_sample(make, tmp_
         list(make(folder, pack=False).evaluation("valid"))
 
 
+@pytest.mark.slow
 def test_energon_stream_restored_counts_drops_of_uninterrupted_stream(make, tmp_path):
     bad, good = {"json": {"messages": []}}, {"json": {"messages": ASKED}}
     folder = write_folder(tmp_path / "wds", train=[[(f"{n}", bad if n % 3 else good) for n in range(18)]])
@@ -263,6 +266,7 @@ def test_energon_dataset_kwargs_are_passed_to_energon(make, folder):
     assert sorted(keys(take(provider.stream("train"), 3))) == ["t10", "t11", "t9"]
 
 
+@pytest.mark.slow
 def test_energon_resumed_run_has_losses_of_uninterrupted_run(untied_folder, folder, tmp_path):
     from qwen3vl_recipes.digits import qwen3_vl_digits_sft_config
     from qwen3vl_recipes.paths import set_paths

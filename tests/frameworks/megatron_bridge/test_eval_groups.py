@@ -6,6 +6,7 @@ from typing import Any
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.bridge.training.eval_context_parallel_rebinding import eval_cp_context
@@ -40,6 +41,7 @@ def evaluate(folder: Path) -> dict[str, Any]:
     return dict(said=said, unchanged=unchanged, losses=(before, loss()))
 
 
+@pytest.mark.slow
 def test_eval_cp_context_raises_if_it_would_replace_process_groups(untied_folder):
     """Groups of the same ranks too: the vision tower would be given one."""
     found = results_of_ranks(evaluate, 2, untied_folder)

@@ -137,6 +137,7 @@ def test_megatron_core_static_engine_tokens_match_transformers(kind, untied_fold
         assert generated[: len(expected)] == expected.tolist()
 
 
+@pytest.mark.slow
 def test_generation_on_pipeline_stages_matches_transformers(untied_folder):
     """Megatron-Bridge's `hf_to_megatron_generate_vlm.py --pp 2`: the schedule is told each row's length, no setting."""
     asked = "<|vision_start|><|image_pad|><|vision_end|>which digit", picture(64, 64)

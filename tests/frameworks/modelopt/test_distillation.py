@@ -147,12 +147,14 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.one_case_in(8)
 @pytest.mark.parametrize(("student", "teacher", "recipe"), CASES)
 def test_distillation_losses_and_gradients_of_full_models_match_transformers(models, student, teacher, recipe):
     for found, limits in compare(models[student], models[teacher], ONE, RECIPES[recipe], "mixed").values():
         check(found, limits)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(("student", "teacher"), [("dense", "larger"), ("dense", "MoE"), ("Qwen3.5", "Qwen3.5 MoE")])
 def test_distillation_losses_and_gradients_of_language_model_match_transformers(models, student, teacher):
     found = compare(models[student], models[teacher], ONE, RECIPES["mse"], "text only", SUBMODULE)
@@ -185,6 +187,7 @@ def on_ranks(models):
     return results_of_ranks(compare_each, 2, ON_RANKS, models, timeout=500)
 
 
+@pytest.mark.one_case_in(6)
 @pytest.mark.parametrize("number", range(len(ON_RANKS)), ids=[" ".join(map(str, case)) for case in ON_RANKS])
 def test_distillation_on_two_ranks_matches_transformers(on_ranks, number):
     for found, limits in on_ranks[number].values():

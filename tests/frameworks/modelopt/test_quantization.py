@@ -89,6 +89,7 @@ def scales(model: nn.Module, name: str) -> Tensor:
     return model.get_submodule(name).amax.flatten()
 
 
+@pytest.mark.one_case_in(4)
 def test_quantization_scales_match_scales_of_quantized_transformers_model(quantised):
     ours, theirs, seen = quantised.pair.megatron, quantised.pair.reference, set()
     modules = dict(ours.named_modules())
@@ -132,6 +133,7 @@ def test_quantization_skips_vision_tower(quantised):
     assert enabled and all(name.startswith("language_model.decoder.layers.") for name in enabled)
 
 
+@pytest.mark.one_case_in(4)
 def test_quantized_checkpoint_reloads_with_equal_logits(quantised, tmp_path):
     quantised.pair.bridge.save_megatron_model([quantised.pair.megatron], str(tmp_path))
     (loaded,) = quantised.pair.bridge.load_megatron_model(str(tmp_path), wrap_with_ddp=False)
@@ -187,6 +189,7 @@ def test_quantization_with_quantize_vlm_calls_gives_equal_scales(untied_folder):
         torch.testing.assert_close(found[name], wanted, rtol=1e-4, atol=0)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("name", ["dense", "Qwen3.5"])
 def test_quantization_scales_saved_with_tensor_parallelism_match_one_rank(models, name, tmp_path):
     results_of_ranks(save_on_ranks, 2, models[name], tmp_path, timeout=300)
@@ -207,6 +210,7 @@ FUSED = re.compile(
 )
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("name", ["dense", "Qwen3.5", "Qwen3.5 MoE"])
 def test_modelopt_export_equals_modelopt_export_of_transformers_model(models, name, tmp_path):
     folder, of = models[name], mtq.FP8_DEFAULT_CFG
@@ -271,6 +275,7 @@ def export_on_ranks(folder: Path, to: Path, sizes: dict[str, int]) -> None:
     mtex.export_mcore_gpt_to_hf(model, str(folder), dtype=torch.float32, export_dir=str(to))
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("split", ["tensor", "pipeline"])
 def test_modelopt_export_on_two_ranks_writes_trained_vision_tower(models, split, tmp_path):
     sizes = {f"{split}_model_parallel_size": 2} | ({"pipeline_dtype": torch.float32} if split == "pipeline" else {})

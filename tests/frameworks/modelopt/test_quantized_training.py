@@ -100,6 +100,7 @@ def two_steps(topology: Topology, case: Case, rows: str) -> dict[str, float]:
     return {name: found[name] for name in case.limits}
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_quantized_training_matches_transformers(cases, kind):
     case = cases(kind)
@@ -124,6 +125,7 @@ def on_ranks(cases):
     return results_of_ranks(each_on_ranks, 2, given, timeout=500)
 
 
+@pytest.mark.one_case_in(5)
 @pytest.mark.parametrize("number", range(len(ON_RANKS)), ids=[" ".join(case) for case in ON_RANKS])
 def test_quantized_training_on_two_ranks_matches_transformers(cases, on_ranks, number):
     check(on_ranks[number], cases(ON_RANKS[number][1]).limits)
@@ -149,6 +151,7 @@ def larger(tmp_path_factory) -> Path:
     return make_larger(tmp_path_factory.mktemp("larger"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "distils", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["alone", "from a teacher"]
 )
@@ -175,6 +178,7 @@ def test_resumed_quantized_run_equals_uninterrupted_run(inputs, floats, larger, 
     torch.testing.assert_close(weight.float() * scale, trained, rtol=2**-4, atol=scale.item() * 2**-9)
 
 
+@pytest.mark.slow
 def test_adapter_run_on_quantized_checkpoint_starts_at_quantized_loss(inputs, floats, tmp_path):
     """They begin with what it computes, and go on where they stopped."""
     often = dict(train__train_iters=2, logger__log_interval=1, checkpoint__save_interval=1, validation__eval_interval=0)
@@ -231,6 +235,7 @@ def allowed_but_for(monkeypatch, cfg: Any, says: str) -> Iterator[None]:
 SHORT = dict(train__train_iters=2, checkpoint__save_interval=2)
 
 
+@pytest.mark.slow
 def test_checkpoint_of_quantized_fsdp_run_lacks_quantizer_state(inputs, floats, tmp_path, monkeypatch):
     start = dict(checkpoint__pretrained_checkpoint=str(floats), model__restore_modelopt_state=True)
     cfg = sharded(inputs, tmp_path, **start, **SHORT)

@@ -183,6 +183,7 @@ def run_config(folder: Path, checkpoint: Path, **settings) -> dict:
     return hf_config
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_load_megatron_model_from_run_config_restores_every_weight(kind, folders, saved):
     run_config(folders[kind], saved[kind])

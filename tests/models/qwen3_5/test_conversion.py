@@ -40,7 +40,7 @@ def check_same(found, expected) -> None:
         assert found[name].dtype is tensor.dtype and torch.equal(found[name], tensor), name
 
 
-@pytest.mark.one_case_in(2)
+@pytest.mark.one_case_in(6)
 @pytest.mark.parametrize("ckpt_format", FORMATS)
 @pytest.mark.parametrize("kind", ["dense", "tied", "moe", "per expert", "3.6"])
 def test_qwen3_5_import_and_export_restore_every_weight(qwen3_5_folders, kind, ckpt_format, tmp_path):
@@ -51,7 +51,7 @@ def test_qwen3_5_import_and_export_restore_every_weight(qwen3_5_folders, kind, c
     check_same(weights(tmp_path / "hf"), weights(folder))
 
 
-@pytest.mark.one_case_in(2)
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize(("kind", "ep"), [("dense", 1), ("moe", 2), ("3.6", 3)])
 def test_qwen3_5_reformat_for_parallel_ranks_keeps_every_weight(qwen3_5_folders, kind, ep, tmp_path):
     topology = Topology(tp=2, ep=ep, etp=1, chunk_bytes=2_000)
@@ -134,7 +134,7 @@ def check_parameters(model: list[torch.nn.Module], expected: dict[str, torch.Ten
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.one_case_in(2)
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("ckpt_format", FORMATS)
 @pytest.mark.parametrize("kind", ["dense", "moe", "per expert"])
 def test_load_model_from_imported_checkpoint_restores_every_weight(qwen3_5_folders, kind, ckpt_format, tmp_path):
@@ -168,6 +168,7 @@ def load_strictly(model: torch.nn.Module, checkpoint: Path) -> None:
     model.load_state_dict({name: loaded[name] for name in state})
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_megatron_bridge_loads_and_saves_imported_checkpoint_unchanged(qwen3_5_folders, kind, tmp_path):
     """Megatron-Bridge needs only the checkpoint with its `run_config.yaml`."""

@@ -37,6 +37,7 @@ def test_qwen3_5_layers_are_three_linear_attention_and_one_full_attention(pair):
     assert not pair.megatron.vision_model.deepstack_layers
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("kind", SCALED)
 def test_qwen3_5_scaled_rope_matches_transformers(kind, qwen3_5_folders, tmp_path):
     scaled = ROPE | dict(rope_type=kind, **SCALED[kind])
@@ -54,7 +55,7 @@ def component_of(name: str) -> str:
     return "vision_projection" if name.startswith("model.visual.merger.") else "vision_model"
 
 
-@pytest.mark.one_case_in(5)
+@pytest.mark.one_case_in(35)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("rests", itertools.product((False, True), repeat=3))
 @pytest.mark.parametrize("kind", ["dense", "moe"])
@@ -90,6 +91,7 @@ def folders(both, tmp_path_factory):
     return with_references(both, tmp_path_factory.mktemp("references"), **MATRIX.settings)
 
 
+@pytest.mark.slow
 def test_qwen3_5_training_on_two_ranks_matches_transformers(both, tmp_path):
     chosen = [("MoE", split, "mixed", "packed") for split in ("TP2+SP+EP2", "CP2+EP2", "PP2")]
     references = with_references({"MoE": both["MoE"]}, tmp_path, ["mixed"], **MATRIX.settings)

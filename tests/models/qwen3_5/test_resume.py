@@ -54,6 +54,7 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
     return all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make", [replicated, pytest.param(sharded, marks=pytest.mark.slow)], ids=["distributed optimizer", "Megatron-FSDP"]
 )
@@ -80,6 +81,7 @@ def test_resume_that_starts_training_mtp_raises_unless_load_optim_is_false(make,
         run(make, inputs, tmp_path / "more", again, **{FACTOR: 0.1})
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("change", [(0.0, 0.1), (0.1, 0.0)])
 def test_resume_with_optimizer_state_by_index_raises_if_mtp_changes(change, inputs, tmp_path):
     before, after = change
@@ -90,6 +92,7 @@ def test_resume_with_optimizer_state_by_index_raises_if_mtp_changes(change, inpu
         run(replicated, inputs, tmp_path / "after", tmp_path / "before", **{FACTOR: after}, **NUMBERED)
 
 
+@pytest.mark.slow
 def test_resume_that_unfreezes_component_raises_unless_load_optim_is_false(inputs, tmp_path):
     frozen, later = tmp_path / "frozen", tmp_path / "later"
     step(run(replicated, inputs, frozen, model__freeze_vision_model=True))
@@ -129,6 +132,7 @@ def text(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: one for name, one in tensors.items() if not name.startswith("model.visual.")}
 
 
+@pytest.mark.one_case_in(3)
 @wrapped
 def test_export_keeps_frozen_language_model_after_training_vision_tower(released_inputs, wrap, tmp_path):
     """Only the tower is trained. The export casts all tensors to the dtypes of the released file."""
@@ -150,6 +154,7 @@ def parameters(run: Run) -> dict[str, Tensor]:
     return {name: one.detach().clone() for name, one in named}
 
 
+@pytest.mark.one_case_in(6)
 @pytest.mark.parametrize("by_name", [True, False], ids=["by name", "by index"])
 @wrapped
 def test_resumed_run_with_float32_parameters_equals_uninterrupted_run(released_inputs, wrap, by_name, tmp_path):
@@ -185,6 +190,7 @@ def test_resumed_run_with_float32_parameters_equals_uninterrupted_run(released_i
     assert not moved(parameters(run), expected) and moved(expected, before)
 
 
+@pytest.mark.one_case_in(3)
 @wrapped
 def test_adapter_training_keeps_float32_parameters_of_base_model_exact(released_inputs, wrap, tmp_path):
     """The base model is loaded exactly and merged unchanged, because it is served with the adapters."""
@@ -297,6 +303,7 @@ def test_validate_raises_if_setting_needs_single_parameter_dtype(released_inputs
     assert "float32" not in str(later.value)
 
 
+@pytest.mark.slow
 def test_resume_raises_if_checkpoint_has_rounded_float32_parameters(released_inputs, tmp_path, monkeypatch):
     """Megatron-Bridge's own model saves such states. Resuming raises; its weights can be loaded."""
     how = dict(checkpoint__dist_ckpt_optim_fully_reshardable=False)

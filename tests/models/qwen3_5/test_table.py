@@ -39,6 +39,7 @@ PARAMETERS = {
 }  # fmt: skip
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("size", PRESETS)
 def test_weight_table_matches_transformers_state_dict_for_every_size(size):
     config = hf_config(size)
@@ -93,6 +94,7 @@ def model():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "target"),
     [

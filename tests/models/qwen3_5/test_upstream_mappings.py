@@ -123,6 +123,7 @@ def saved(stock, tmp_path_factory) -> Path:
     return checkpoint
 
 
+@pytest.mark.one_case_in(3)
 def test_checkpoint_saved_by_megatron_bridge_model_loads_and_exports_exactly(stock, saved, tmp_path):
     """Our loader fills our model with it, and our converter restores the bytes of the folder."""
     folder, _, values = stock
@@ -151,6 +152,7 @@ def test_load_megatron_model_builds_our_model_from_megatron_bridge_checkpoint(st
     check_ours(saved, stock[2])
 
 
+@pytest.mark.one_case_in(2)
 def test_model_saved_with_transformer_engine_settings_loads_without_it(stock, tmp_path):
     folder, _, values = stock
     (model,) = load_model(folder)

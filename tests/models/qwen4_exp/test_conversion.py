@@ -84,7 +84,7 @@ def folders(tmp_path_factory):
     return made
 
 
-@pytest.mark.one_case_in(3)
+@pytest.mark.one_case_in(12)
 @pytest.mark.parametrize("ckpt_format", FORMATS)
 @pytest.mark.parametrize("kind", [*KINDS, "bfloat16", "bfloat16, decays in float32"])
 def test_qwen4_exp_import_and_export_restore_every_byte(folders, kind, ckpt_format, tmp_path):
@@ -96,6 +96,7 @@ def test_qwen4_exp_import_and_export_restore_every_byte(folders, kind, ckpt_form
     assert (tmp_path / "hf/config.json").read_bytes() == (folder / "config.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_qwen4_exp_reformat_for_parallel_ranks_keeps_every_byte(folders, tmp_path):
     topology = Topology(tp=2, ep=2, etp=1, chunk_bytes=2_000)
     import_checkpoint(folders["fused"], tmp_path / "fsdp", topology=topology, verify=True)
@@ -121,6 +122,7 @@ def test_qwen4_exp_convert_commands_for_eight_expert_ranks_keep_every_byte(ckpt_
     assert "etp is 3, expected a multiple or divisor of (ngram_size - 1) * heads_per_ngram" in capsys.readouterr().err
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("ckpt_format", FORMATS)
 def test_qwen4_exp_import_resumed_after_disk_error_gives_same_bytes(folders, ckpt_format, tmp_path):
     options = dict(ckpt_format=ckpt_format, topology=Topology(ep=2, chunk_bytes=2_000))
@@ -282,6 +284,7 @@ def test_load_and_save_of_imported_qwen4_exp_on_ranks_keep_every_byte(layout, tm
     check_same_bytes(tensors_of(tmp_path / "hf"), tensors_of(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make", [sharded, pytest.param(replicated, marks=pytest.mark.slow)], ids=["fsdp_dtensor", "torch_dist"]
 )

@@ -131,6 +131,7 @@ def look_up_on_ranks(folder: Path) -> dict[str, float]:
     return largest(errors)
 
 
+@pytest.mark.slow
 def test_fp8_lookup_on_four_ranks_equals_one_process(tmp_path):
     """The checkpoint of one topology is loaded in the other. Every value is equal."""
     errors = results_of_ranks(look_up_on_ranks, 4, tmp_path)
@@ -226,6 +227,7 @@ def load_on_ranks(fp8: Path, checkpoint: Path, settings: dict[str, Any]) -> dict
 TP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "settings"), [
     (2, TP2 | dict(expert_tensor_parallel_size=1, expert_model_parallel_size=2)),
     pytest.param(8, dict(expert_model_parallel_size=8), marks=pytest.mark.slow),
@@ -253,6 +255,7 @@ def state_of(run: Any) -> dict[str, Tensor]:
     return parameters(run) | {name: one.clone() for name, one in buffers.items() if ".ngram_embedding." in name}
 
 
+@pytest.mark.one_case_in(3)
 @wrapped
 def test_run_with_fp8_ngram_table_resumes_and_exports_exactly(inputs, wrap, tmp_path):
     """An export to FP8 has the released bytes of the table, one in bfloat16 their values."""
@@ -283,6 +286,7 @@ def test_run_with_fp8_ngram_table_resumes_and_exports_exactly(inputs, wrap, tmp_
     assert all(torch.equal(loaded[name], found[name]) for name in parts)
 
 
+@pytest.mark.slow
 def test_lora_run_with_fp8_ngram_table_saves_no_table_and_resumes(inputs, tmp_path):
     def start() -> Any:
         _, distributed, _ = wrapped.args[1]
@@ -304,6 +308,7 @@ def test_lora_run_with_fp8_ngram_table_saves_no_table_and_resumes(inputs, tmp_pa
     assert changed and all(".adapter." in name for name in changed)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("dtypes", [(None, E4M3), (E4M3, None)])
 def test_resume_with_other_table_dtype_raises(inputs, dtypes, tmp_path):
     wrap = wrapped.args[1]

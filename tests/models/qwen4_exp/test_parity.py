@@ -36,6 +36,7 @@ def against_transformers():
     return run_with_newer_transformers("tests.models.qwen4_exp.against_transformers")
 
 
+@pytest.mark.one_case_in(13)
 @needs_newer_transformers
 @pytest.mark.parametrize("rows", ["rows", "packed"])
 @pytest.mark.parametrize("content", [*CONTENTS, "MTP"])
@@ -89,6 +90,7 @@ def check_layouts(folder: Path, ranks: int, names: tuple[str, ...]) -> None:
         check({name: errors[name] for name in ON_RANKS if name in errors}, ON_RANKS)
 
 
+@pytest.mark.slow
 def test_qwen4_exp_on_two_ranks_trains_as_in_one_process(folder):
     check_layouts(folder, 2, ("TP2+SP+EP2", "CP2", "PP2", "EP2", "CP2, chunkwise"))
 
@@ -126,6 +128,7 @@ def stages_with_ngrams(folder: Path) -> list[list[tuple[bool, bool]]]:
     return of_all_ranks([(has_table[number], found[number]) for number in range(len(chunks))])
 
 
+@pytest.mark.slow
 def test_only_pipeline_stages_with_ngram_table_get_ngram_ids(folder):
     """Of four chunks with one layer each, the second has the table: the first chunk of the second rank."""
     nothing, both = (False, False), (True, True)
@@ -163,6 +166,7 @@ def gradients_alone(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]
     return losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 def test_qwen4_exp_gradients_with_megatron_fsdp_match_one_process(folder):
     losses, expected = results_of_ranks(gradients_alone, 1, folder)
     ranks = results_of_ranks(gradients_under_fsdp, 2, folder)

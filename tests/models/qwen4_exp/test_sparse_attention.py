@@ -606,6 +606,7 @@ CP2, CP4 = (dict(context_parallel_size=size) for size in (2, 4))
 TP2 = dict(tensor_model_parallel_size=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "cases"), [(2, [CP2, TP2]), pytest.param(4, [CP4, TP2 | CP2], marks=pytest.mark.slow)]
 )

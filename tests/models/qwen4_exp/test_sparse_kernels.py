@@ -72,6 +72,7 @@ LIMITS = {"float32": 2e-6, "float16": 2e-3}
 SLOW = [f"{case}, {dtype}" for case in CASES for dtype in LIMITS if (case, dtype) != ("several tiles", "float32")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cases", [["several tiles, float32"], pytest.param(SLOW, marks=pytest.mark.slow)], ids=["one", "all"]
 )

@@ -96,6 +96,7 @@ def model():
     }
 
 
+@pytest.mark.slow
 def test_weight_table_of_released_size_has_released_parameter_count(model):
     rows, _ = model
     dimensions = FAMILY.dimensions(config_dict(SIZE))
@@ -113,6 +114,7 @@ def test_weight_table_of_released_size_has_released_parameter_count(model):
     assert sum(next(values for name, values in constants.items() if name.endswith("_sizes"))) == 320_001_446
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["fsdp_dtensor", pytest.param("torch_dist", marks=pytest.mark.slow)])
 def test_conversion_plan_of_released_size_covers_every_parameter(model, target):
     rows, layouts = model

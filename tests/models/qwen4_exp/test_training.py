@@ -33,6 +33,7 @@ def inputs(folder, digits) -> Inputs:
     return Inputs(folder, digits, folder)
 
 
+@pytest.mark.one_case_in(3)
 @wrapped
 def test_resumed_qwen4_exp_run_equals_uninterrupted_run(inputs, wrap, tmp_path):
     settings = dict(model__mtp_loss_scaling_factor=0.1, model__calculate_per_token_loss=True)

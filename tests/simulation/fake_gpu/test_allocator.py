@@ -58,6 +58,7 @@ with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as processe
 """
 
 
+@pytest.mark.slow
 def test_commands_and_documented_script_enable_expandable_segments(on_fake_gpu):
     run = on_fake_gpu(EACH, *WAYS.values())
     without = {name for name, way in WAYS.items() if not run.result[way]}

@@ -38,6 +38,7 @@ def run(on_fake_gpu):
     return on_fake_gpu(PROGRAM, json.dumps(CASES))
 
 
+@pytest.mark.one_case_in(6)
 @pytest.mark.parametrize("case", CASES)
 def test_attention_uses_flash_kernel_in_bf16_and_efficient_kernel_in_float32(run, case):
     """FlashAttention in 16 bits and the memory-efficient kernel in float32; never cuDNN or stored scores."""

@@ -109,6 +109,7 @@ def run(on_fake_gpu, tmp_path_factory):
     return on_fake_gpu(PROGRAM, str(folder), *SYNCS)
 
 
+@pytest.mark.slow
 def test_fake_gpu_reports_h100_and_copies_real_values(run):
     assert run.result["device"] == ["NVIDIA H100 80GB HBM3", 9, 0]
     assert run.result["copies are real"]

@@ -36,6 +36,7 @@ result["same"] = [torch.equal(a.cpu(), b) for a, b in zip(there, here)]
 """
 
 
+@pytest.mark.slow
 def test_cpu_offloaded_optimizer_steps_equal_torch_adamw(on_fake_gpu):
     assert on_fake_gpu(OPTIMIZER).result == {"moved": [True, True], "same": [True, True]}
 

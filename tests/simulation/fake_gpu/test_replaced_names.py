@@ -2,6 +2,8 @@
 
 from qwen3vl_bridge.upstream.replacements import When
 
+import pytest
+
 from tests.helpers.flash_linear_attention import FOLDER, PYTHONPATH
 from tests.upstream.documented import documented
 
@@ -17,6 +19,7 @@ result["replaced"] = {one.name: one.when for one in replaced()}
 MOST = 8
 
 
+@pytest.mark.slow
 def test_functions_replaced_in_gpu_process_match_compatibility_page(on_fake_gpu):
     """Without Transformer Engine here, so only what is replaced with it too is counted."""
     found = on_fake_gpu(IMPORTS, **({"PYTHONPATH": PYTHONPATH} if FOLDER.is_dir() else {})).result

@@ -1,5 +1,7 @@
 """Sparse attention of Qwen3.8-Flash-Next on an H100: kernels at the released sizes of a rank with TP 2."""
 
+import pytest
+
 PROGRAM = """
 import qwen3vl_bridge
 from qwen3vl_bridge.core.layout import SequenceLayout
@@ -34,6 +36,7 @@ result["syncs"] = len(syncs)
 """
 
 
+@pytest.mark.slow
 def test_sparse_attention_of_released_size_launches_kernels_and_does_not_sync(on_fake_gpu):
     """Triton kernels compute documents longer than the budget, FlashAttention the others."""
     run = on_fake_gpu(PROGRAM)

@@ -51,6 +51,7 @@ def is_delta_rule_gemm(gemm: str) -> bool:
 class TestStep:
     """A class, so that xdist runs all tests in one process and the program runs once."""
 
+    @pytest.mark.one_case_in(6)
     @of_each_case
     def test_training_step_has_one_host_sync_in_our_code(self, run, case):
         assert own_syncs(run, case) == {SUMS: 1}

@@ -128,7 +128,7 @@ def forward_and_backward(folder, content, *, packed, **settings) -> Seen:
     return counter.seen()
 
 
-@pytest.mark.one_case_in(5)
+@pytest.mark.one_case_in(35)
 @pytest.mark.parametrize(("family", "content", "rows", "settings"), PASSES)
 def test_forward_and_backward_have_no_host_syncs_in_our_code(folders, family, content, rows, settings):
     settings = SETTINGS[settings] | (MTP if family in WITH_MTP else {})
@@ -260,6 +260,7 @@ def called_with_tensors(folder, kind: str, **settings) -> Seen:
     return counter.seen()
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("kind", CALLS)
 @pytest.mark.parametrize("family", ["dense", "Qwen3.5 with MTP"])
 def test_forward_with_tensors_on_gpu_synchronizes_once(folders, family, kind):

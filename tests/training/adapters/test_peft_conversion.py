@@ -69,6 +69,7 @@ def run(request, inputs, folders, tmp_path_factory):
     return inputs, adapted, logits, folder
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("ckpt_format", FORMATS)
 def test_exported_adapters_in_peft_give_logits_of_trained_model(run, ckpt_format, tmp_path):
     inputs, adapted, logits, folder = run
@@ -94,6 +95,7 @@ def test_exported_adapters_in_peft_give_logits_of_trained_model(run, ckpt_format
     assert experts == (both if adapted.peft.adapt_experts else set())
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("ckpt_format", FORMATS)
 def test_merged_model_in_transformers_gives_logits_of_trained_model(run, ckpt_format, tmp_path):
     inputs, adapted, logits, folder = run
@@ -139,6 +141,7 @@ def test_merge_adapters_raises_if_vocab_padding_is_not_zero(run, tmp_path):
     assert any("3 of them not zero, dropped by --drop-vocab-padding" in note for note in report.notes)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_merge_adapters_into_every_expert_layout_gives_same_weights(run, moe_folder, moe_folders, layout, tmp_path):
     inputs, _, _, folder = run
@@ -154,6 +157,7 @@ def test_merge_adapters_into_every_expert_layout_gives_same_weights(run, moe_fol
     assert worst <= WEIGHT
 
 
+@pytest.mark.one_case_in(2)
 def test_merge_adapters_into_fp8_model_equals_merge_into_float32_values(run, tmp_path):
     """The result equals a merge into the float32 values, rounded once."""
     inputs, _, _, folder = run
@@ -205,6 +209,7 @@ def save_beside(its: Path, tensors: dict[str, torch.Tensor], folder: Path) -> Pa
     return folder
 
 
+@pytest.mark.one_case_in(2)
 def test_export_adapters_joins_separately_stored_gate_and_up(run, tmp_path):
     """Runs of earlier versions stored gate and up separately."""
     _, adapted, _, folder = run
@@ -245,6 +250,7 @@ def test_export_adapters_raises_if_tensors_are_missing_or_unexpected(run, tmp_pa
     assert not (tmp_path / "adapter").exists()
 
 
+@pytest.mark.one_case_in(2)
 def test_adapter_checkpoint_loaded_by_megatron_bridge_gives_same_logits(run):
     """Megatron-Bridge's loader reads them into a model with new adapters."""
     inputs, adapted, logits, folder = run
@@ -268,6 +274,7 @@ def bridges_own(run) -> LoRA | DoRA | None:
     return method(dim=its.dim, alpha=its.alpha, target_modules=its.target_modules)
 
 
+@pytest.mark.one_case_in(2)
 def test_adapter_checkpoint_loaded_as_in_verl_gives_same_logits(run):
     """`lora.adapter_path` uses Megatron-Bridge's loader with its own adapter class."""
     if (peft := bridges_own(run)) is None:
@@ -278,6 +285,7 @@ def test_adapter_checkpoint_loaded_as_in_verl_gives_same_logits(run):
     check_logits(logits[DIST], fresh, fresh.samples)
 
 
+@pytest.mark.one_case_in(2)
 def test_export_adapter_ckpt_keeps_logits_of_lora_and_raises_for_dora(run, tmp_path):
     """`AutoBridge.export_adapter_ckpt` reads all adapters as LoRA."""
     if (peft := bridges_own(run)) is None:
@@ -294,6 +302,7 @@ def test_export_adapter_ckpt_keeps_logits_of_lora_and_raises_for_dora(run, tmp_p
     check_logits(logits[DIST], loaded, adapted.samples)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("ckpt_format", FORMATS)
 def test_export_adapters_with_megatron_bridge_peft_class_gives_same_files(run, ckpt_format, tmp_path):
     """Checkpoints of Megatron-Bridge's LoRA and DoRA have the same tensors and a different class in run_config.yaml."""

@@ -85,6 +85,7 @@ EPS = 1e-5
 LOSS, NORM, WEIGHT = 1e-6, 1e-5, 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_two_lora_training_steps_match_peft_library(inputs, moe_folder, tmp_path, experts):
     settings = dict(

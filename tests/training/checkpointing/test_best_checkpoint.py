@@ -40,6 +40,7 @@ def test_find_best_returns_saved_checkpoint_with_best_metric(tmp_path, metric, s
         assert json.loads((folder / BEST).read_text()) == written and path == folder / written["checkpoint"]
 
 
+@pytest.mark.slow
 def test_resumed_run_keeps_newest_and_best_checkpoint(inputs, tmp_path):
     every_step = dict(train__train_iters=4, checkpoint__save_interval=1, validation__eval_interval=1)
     # The learning rate is so high that the loss rises.

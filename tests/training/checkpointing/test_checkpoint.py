@@ -68,6 +68,7 @@ def test_export_of_run_without_steps_equals_initial_weights(inputs, tmp_path):
     assert same(before, after)
 
 
+@pytest.mark.slow
 def test_exported_config_has_rope_scaling_of_run(inputs, tmp_path):
     yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
     run = set_up(replicated(inputs, tmp_path / "run", checkpoint__save_optim=False, model__rope_parameters=yarn))
@@ -85,6 +86,7 @@ def test_exported_config_has_rope_scaling_of_run(inputs, tmp_path):
         set_up(replicated(replace(inputs, hf=tmp_path / "hf"), None, model__rope_parameters=None))
 
 
+@pytest.mark.slow
 def test_run_resumes_from_checkpoint_named_by_ckpt_step(saved, inputs):
     make, folder, _ = saved
     assert resume(make, inputs, folder, checkpoint__ckpt_step=1).progress.step == 1
@@ -101,6 +103,7 @@ def test_load_restores_only_weights_if_finetune_is_true(saved, inputs, tmp_path)
     assert same(weights_and_moments(stored(tmp_path))[0], weights_and_moments(before)[0])
 
 
+@pytest.mark.slow
 def test_load_and_save_without_optimizer_state_keep_only_weights(saved, inputs, tmp_path):
     make, folder, before = saved
     run = resume(make, inputs, folder, tmp_path, checkpoint__load_optim=False, checkpoint__save_optim=False)
@@ -181,6 +184,7 @@ class Draws(Callback):
         self.found.append(torch.rand(1).item())
 
 
+@pytest.mark.slow
 def test_resumed_moe_run_restores_random_states_unless_load_rng_is_false(inputs, moe_folder, tmp_path):
     """Resume an MoE run from random weights; experts have their own optimizer."""
     moe, fresh = replace(inputs, hf=moe_folder), dict(checkpoint__pretrained_checkpoint=None, train__train_iters=3)

@@ -149,6 +149,7 @@ def skipping(inputs, bad_samples, tmp_path_factory):
     return log, save, said, before.skipped_changed
 
 
+@pytest.mark.slow
 def test_skipped_steps_leave_weights_and_optimizer_unchanged(skipping):
     log, save, said, changed = skipping
     assert [e["step"] for e in log if "skipped" in e] == [NAN, GRADIENT, WRONG]
@@ -173,6 +174,7 @@ def test_guard_message_of_skipped_step_names_bad_samples(inputs, bad_samples, sk
     assert re.findall(r"(\S+) \(\d", wrong) == [bad_samples[1].row[3]]
 
 
+@pytest.mark.slow
 def test_resumed_run_with_guard_equals_uninterrupted_run(inputs, bad_samples, skipping, tmp_path):
     """The run is stopped between two skipped steps; the window of losses includes steps before that."""
     log, save, *_ = skipping
@@ -185,6 +187,7 @@ def test_resumed_run_with_guard_equals_uninterrupted_run(inputs, bad_samples, sk
     assert all(torch.equal(halves[key], whole[key]) for key in whole)
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(("kind", "step"), [("nan", NAN), ("spike", WRONG), ("gradient", GRADIENT)])
 def test_guard_with_on_spike_stop_raises_before_weights_change(inputs, bad_samples, kind, step):
     before, callbacks = extra()
@@ -294,6 +297,7 @@ def test_component_learning_rates_follow_scheduled_learning_rate(inputs):
             assert decay == (0.1 if is_matrix else 0.0), name
 
 
+@pytest.mark.slow
 def test_run_with_frozen_component_resumes_bit_exactly(inputs, tmp_path):
     def frozen(save):
         cfg = config_with_rates(inputs, save, vision_projection_lr=1e-3)

@@ -203,6 +203,7 @@ def test_dist_muon_trains_bf16_weights_like_muon(trained_on, references, model, 
     assert error <= HALF_WEIGHT * moved, (error / moved).item()
 
 
+@pytest.mark.slow
 def test_resumed_run_with_muon_equals_uninterrupted_run(inputs, tmp_path):
     def config(save):
         return replicated(inputs, save, distributed=False, optimizer__optimizer="muon", checkpoint__save_interval=1)

@@ -185,7 +185,7 @@ def compare(pair, dataset, plain, numbers):
     check(errors(found, expected), limits(theirs, errors, pair.reference, expected=expected))
 
 
-@pytest.mark.one_case_in(3)
+@pytest.mark.one_case_in(18)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("numbers", [(0, 1, 2), (1, 4)], ids=["images", "text"])
 def test_megatron_bridge_batch_gives_transformers_loss_and_gradients(
@@ -195,12 +195,13 @@ def test_megatron_bridge_batch_gives_transformers_loss_and_gradients(
     compare(pair, dataset, plain, numbers)
 
 
+@pytest.mark.one_case_in(2)
 def test_megatron_bridge_mock_batch_gives_transformers_loss_and_gradients(pair, untied_folder):
     dataset = mock(untied_folder)
     compare(pair, dataset, dataset, (0, 1))
 
 
-@pytest.mark.one_case_in(3)
+@pytest.mark.one_case_in(6)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_megatron_bridge_text_batch_gives_transformers_loss_and_gradients(pair, untied_folder, texts, layout):
     """Text uses another collator, which returns tokens twice and more keys."""
@@ -374,6 +375,7 @@ def steps(log: list[dict]) -> list[dict]:
     return [entry for entry in log if "loss" in entry]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "order", [pytest.param("single", marks=pytest.mark.slow), pytest.param("cyclic", marks=pytest.mark.slow), "batch"]
 )
@@ -403,6 +405,7 @@ def test_train_with_dataloader_type_batch_raises_if_data_has_images(inputs, conv
         train(config(inputs, None, direct(inputs.hf, conversations, dataloader_type="batch")))
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 def test_run_on_megatron_bridge_mock_dataset_trains_two_steps(inputs, packed):
     # Packed mock answers are longer, and do not fit together with an image.

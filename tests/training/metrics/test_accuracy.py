@@ -77,6 +77,7 @@ def places(request, inputs, tmp_path_factory):
     return request.param, hf, folder, lines
 
 
+@pytest.mark.slow
 def test_log_entry_accuracy_equals_fraction_of_right_answers(places):
     _, hf, data, right = places
     assert 0 < sum(right) < len(right)

@@ -77,6 +77,7 @@ def samples(moe_folder):
     return [s for batch in step_samples("mixed", AutoConfig.from_pretrained(moe_folder), 0) for s in batch]
 
 
+@pytest.mark.slow
 def test_meter_counts_tokens_images_and_patches_of_samples(alone, samples):
     images = [grid for s in samples for grid in s.pixels.get("image_grid_thw", torch.empty(0, 3)).long().tolist()]
     videos = [grid for s in samples for grid in s.pixels.get("video_grid_thw", torch.empty(0, 3)).long().tolist()]
@@ -267,6 +268,7 @@ class SlowCheckpoint(Callback):
             self.clock.now += PAUSE
 
 
+@pytest.mark.slow
 def test_logged_token_and_image_counts_match_batches(run):
     cfg, save, _ = run
     stream = cfg.dataset.stream("train", dp_rank=0, dp_size=1, micro_batch_size=cfg.train.micro_batch_size)

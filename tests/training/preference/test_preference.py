@@ -84,6 +84,7 @@ def folders(untied_folder, moe_folder, tmp_path_factory):
     return {"dense": untied_folder, "MoE": moe_folder, "Qwen3.5": make_checkpoint(tmp_path_factory.mktemp("qwen3_5"))}
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("family", ["dense", "MoE", "Qwen3.5"])
 def test_preference_step_in_one_process_matches_transformers(folders, family):
     names = SETTINGS if family == "dense" else ["sigmoid"]
@@ -108,6 +109,7 @@ def errors_of_ranks(folders: dict[str, Path], expected: dict[str, dict], names: 
     return found
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("names", [["TP2+SP", "CP2"], ["DP2", "PP2"], ["PP2+VPP2", "EP2", "CP2+EP2"]])
 def test_preference_step_on_two_ranks_matches_transformers(folders, expected_of_ranks, names):
     found = results_of_ranks(errors_of_ranks, 2, folders, expected_of_ranks, names)
@@ -172,6 +174,7 @@ def lora_errors_of_ranks(folders: dict[str, Path], expected: dict[str, dict], na
     return found
 
 
+@pytest.mark.slow
 def test_reference_logps_of_lora_run_match_peft_library(folders, tmp_path):
     """The reference is the base model; a step has the loss, the metrics and the gradient norm of `peft`."""
     folder, objective = folders["dense"], replace(SETTINGS["smoothed"], rpo_alpha=None)
@@ -204,6 +207,7 @@ def test_reference_logps_of_lora_run_match_peft_library(folders, tmp_path):
     assert errors["losses"] <= LOSS and errors["metrics"] <= LOSS and errors["norms"] <= GRADIENT
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("names", [["TP2+SP", "CP2"], ["DP2", "PP2"], ["PP2+VPP2", "EP2"]])
 def test_lora_steps_on_two_ranks_match_one_process(folders, expected_lora, names):
     found = results_of_ranks(lora_errors_of_ranks, 2, folders, expected_lora, names)

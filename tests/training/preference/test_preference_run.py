@@ -54,6 +54,7 @@ def unbroken(inputs, pairs, tmp_path_factory):
     return train(config(inputs, pairs, save)), save
 
 
+@pytest.mark.slow
 def test_dpo_run_logs_metrics_of_trl(unbroken):
     log, save = unbroken
     steps, valid = [e for e in log if "loss" in e], [e for e in log if "valid_loss" in e]
@@ -70,6 +71,7 @@ def test_dpo_run_logs_metrics_of_trl(unbroken):
     assert losses(read_log(save)) == losses(log)
 
 
+@pytest.mark.slow
 def test_dpo_run_resumed_equals_uninterrupted_run_bit_exactly(unbroken, inputs, pairs, tmp_path):
     first = train(config(inputs, pairs, tmp_path), stop_after=2)
     second = train(config(inputs, pairs, tmp_path))
@@ -89,11 +91,13 @@ def scores(inputs, pairs, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_dpo_losses_with_stored_and_computed_reference_logps_are_equal(unbroken, inputs, pairs, scores):
     log = train(config(inputs, pairs, None, objective__reference_logps=str(scores)))
     assert losses(log) == losses(unbroken[0])
 
 
+@pytest.mark.slow
 def test_dpo_full_fine_tuning_with_stored_reference_logps_trains(inputs, pairs, scores):
     cfg = config(inputs, pairs, None, objective__reference_logps=str(scores), optimizer__lr=1e-3, optimizer__min_lr=0.0)
     cfg.peft = None
@@ -107,6 +111,7 @@ def score_on_ranks(inputs, pairs: Path, output: Path, options: list[str]) -> int
         return score(inputs, pairs, output, *options)
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("layout", [["--tp", "2"], ["--cp", "2"], ["--pp", "2"], []], ids=["TP2", "CP2", "PP2", "DP2"])
 def test_data_score_on_two_ranks_matches_logps_of_one_process(inputs, pairs, scores, tmp_path, layout):
     from safetensors.torch import load_file
@@ -124,6 +129,7 @@ def test_score_raises_if_file_exists_or_pair_is_too_long(inputs, pairs, scores, 
     assert "dataset.on_long is 'truncate'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_dpo_run_raises_if_stored_logps_are_of_other_model_or_data(inputs, pairs, scores, tmp_path):
     other = rounded_folder(inputs.hf, tmp_path / "other", seed=0)
     cfg = config(inputs, pairs, None, objective__reference_logps=str(scores))
@@ -146,7 +152,7 @@ def test_run_raises_if_data_are_of_another_objective(inputs, pairs):
     supervised = dict(objective__kind="sft", objective__beta=0.1)
     for path, settings, message in (
         (pairs, supervised, r"objective.kind=dpo \(recipes such as qwen3_vl_8b_dpo_config\)"),
-        (inputs.data, {}, r"set objective.kind=sft \(recipes such as qwen3_vl_8b_sft_config\)"),
+        (inputs.data, {}, "objective.kind must fit the records: sft for conversations"),
     ):
         cfg = config(inputs, path, None, dataset__on_bad="error", dataset__media_root=None, **settings)
         with pytest.raises(DataError, match=message):
@@ -188,6 +194,7 @@ def fsdp_log(inputs, pairs: Path, settings: dict[str, Any]) -> list[dict[str, fl
     return train(cfg)
 
 
+@pytest.mark.slow
 def test_dpo_run_under_megatron_fsdp_on_two_ranks_matches_one_process(inputs, pairs, scores):
     settings = DPO | FAST | dict(
         objective__reference_logps=str(scores), dataset__media_root=str(pairs.parent), train__train_iters=2,
@@ -213,6 +220,7 @@ def labeled(pairs, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_kto_run_logs_metrics_and_resumes_bit_exactly(inputs, pairs, labeled, tmp_path):
     settings = dict(objective__kind="kto", dataset__path=str(labeled), dataset__media_root=str(pairs.parent))
 
@@ -243,6 +251,7 @@ def test_kto_losses_with_stored_and_computed_reference_logps_are_equal(inputs, p
     assert logs[0] == logs[1]
 
 
+@pytest.mark.one_case_in(9)
 @pytest.mark.parametrize("name", [name for name, one in recipes().items() if "_dpo_" in name and one.gpus])
 def test_dpo_recipe_trains_tiny_model(name, inputs, moe_folder, pairs, tmp_path):
     folder = moe_folder if "_a3b_" in name else inputs.hf

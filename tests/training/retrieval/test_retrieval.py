@@ -178,6 +178,7 @@ def folders(untied_folder, moe_folder, tmp_path_factory):
     return {"dense": untied_folder, "MoE": moe_folder, "Qwen3.5": make_checkpoint(tmp_path_factory.mktemp("qwen3_5"))}
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("family", ["dense", "MoE", "Qwen3.5"])
 def test_retrieval_step_one_process_matches_transformers(folders, family):
     split = Split(folders[family], Topology(1))
@@ -209,6 +210,7 @@ def expected_of_ranks(folders):
     return {case: expected_step(folders[case[0]], SETTINGS[case[1]], case[2]) for case in cases}
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("names", [["TP2+SP", "CP2"], ["TP2", "DP2", "PP2"], ["PP2+VPP2", "EP2", "CP2+EP2"]])
 def test_retrieval_step_two_ranks_matches_transformers(folders, expected_of_ranks, names):
     found = results_of_ranks(errors_of_ranks, 2, folders, expected_of_ranks, names)
