@@ -286,7 +286,7 @@ def test_pack_command_writes_rows_for_training(command, checkpoint, tmp_path, ca
 def test_pack_command_exits_with_code_2_and_keeps_files_if_options_are_invalid(command, tmp_path, capsys):
     output = ["--output", str(tmp_path / "out")]
     assert main([*command, *output, "--image-min-pixels", "900000", "--image-max-pixels", "100"]) == 2
-    assert "set image_min_pixels to at most image_max_pixels" in capsys.readouterr().err
+    assert "reduce image_min_pixels or increase image_max_pixels" in capsys.readouterr().err
     assert main([*command, *output, "--pad-to-multiple-of", "7"]) == 2
     assert "seq_length is 256, expected a multiple of 7" in capsys.readouterr().err
     assert main([*command, *output, "--no-preserve-thinking"]) == 2

@@ -144,7 +144,7 @@ def test_qwen3_vl_overlapped_expert_all_to_all_trains_bit_identically(moe_folder
     check(moe_folder, QWEN3_VL[kind])
 
 
-@pytest.mark.one_case_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", _cases(QWEN3_5))
 def test_qwen3_5_overlapped_expert_all_to_all_trains_bit_identically(qwen3_5_folder, kind):
     check(qwen3_5_folder, QWEN3_5[kind])

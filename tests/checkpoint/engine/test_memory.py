@@ -91,7 +91,7 @@ def write_large(folder: Path, source: Path) -> list[int]:
     return [4 * math.prod(shape) for shape in shapes.values()]
 
 
-@pytest.mark.one_case_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("which", [pytest.param("moe_folder", marks=pytest.mark.slow), "qwen3_5_folder", "in_fp8"])
 def test_conversion_memory_growth_is_below_size_of_largest_tensor(which, request, moe_folders, tmp_path):
     """Import, reformat and export, each verified. Packed experts are transposed in the first model."""

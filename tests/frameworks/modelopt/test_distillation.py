@@ -187,7 +187,7 @@ def on_ranks(models):
     return results_of_ranks(compare_each, 2, ON_RANKS, models, timeout=500)
 
 
-@pytest.mark.one_case_in(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(ON_RANKS)), ids=[" ".join(map(str, case)) for case in ON_RANKS])
 def test_distillation_on_two_ranks_matches_transformers(on_ranks, number):
     for found, limits in on_ranks[number].values():

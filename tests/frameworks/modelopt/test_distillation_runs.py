@@ -29,7 +29,7 @@ def distilling(make, inputs: Inputs, teacher: Path, save: Path, **settings: Any)
     return cfg
 
 
-@pytest.mark.one_case_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [replicated, sharded], ids=["distributed optimizer", "Megatron-FSDP"])
 def test_resumed_distillation_run_equals_uninterrupted_run(make, inputs, larger, tmp_path):
     """With a part of the loss on hidden states, whose fit to the teacher's width is trained, saved and not exported."""

@@ -189,7 +189,7 @@ def test_quantization_with_quantize_vlm_calls_gives_equal_scales(untied_folder):
         torch.testing.assert_close(found[name], wanted, rtol=1e-4, atol=0)
 
 
-@pytest.mark.one_case_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dense", "Qwen3.5"])
 def test_quantization_scales_saved_with_tensor_parallelism_match_one_rank(models, name, tmp_path):
     results_of_ranks(save_on_ranks, 2, models[name], tmp_path, timeout=300)

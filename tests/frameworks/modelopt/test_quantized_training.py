@@ -125,7 +125,7 @@ def on_ranks(cases):
     return results_of_ranks(each_on_ranks, 2, given, timeout=500)
 
 
-@pytest.mark.one_case_in(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(ON_RANKS)), ids=[" ".join(case) for case in ON_RANKS])
 def test_quantized_training_on_two_ranks_matches_transformers(cases, on_ranks, number):
     check(on_ranks[number], cases(ON_RANKS[number][1]).limits)

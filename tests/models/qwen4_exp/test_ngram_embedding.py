@@ -343,7 +343,7 @@ def errors_on_ranks():
     return results_of_ranks(errors_of_all, 4)
 
 
-@pytest.mark.one_case_in(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [*LAYOUTS, "packed, FP8"])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_ngram_injection_on_four_ranks_matches_loop_over_documents(errors_on_ranks, topology, rows):

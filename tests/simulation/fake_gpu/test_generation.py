@@ -34,7 +34,7 @@ result = dict(shapes=shapes, syncs=syncs, device=str(found.device))
 """
 
 
-@pytest.mark.one_case_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
 def test_generate_without_eos_token_does_not_sync_per_new_token(on_fake_gpu, tmp_path, family):
     run = on_fake_gpu(GENERATE, family, str(tmp_path / "model"))

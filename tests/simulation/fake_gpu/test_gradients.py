@@ -15,10 +15,10 @@ def found(on_fake_gpu):
     return on_fake_gpu("tests.simulation.fake_gpu.gradients").result
 
 
+@pytest.mark.slow
 class TestGradients:
     """One class: xdist gives a class to one process, and the program runs once."""
 
-    @pytest.mark.one_case_in(3)
     @pytest.mark.parametrize("kind", KINDS)
     def test_backward_writes_no_more_gradient_tensors_than_megatron_bridge(self, found, kind):
         ours, others = (found[f"{way} {kind}"] for way in ("ours", "Megatron-Bridge"))

@@ -34,6 +34,7 @@ LAYERS = 8  # of 36
 TRAINED = 2_031_616 * LAYERS  # LoRA of rank 32
 
 
+@pytest.mark.slow
 class TestLastRank:
     @pytest.fixture(scope="class")
     def seen(self, simulate):
@@ -42,7 +43,6 @@ class TestLastRank:
         assert (status, seen["error"]) == (0, None)
         return seen
 
-    @pytest.mark.slow
     def test_simulated_peak_memory_is_within_2_percent_of_planned_memory(self, seen):
         """Measured 0.999 of the plan."""
         assert seen["peak"] == pytest.approx(seen["planned"], rel=0.02)

@@ -95,7 +95,7 @@ def test_exported_adapters_in_peft_give_logits_of_trained_model(run, ckpt_format
     assert experts == (both if adapted.peft.adapt_experts else set())
 
 
-@pytest.mark.one_case_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("ckpt_format", FORMATS)
 def test_merged_model_in_transformers_gives_logits_of_trained_model(run, ckpt_format, tmp_path):
     inputs, adapted, logits, folder = run

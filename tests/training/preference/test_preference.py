@@ -207,7 +207,7 @@ def test_reference_logps_of_lora_run_match_peft_library(folders, tmp_path):
     assert errors["losses"] <= LOSS and errors["metrics"] <= LOSS and errors["norms"] <= GRADIENT
 
 
-@pytest.mark.one_case_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [["TP2+SP", "CP2"], ["DP2", "PP2"], ["PP2+VPP2", "EP2"]])
 def test_lora_steps_on_two_ranks_match_one_process(folders, expected_lora, names):
     found = results_of_ranks(lora_errors_of_ranks, 2, folders, expected_lora, names)

@@ -210,7 +210,7 @@ def expected_of_ranks(folders):
     return {case: expected_step(folders[case[0]], SETTINGS[case[1]], case[2]) for case in cases}
 
 
-@pytest.mark.one_case_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [["TP2+SP", "CP2"], ["TP2", "DP2", "PP2"], ["PP2+VPP2", "EP2", "CP2+EP2"]])
 def test_retrieval_step_two_ranks_matches_transformers(folders, expected_of_ranks, names):
     found = results_of_ranks(errors_of_ranks, 2, folders, expected_of_ranks, names)

@@ -48,7 +48,7 @@ def config(inputs, records: Path, save: Path | None, kind: str, **settings: Any)
     return cfg
 
 
-@pytest.mark.one_case_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["embedding", "reranker"])
 def test_retrieval_run_logs_metrics_and_resumes_bit_exactly(inputs, records, tmp_path, kind):
     log = train(config(inputs, records, tmp_path / "a", kind))
