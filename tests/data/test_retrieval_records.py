@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from qwen3vl_bridge.cli.data import main as data
 from qwen3vl_bridge.data import DataError
 from qwen3vl_bridge.data.conversations import Columns, parse_conversation
 from qwen3vl_bridge.data.objectives import columns_for
@@ -255,3 +256,27 @@ def test_labeled_records_get_answer_of_previous_record(make_provider, tmp_path):
     batch = rows.collate_fn([rows[0]])
     labels = [int(name.rpartition(":")[2].partition(" ")[0]) % 2 for name in batch.sample_ids[::2]]
     assert batch.groups.is_desirable.tolist() == labels  # lines count from 1
+
+
+def test_rows_packed_before_training_need_same_limit_of_documents(make_provider, checkpoint, tmp_path):
+    records = [{"query": f"q {n}", "positive": f"p {n}"} for n in range(20)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    options = ["--data", str(tmp_path / "train.jsonl"), "--hf-model", str(checkpoint), "--seq-length", "1024"]
+    options += ["--objective", "embedding", "--max-documents", "8", "--workers", "0", "--no-progress"]
+    assert data(["pack", *options, "--output", str(tmp_path / "rows")]) == 0
+    assert data(["pack", *options, "--output", str(tmp_path / "other"), "--on-long", "truncate"]) == 2
+    settings = dict(train_path=tmp_path / "train.jsonl", seq_length=1024, objective="embedding")
+    packed = dict(train_packing=tmp_path / "rows", max_documents=8)
+    rows, direct = (make_provider(**settings, **one).rows("train") for one in (packed, {"max_documents": 8}))
+    count = direct.plan.end_of_epoch()
+    assert sorted(len(rows.plan.row(n)) for n in range(count)) == sorted(len(direct.plan.row(n)) for n in range(count))
+    with pytest.raises((ValueError, DataError), match="document_tokens"):
+        make_provider(**settings, **packed | {"max_documents": 16}).rows("train")
+
+
+def test_record_with_too_many_documents_raises_with_limit(make_provider, tmp_path):
+    record = {"query": "q", "positive": "p", "negatives": ["n"] * 30}
+    (tmp_path / "train.jsonl").write_text(json.dumps(record) + "\n")
+    settings = dict(train_path=tmp_path / "train.jsonl", seq_length=2048, objective="embedding", max_documents=16)
+    with pytest.raises(DataError, match=r"found 32 documents, expected at most 16 \(objective.max_documents\)"):
+        make_provider(**settings).rows("train").samples.size(0)
