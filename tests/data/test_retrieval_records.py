@@ -189,6 +189,11 @@ def test_labeled_record_of_every_format_has_answer_and_label(record, expected):
     assert found.messages == (ASK, SEVEN) and found.is_desirable is expected and not found.others
 
 
+def test_labeled_record_with_two_labels_reads_one_that_is_not_ignored():
+    record = {"messages": [ASK, SEVEN], "label": 3, "kto_tag": False}
+    assert read("kto", record, ignore=("label",)).is_desirable is False
+
+
 def test_labeled_record_trains_only_last_answer():
     earlier = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
     found = read("kto", {"messages": [*earlier, ASK, SEVEN], "label": True})

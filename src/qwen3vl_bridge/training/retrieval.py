@@ -141,16 +141,15 @@ def info_nce(
         settings: the objective.
         embedded: [D, h], not normalized.
         candidates: [C, h], documents of all data-parallel ranks, not normalized.
-        is_candidate: [D, C] bool, whether a document is compared with a candidate besides its positive document.
+        is_candidate: [D, C] bool, whether a document is compared with a candidate; False for its positive document.
         positive: [D] int64, the index of the positive document of each query among the candidates.
     """
     similarity = F.normalize(embedded, dim=-1) @ F.normalize(candidates, dim=-1).T
     own = similarity.gather(1, positive[:, None])
-    is_compared = is_candidate.scatter(1, positive[:, None], False)
     if settings.false_negative_margin is not None:
-        is_compared = is_compared & (similarity <= own + settings.false_negative_margin)
+        is_candidate = is_candidate & (similarity <= own + settings.false_negative_margin)
     # Without any candidate the gradient of logsumexp is NaN, but only where `masked_fill` replaces it by zero.
-    others = similarity.masked_fill(~is_compared, -torch.inf)
+    others = similarity.masked_fill(~is_candidate, -torch.inf)
     losses = F.softplus(torch.logsumexp(others / settings.temperature, 1) - own[:, 0] / settings.temperature)
     return losses, own[:, 0].detach(), others.amax(1).detach()
 
@@ -200,7 +199,7 @@ class RetrievalLoss:
         is_document, contents = gather_stacked(torch.stack((is_document, contents), 1), dp).flatten(0, 1).unbind(1)
         positive = torch.arange(1, count + 1, device=output.device) + dp.rank() * most  # follows its query
         positive = positive.clamp(max=len(candidates) - 1)
-        # A document with the text of the positive one is relevant, too.
+        # The positive document itself, and documents with its text, which are relevant, too.
         is_candidate = (is_document > 0) & (contents != contents[positive][:, None])
         dims = sorted({*(settings.matryoshka_dims or ()), output.size(1)})
         found = [info_nce(settings, output[:, :n], candidates[:, :n], is_candidate, positive) for n in dims]
