@@ -424,22 +424,17 @@ def test_objectives_page_commands_run(places, tmp_path):
         run(command)
     log = [json.loads(line) for line in Path(places["RUN"], "metrics.jsonl").read_text().splitlines()]
     assert log[0]["trained_pairs"] > 0 and "rewards/margins" in log[0]
-    for path, name in (("hf_finetuned", "HF_FOLDER"), ("data", "DATA")):
-        digits = digits.replace(f"out/digits/{path}", places[name])
-    train_command, merge, evaluate = (
-        digits.replace("out/digits", str(tmp_path)).replace("\\\n", " ").strip().splitlines()
-    )
-    run(f"{train_command} train.train_iters=2 scheduler.lr_warmup_iters=1 validation.eval_iters=0")
-    run(merge)
-    run(f"{evaluate} --samples 2 --max-new-tokens 2")
-    for path, name in (("hf_finetuned", "HF_FOLDER"), ("data", "DATA")):
-        rerank = rerank.replace(f"out/digits/{path}", places[name])
-    train_command, export, score_command = (
-        rerank.replace("out/digits", str(tmp_path)).replace("\\\n", " ").strip().splitlines()
-    )
-    run(f"{train_command} train.train_iters=2 scheduler.lr_warmup_iters=1 validation.eval_iters=0")
-    run(export)
-    run(f"{score_command} --records 4")
+
+    def commands(block: str) -> list[str]:
+        for path, name in (("hf_finetuned", "HF_FOLDER"), ("data", "DATA")):
+            block = block.replace(f"out/digits/{path}", places[name])
+        return block.replace("out/digits", str(tmp_path)).replace("\\\n", " ").strip().splitlines()
+
+    for block, last in ((digits, "--samples 2 --max-new-tokens 2"), (rerank, "--records 4")):
+        train_command, export, evaluate = commands(block)
+        run(f"{train_command} train.train_iters=2 scheduler.lr_warmup_iters=1 validation.eval_iters=0")
+        run(export)
+        run(f"{evaluate} {last}")
 
 
 # docs/data.md

@@ -15,3 +15,9 @@ def folders(moe_folder, tmp_path_factory) -> dict[tuple[str, str], Path]:
         for kind in ("dense", "moe")
     }
     return own | {("qwen3_vl", "moe"): moe_folder}
+
+
+@pytest.fixture(scope="session")
+def family_folders(untied_folder, folders) -> dict[str, Path]:
+    """Hugging Face folders by kind of model: dense, with experts, and with linear attention."""
+    return {"dense": untied_folder, "MoE": folders["qwen3_vl", "moe"], "Qwen3.5": folders["qwen3_5", "dense"]}

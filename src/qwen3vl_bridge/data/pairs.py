@@ -10,7 +10,7 @@ A labeled answer (KTO) is a record of supervised data with `label`, `kto_tag` or
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeGuard
@@ -176,11 +176,11 @@ class LabeledColumns(Columns):
         if not isinstance(record, dict):
             return record
         given = drop_nulls(record)
-        keys = self._label_keys(given, place)
-        label = str(given.pop(keys[0])).lower()
+        key = self._label_key(given, place)
+        label = str(given.pop(key)).lower()
         if label not in _LABELS:
             expected = "true for a desirable or false for an undesirable answer"
-            raise DataError(place, f"found {short_repr(record[keys[0]])} under {keys[0]!r}, expected {expected}")
+            raise DataError(place, f"found {short_repr(record[key])} under {key!r}, expected {expected}")
         own = super().convert_record(given, place)
         messages = own.get("messages")
         if not isinstance(messages, list) or not messages or _role(messages[-1]) != "assistant":
@@ -193,11 +193,10 @@ class LabeledColumns(Columns):
 
     def columns_to_read(self, names: Sequence[str], place: str) -> list[str]:
         """Return the columns to read from a table with the columns `names`; raise DataError if there is no label."""
-        read = {*self._label_keys(names, place), *super().columns_to_read(names, place)}
+        read = {self._label_key(names, place), *super().columns_to_read(names, place)}
         return [name for name in names if name in read]
 
-    def _label_keys(self, names: Iterable[str], place: str) -> list[str]:
-        names = list(names)
+    def _label_key(self, names: Collection[str], place: str) -> str:
         keys = [key for key in DESIRABLE if key in names and key not in self.ignore]
         if len(keys) != 1:
             found = " and ".join(map(repr, keys)) or ", ".join(map(str, names))
@@ -206,7 +205,7 @@ class LabeledColumns(Columns):
                 f"found {found}, expected one of {', '.join(map(repr, DESIRABLE))}, which says whether the answer is "
                 f"desirable; {OTHER_OBJECTIVES}",
             )
-        return keys
+        return keys[0]
 
 
 _LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}

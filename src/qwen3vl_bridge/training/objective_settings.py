@@ -100,7 +100,7 @@ class ObjectiveConfig:
 
     def ignored(self) -> list[str]:
         """Return the names of settings that are not the default and that the kind does not read."""
-        read = ("kind", *_SETTINGS.get(self.kind, ()))
+        read = ("kind", *_SETTINGS[self.kind])
         return [f.name for f in fields(self) if f.name not in read and getattr(self, f.name) != f.default]
 
 

@@ -145,7 +145,7 @@ def preference_loss(
     reference_losses: Tensor | None,
     groups: ProcessGroupCollection,
 ) -> Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]:
-    """Return the loss function of a microbatch, see `run_objective`.
+    """Return the loss function of a microbatch, see `run_objective` of `step.py`.
 
     Args:
         settings: the objective.

@@ -167,7 +167,7 @@ def freeze_unused_output(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
 
 
 class RetrievalLoss:
-    """Loss function of a microbatch, see `run_objective`. A call sets `token_losses`."""
+    """Loss function of a microbatch, see `run_objective` of `step.py`. A call sets `token_losses`."""
 
     def __init__(self, settings: ObjectiveConfig, pooled: PooledDocuments) -> None:
         self.settings, self.pooled = settings, pooled

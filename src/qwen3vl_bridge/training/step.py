@@ -2,7 +2,7 @@
 
 Without `calculate_per_token_loss`, losses are divided by the number of tokens in the microbatch (`mean_of_microbatch`).
 With it, megatron-core divides gradients by the number of tokens in the global batch, after the backward pass. Other
-objectives than supervised training have their own loss functions (`objectives.py`).
+objectives than supervised training have their own loss functions (`preference.py`, `retrieval.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from qwen3vl_bridge.config.fields import dist_train_replicas
-from qwen3vl_bridge.core.batch import TokenBatch, VisionRankInputs
+from qwen3vl_bridge.core.batch import ModelInputs, TokenBatch, VisionRankInputs
 from qwen3vl_bridge.core.device_transfer import Transferable, copy_to_gpu
 from qwen3vl_bridge.dist_train.joint_run import next_vision_batch
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
@@ -20,8 +20,9 @@ from qwen3vl_bridge.models.common.schedule import ModelSchedulePlan
 from qwen3vl_bridge.training.guard import record_losses
 from qwen3vl_bridge.training.megatron_batches import from_collator
 from qwen3vl_bridge.training.metrics import BatchCounts, count_flops, count_microbatch
-from qwen3vl_bridge.training.objective_settings import objective_of
-from qwen3vl_bridge.training.objectives import run_objective
+from qwen3vl_bridge.training.objective_settings import RETRIEVAL, ObjectiveConfig, objective_of
+from qwen3vl_bridge.training.preference import DocumentLosses, preference_loss, run_with_reference
+from qwen3vl_bridge.training.retrieval import PooledDocuments, RetrievalLoss
 from qwen3vl_bridge.training.run_validation import check_balance
 
 import torch
@@ -65,12 +66,17 @@ def forward_step(
         count_microbatch(state, batch, provider)
     inputs = to_device(get_attr_wrapped_model(model, "select_local")(batch), model)
     mask, checks = inputs.loss_mask, state.cfg.rerun_state_machine
-    if (objective := objective_of(state.cfg)) is not None:
-        output, count, mask = run_objective(objective, batch, inputs, model, to_device)
+    objective = objective_of(state.cfg)
+    kind = "sft" if objective is None else objective.kind
+    found = "sft" if batch.groups is None else batch.groups.objective
+    if found != kind:
+        raise ValueError(
+            f"objective.kind is {kind!r}, but the batch has records for {found!r}: read the data with "
+            f"Qwen3VLConversationProvider(objective={kind!r}), or set objective.kind={found}"
+        )
+    if objective is not None:
+        output, count, mask = run_objective(objective, batch, inputs, model)
         return output, record_losses(count, state, batch, mask) if model.training else count
-    if batch.groups is not None:
-        kind = batch.groups.objective
-        raise ValueError(f"the batch has records for {kind!r}, but objective.kind is 'sft': set objective.kind={kind}")
     count = create_masked_next_token_loss_function(mask, checks.check_for_nan_in_loss, checks.check_for_spiky_loss)
     student = get_attr_wrapped_model(
         model, "language_model", return_model_obj=True
@@ -84,6 +90,30 @@ def forward_step(
     if return_schedule_plan:  # only with `overlap_moe_expert_parallel_comm`, where the model has no wrappers
         return model.build_schedule_plan(inputs=inputs), count
     return model(inputs=inputs), count
+
+
+def run_objective(
+    settings: ObjectiveConfig, batch: TokenBatch, inputs: ModelInputs, model: torch.nn.Module
+) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]], Tensor]:
+    """Run a microbatch of another objective than supervised training.
+
+    Returns:
+        The model's output, the loss function, and the mask of tokens with a loss [b, s]. The loss function maps the
+        output to (sum of losses, their number, values to report). Context-parallel ranks compute the same sum; only the
+        first of them counts and reports it.
+    """
+    groups: ProcessGroupCollection = get_attr_wrapped_model(model, "pg_collection")
+    if settings.kind in RETRIEVAL:
+        pooled = to_device(PooledDocuments.from_batch(batch, model), model)
+        output = model(inputs=inputs.without_labels(), output_processor=pooled.pool_or_score)
+        return output, RetrievalLoss(settings, pooled), pooled.mask
+    documents, reference = to_device(DocumentLosses.from_batch(batch, groups), model), None
+    if documents.reference is None:
+        output, reference = run_with_reference(model, inputs)
+    else:
+        output = model(inputs=inputs)
+    assert inputs.loss_mask is not None
+    return output, preference_loss(settings, documents, reference, groups), inputs.loss_mask
 
 
 def mean_of_microbatch(count: Callable, tokens: float, losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -110,7 +110,7 @@ def loss_of_batch(
             values = (chosen, rejected, float(chosen > rejected), chosen - rejected, *policy.tolist())
             metrics.append(dict(zip(settings.metrics, values, strict=True)))
     means = {name: math.fsum(one[name] for one in metrics) / len(metrics) for name in settings.metrics}
-    return dict(loss=torch.stack(losses).mean(), pairs=len(losses), metrics=means)
+    return dict(loss=torch.stack(losses).mean(), number=len(losses), metrics=means)
 
 
 def _kto_loss_of_batch(model: torch.nn.Module, settings: ObjectiveConfig) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def _kto_loss_of_batch(model: torch.nn.Module, settings: ObjectiveConfig) -> dic
             found[f"rewards/{name}"].append(settings.beta * reward.item())
             found[f"logps/{name}"].append(own.item())
     means = {name: math.fsum(values) / len(values) for name, values in found.items()}
-    return dict(loss=torch.stack(losses).mean(), pairs=len(losses), metrics=means)
+    return dict(loss=torch.stack(losses).mean(), number=len(losses), metrics=means)
 
 
 def expected_step(folder: Path, settings: ObjectiveConfig, seed: int | None = None) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.core.collectives import max_over_ranks, sum_over_ranks
+from qwen3vl_bridge.core.collectives import max_over_ranks
 from qwen3vl_bridge.peft.lora import Qwen3VLLoRA
 from qwen3vl_bridge.peft.running_model_export import save_hf_adapter
 from qwen3vl_bridge.training.objective_settings import ObjectiveConfig
@@ -20,10 +20,11 @@ from tests.helpers.batches import Sample
 from tests.helpers.forked import results_of_ranks
 from tests.helpers.noise import SEEDS, allowed, check
 from tests.helpers.ranks import largest
-from tests.helpers.steps import forward_backward, step_with_callbacks
+from tests.helpers.steps import step_with_callbacks
 from tests.parity.on_ranks import Split
-from tests.parity.references import worst
 from tests.parity.topologies import TOPOLOGIES, Topology
+from tests.training.objective_steps import compare
+from tests.training.objective_steps import run_step as run_microbatches
 from tests.training.preference.pairs import batches, expected_step, logp, loss_of_batch
 
 SETTINGS = {
@@ -34,42 +35,19 @@ SETTINGS = {
     "kto": ObjectiveConfig(kind="kto", beta=0.05, desirable_weight=1.5, undesirable_weight=0.75),
     "apo": ObjectiveConfig(kind="kto", beta=0.05, loss_type="apo_zero_unpaired"),
 }
-# Relative, of loss and metrics, and of each gradient to its largest entry. Measured 4.8e-8, 9.6e-8 and 2.8e-6 over all
+# Relative, of loss and metrics, and of each gradient to its largest entry. Measured 4.8e-8, 1.1e-7 and 3.8e-6 over all
 # settings and layouts; with Qwen3.5's linear attention, whose noise is larger, 3.6e-7, 4.7e-7 and 5.1e-5.
 LOSS, GRADIENT = 1e-6, 1e-5
 
 
-def run_step(split: Split, objective: ObjectiveConfig, *, with_reference: bool = True) -> dict[str, Any]:
-    """Return loss, number of pairs, metrics and gradients of a global batch, on all ranks."""
-    run, model = split.run, split.run.cfg.model
-    run.cfg.objective = replace(objective, reference_logps="given" if with_reference else None)
-    multiple = 2 * model.context_parallel_size * model.tensor_model_parallel_size
-    rank, size = run.groups.dp.rank(), run.groups.dp.size()
-    stream = batches(split.hf_config, multiple, with_reference=with_reference, tokens=split.tokens, kind=objective.kind)
-    stream = list(stream)[rank::size]
-    split.begin(iter(stream), "packed")
-    reports: list[dict[str, torch.Tensor]] = []
-    loss, pairs = forward_backward(run, run.stream, len(stream), reports=reports).tolist()
-    sums = {}
-    for name in objective.metrics:
-        sums[name] = sum((report[name].double() for report in reports), torch.zeros(2, dtype=torch.float64))
-    for name, value in sums.items():
-        total = sum_over_ranks(value if run.groups.tp.rank() == 0 else torch.zeros_like(value)).tolist()
-        sums[name] = total[0] / total[1]
-    return dict(loss=loss / pairs, pairs=pairs, metrics=sums, gradients=split.gradients())
-
-
-def compare(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    assert found["pairs"] == expected["pairs"]
-    metrics = {
-        name: abs(found["metrics"][name] - value) / max(abs(value), 1) for name, value in expected["metrics"].items()
-    }
-    loss = abs(found["loss"] / expected["loss"] - 1)
-    return {
-        "loss": loss,
-        "metrics": max(metrics.values()),
-        "gradient": worst(found["gradients"], expected["gradients"]),
-    }
+def run_step(split: Split, objective: ObjectiveConfig) -> dict[str, Any]:
+    """Return the results of a global batch with log-probabilities of a reference model, on all ranks."""
+    settings = dict(with_reference=True, tokens=split.tokens, kind=objective.kind)
+    return run_microbatches(
+        split,
+        replace(objective, reference_logps="given"),
+        lambda multiple: batches(split.hf_config, multiple, **settings),
+    )
 
 
 def errors_of_settings(folder: Path, expected: dict[str, dict]) -> dict[str, dict[str, float]]:
@@ -77,24 +55,18 @@ def errors_of_settings(folder: Path, expected: dict[str, dict]) -> dict[str, dic
     return {name: compare(run_step(split, SETTINGS[name]), one) for name, one in expected.items()}
 
 
-@pytest.fixture(scope="module")
-def folders(untied_folder, moe_folder, tmp_path_factory):
-    from tests.models.qwen3_5.tiny import make_checkpoint
-
-    return {"dense": untied_folder, "MoE": moe_folder, "Qwen3.5": make_checkpoint(tmp_path_factory.mktemp("qwen3_5"))}
-
-
 @pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("family", ["dense", "MoE", "Qwen3.5"])
-def test_preference_step_in_one_process_matches_transformers(folders, family):
+def test_preference_step_in_one_process_matches_transformers(family_folders, family):
     names = SETTINGS if family == "dense" else ["sigmoid"]
-    expected = {name: expected_step(folders[family], SETTINGS[name]) for name in names}
+    expected = {name: expected_step(family_folders[family], SETTINGS[name]) for name in names}
     limits = dict(loss=LOSS, metrics=LOSS, gradient=GRADIENT)
     if family == "Qwen3.5":  # linear attention multiplies rounding errors
         limits = allowed(
-            compare(expected_step(folders[family], SETTINGS["sigmoid"], seed), expected["sigmoid"]) for seed in SEEDS
+            compare(expected_step(family_folders[family], SETTINGS["sigmoid"], seed), expected["sigmoid"])
+            for seed in SEEDS
         )
-    for errors in errors_of_settings(folders[family], expected).values():
+    for errors in errors_of_settings(family_folders[family], expected).values():
         check(errors, limits)
 
 
@@ -111,8 +83,8 @@ def errors_of_ranks(folders: dict[str, Path], expected: dict[str, dict], names: 
 
 @pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("names", [["TP2+SP", "CP2"], ["DP2", "PP2"], ["PP2+VPP2", "EP2", "CP2+EP2"]])
-def test_preference_step_on_two_ranks_matches_transformers(folders, expected_of_ranks, names):
-    found = results_of_ranks(errors_of_ranks, 2, folders, expected_of_ranks, names)
+def test_preference_step_on_two_ranks_matches_transformers(family_folders, expected_of_ranks, names):
+    found = results_of_ranks(errors_of_ranks, 2, family_folders, expected_of_ranks, names)
     print(found)
     assert len(found) >= 2 * len(names)
     for errors in found.values():
@@ -120,9 +92,9 @@ def test_preference_step_on_two_ranks_matches_transformers(folders, expected_of_
 
 
 @pytest.fixture(scope="module")
-def expected_of_ranks(folders):
+def expected_of_ranks(family_folders):
     cases = [(family, kind) for family in ("dense", "MoE") for kind in ("smoothed", "kto")]
-    return {(family, kind): expected_step(folders[family], SETTINGS[kind]) for family, kind in cases}
+    return {(family, kind): expected_step(family_folders[family], SETTINGS[kind]) for family, kind in cases}
 
 
 def lora_split(folder: Path, topology: Topology) -> Split:
@@ -175,9 +147,9 @@ def lora_errors_of_ranks(folders: dict[str, Path], expected: dict[str, dict], na
 
 
 @pytest.mark.slow
-def test_reference_logps_of_lora_run_match_peft_library(folders, tmp_path):
+def test_reference_logps_of_lora_run_match_peft_library(family_folders, tmp_path):
     """The reference is the base model; a step has the loss, the metrics and the gradient norm of `peft`."""
-    folder, objective = folders["dense"], replace(SETTINGS["smoothed"], rpo_alpha=None)
+    folder, objective = family_folders["dense"], replace(SETTINGS["smoothed"], rpo_alpha=None)
     split = lora_split(folder, Topology(1))
     bridge = AutoBridge.from_hf_pretrained(str(folder))
     save_hf_adapter(bridge, split.run.model, tmp_path / "adapter", split.run.cfg.peft)
@@ -209,8 +181,8 @@ def test_reference_logps_of_lora_run_match_peft_library(folders, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [["TP2+SP", "CP2"], ["DP2", "PP2"], ["PP2+VPP2", "EP2"]])
-def test_lora_steps_on_two_ranks_match_one_process(folders, expected_lora, names):
-    found = results_of_ranks(lora_errors_of_ranks, 2, folders, expected_lora, names)
+def test_lora_steps_on_two_ranks_match_one_process(family_folders, expected_lora, names):
+    found = results_of_ranks(lora_errors_of_ranks, 2, family_folders, expected_lora, names)
     print(found)
     assert len(found) >= len(names)
     for errors in found.values():
@@ -218,7 +190,8 @@ def test_lora_steps_on_two_ranks_match_one_process(folders, expected_lora, names
 
 
 @pytest.fixture(scope="module")
-def expected_lora(folders):
+def expected_lora(family_folders):
     return {
-        family: lora_steps(lora_split(folders[family], Topology(1)), SETTINGS["sigmoid"]) for family in ("dense", "MoE")
+        family: lora_steps(lora_split(family_folders[family], Topology(1)), SETTINGS["sigmoid"])
+        for family in ("dense", "MoE")
     }

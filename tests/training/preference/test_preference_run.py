@@ -10,7 +10,6 @@ from qwen3vl_bridge import Qwen3VLLoRA
 from qwen3vl_bridge.checkpoint import CheckpointError
 from qwen3vl_bridge.cli.data import main as data
 from qwen3vl_bridge.data import DataError
-from qwen3vl_bridge.testing.digits import make_dataset
 from qwen3vl_bridge.training import process_groups
 from qwen3vl_bridge.training.objective_settings import ObjectiveConfig
 from qwen3vl_bridge.training.reference_scores import weights_digest
@@ -22,6 +21,7 @@ from tests.helpers.forked import results_of_ranks
 from tests.helpers.noise import rounded_folder
 from tests.models.qwen3_5.tiny import make_checkpoint
 from tests.recipes.test_twins import twin
+from tests.training.objective_steps import few_records
 from tests.training.running import losses, read_log, replicated, train
 
 DPO = dict(objective__kind="dpo", objective__beta=0.5)
@@ -31,12 +31,7 @@ FAST = dict(optimizer__lr=5e-3, optimizer__min_lr=5e-3, scheduler__lr_warmup_ite
 @pytest.fixture(scope="module")
 def pairs(inputs, tmp_path_factory):
     """Return the folder of a few pairs about digits."""
-    folder = tmp_path_factory.mktemp("pairs")
-    make_dataset(folder, objectives=True)
-    for split, keep in (("train", 24), ("valid", 8)):
-        path = folder / "pairs" / f"{split}.jsonl"
-        path.write_text("".join(path.read_text().splitlines(keepends=True)[:keep]))
-    return folder / "pairs"
+    return few_records(tmp_path_factory.mktemp("pairs"), "pairs")
 
 
 def config(inputs, pairs: Path, save: Path | None, **settings: Any) -> Any:

@@ -6,7 +6,6 @@ from typing import Any
 
 from qwen3vl_bridge import Qwen3VLLoRA
 from qwen3vl_bridge.cli.data import main as data
-from qwen3vl_bridge.testing.digits import make_dataset
 from qwen3vl_bridge.training.guard import BadStepError
 
 import pytest
@@ -15,6 +14,7 @@ from qwen3vl_recipes.registry import recipes
 
 from tests.helpers.forked import results_of_ranks
 from tests.recipes.test_twins import twin
+from tests.training.objective_steps import few_records
 from tests.training.running import losses, replicated, train
 
 METRICS = {
@@ -27,12 +27,7 @@ FAST = dict(optimizer__lr=5e-3, optimizer__min_lr=5e-3, scheduler__lr_warmup_ite
 @pytest.fixture(scope="module")
 def records(inputs, tmp_path_factory):
     """Return the folder of a few questions about digits with a right and a wrong answer."""
-    folder = tmp_path_factory.mktemp("retrieval")
-    make_dataset(folder, objectives=True)
-    for split, keep in (("train", 24), ("valid", 8)):
-        path = folder / "retrieval" / f"{split}.jsonl"
-        path.write_text("".join(path.read_text().splitlines(keepends=True)[:keep]))
-    return folder / "retrieval"
+    return few_records(tmp_path_factory.mktemp("retrieval"), "retrieval")
 
 
 def config(inputs, records: Path, save: Path | None, kind: str, **settings: Any) -> Any:
